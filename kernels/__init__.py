@@ -1,0 +1,1 @@
+"""One file per kernel: its golden reference and its implementations side by side."""

@@ -1,0 +1,1 @@
+"""The device side: everything that touches a tensor."""

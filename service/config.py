@@ -1,0 +1,85 @@
+"""The server's configuration: frozen, complete and checked before anything is built.
+
+`ServerConfig` is made once by the command line (flags, then NPUSERVE_* variables, then a TOML file) and handed to
+every process as JSON. What is discovered later (KV-cache size, the model's limits) is a return value, never written
+back here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ConfigError(Exception):
+    """A setting is out of range or contradicts another; the message names it and what is allowed."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `npuserve serve` can be told. Field names are the flags' with underscores.
+
+    model: a folder, a hub name, or "" for the built-in model. port, metrics_port: 0 takes a free one.
+    max_model_len: tokens of prompt and answer; 0 takes the model's own. block_size: tokens a KV-cache block; 0 takes
+    the backend's. kv_cache_memory: bytes; 0 takes what is free, within reason. max_queue: requests that wait.
+    """
+
+    model: str = ""
+    served_name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 50051
+    metrics_port: int = 9090
+    device: Literal["auto", "cpu", "npu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_model_len: int = 0
+    block_size: int = 0
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_memory: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queue: int = 256
+    prefix_cache: bool = True
+    double_buffering: bool = True
+    prefill_device: Literal["same", "cpu"] = "same"
+    frontends: int = 1
+    tensor_parallel_size: int = 1
+    threads: int = 0
+    priority_aging_seconds: float = 10.0
+    kernel_sampling: int = 32
+    drain_seconds: float = 30.0
+    log_format: Literal["auto", "text", "json"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_prompts: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    api_keys: str = ""
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
+            "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
+            "max_queue": (0, 1 << 20), "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
+            "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20), "drain_seconds": (0, 86400),
+        }  # fmt: skip
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name}: {value} is not in [{low}, {high}]")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+        reserved = {
+            "kv_cache_dtype": "auto", "prefill_device": "same", "tensor_parallel_size": 1,
+            "tls_cert": "", "tls_key": "", "tls_client_ca": "", "api_keys": "",
+        }  # fmt: skip
+        for name, only in reserved.items():
+            if getattr(self, name) != only:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is reserved, not implemented in this version")
+
+
+def to_json(config: ServerConfig) -> bytes:
+    return msgspec.json.encode(config)
+
+
+def from_json(data: bytes) -> ServerConfig:
+    return msgspec.json.decode(data, type=ServerConfig)

@@ -1,0 +1,131 @@
+"""One tree of exceptions, mapped to gRPC status once: `to_status`.
+
+Raise these anywhere on the host side; only the servicers turn them into gRPC status. An exception of any other kind
+is a bug, INTERNAL to the client, with an id that is in the log.
+"""
+
+from __future__ import annotations
+
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+DOMAIN = "npuserve"
+
+
+class ServeError(Exception):
+    """A request's documented end other than an answer. `message` is for the client: whole, and free of prompts."""
+
+    code: int = code_pb2.INTERNAL
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+    def details(self) -> list[object]:
+        """The google.rpc messages that go with it."""
+        return [error_details_pb2.ErrorInfo(reason=type(self).__name__, domain=DOMAIN)]
+
+
+class InvalidField(ServeError):
+    """A field is out of range. The message begins with the field's path and says what is allowed."""
+
+    code = code_pb2.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+    def details(self) -> list[object]:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
+        return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
+
+
+class ModelNotFound(ServeError):
+    code = code_pb2.NOT_FOUND
+
+
+class RequestNotFound(ServeError):
+    code = code_pb2.NOT_FOUND
+
+
+class DuplicateRequest(ServeError):
+    """The request_id is that of a live request."""
+
+    code = code_pb2.ALREADY_EXISTS
+
+
+class NoTokenizer(ServeError):
+    """The model's folder has no tokenizer or no chat template, and the request needs it."""
+
+    code = code_pb2.FAILED_PRECONDITION
+
+
+class Reserved(ServeError):
+    """A field or call that this version does not fill."""
+
+    code = code_pb2.UNIMPLEMENTED
+
+    def __init__(self, field: str):
+        super().__init__(f"{field}: reserved, not implemented in this version")
+
+
+class Unauthenticated(ServeError):
+    code = code_pb2.UNAUTHENTICATED
+
+
+class PermissionDenied(ServeError):
+    code = code_pb2.PERMISSION_DENIED
+
+
+class DeadlineExceeded(ServeError):
+    """The deadline passed, or cannot be met, before a first token."""
+
+    code = code_pb2.DEADLINE_EXCEEDED
+
+
+class Retryable(ServeError):
+    """Worth trying again after `retry_seconds`."""
+
+    retry_seconds = 1.0
+
+    def __init__(self, message: str, retry_seconds: float | None = None):
+        super().__init__(message)
+        if retry_seconds is not None:
+            self.retry_seconds = retry_seconds
+
+    def details(self) -> list[object]:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(self.retry_seconds * 1e9))
+        return [*super().details(), error_details_pb2.RetryInfo(retry_delay=delay)]
+
+
+class QueueFull(Retryable):
+    code = code_pb2.RESOURCE_EXHAUSTED
+
+
+class Unavailable(Retryable):
+    """The engine is starting, restarting or draining."""
+
+    code = code_pb2.UNAVAILABLE
+
+
+class InternalError(ServeError):
+    code = code_pb2.INTERNAL
+
+
+def from_wire(name: str, message: str) -> ServeError:
+    """The error that the engine named in an Output. Only classes made of a message alone travel that way."""
+    classes: dict[str, type[ServeError]] = {
+        c.__name__: c for c in (QueueFull, DuplicateRequest, Unavailable, DeadlineExceeded, InternalError)
+    }
+    return classes.get(name, InternalError)(message)
+
+
+def to_status(error: ServeError) -> status_pb2.Status:
+    """The gRPC status with its details, for grpc_status.rpc_status.to_status."""
+    status = status_pb2.Status(code=error.code, message=error.message)
+    for detail in error.details():
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status

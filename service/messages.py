@@ -1,0 +1,174 @@
+"""What front ends and the engine process say to each other over the local socket.
+
+Every message is one msgpack array with its type's tag first; there is no pickle. Times are seconds of
+time.monotonic(), which all processes of one machine share. A front end names its requests by `key`, an integer that
+it never uses twice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from npuserve.npu.step import SamplingParams, TokenLogprobs
+
+FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """One client ask, checked and tokenized: what the engine needs of it. The engine holds no text.
+
+    request_id: the client's or the server's name for it. prompt_ids: at least one, each below the vocabulary.
+    output_ids: tokens generated before by an engine that died. max_tokens, min_tokens: of the whole answer, output_ids
+    included; prompt + max_tokens is at most the model's context. stop_token_ids and eos_token_ids end the answer (the
+    latter empty under ignore_eos). priority: lower is earlier. arrival: when the front end got it.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    arrival: float
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    bypass_prefix_cache: bool = False
+    cache_salt: str = ""
+    output_ids: list[int] = []
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What is served, as the engine knows it once the model is loaded."""
+
+    family: str
+    vocabulary_size: int
+    max_model_len: int
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    backend: str
+    max_num_seqs: int
+    max_queue: int
+    kv_cache_tokens: int
+    parameters: int
+    deterministic: bool
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the engine is. free_kv_ratio: 1 is an empty cache, reusable prefixes counting as free."""
+
+    running: int = 0
+    waiting: int = 0
+    free_kv_ratio: float = 1.0
+    tokens_per_second: float = 0.0
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of a request's disjoint phases in the engine, and when its last step ended. See the proto's Timing."""
+
+    queue: float
+    prefill_chunks: list[float]
+    decode: float
+    device: float
+    host: float
+    last_step_end: float
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """How a request ended in the engine. cached_tokens: prompt tokens that the prefix cache held at first."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    timing: Timing
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """What one step made for one request. After `finish` or `error` nothing follows for this key.
+
+    token_ids: new ones, usually one. logprobs: one per token, where asked for. prompt_logprobs: those of this step's
+    chunk, in order. error: (name of a class in errors.py, message).
+    """
+
+    key: int
+    token_ids: list[int] = []
+    finish: Finish | None = None
+    error: tuple[str, str] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+# Front end to engine
+
+
+class Hello(Wire, frozen=True):
+    """The first on every connection; answered by Ready."""
+
+
+class Submit(Wire, frozen=True):
+    """A new request; refused at once (an Output with an error) or queued."""
+
+    key: int
+    request: Request
+
+
+class Cancel(Wire, frozen=True):
+    """Nobody waits for this request any more, or the front end has found its stop string.
+
+    keep: None if the client is gone, and no Output follows. Otherwise the number of tokens of the answer that stand,
+    and an Output with the Finish follows, of that many generated tokens and with reason stop_string. A request that
+    ended in between is not known any more, and its own finish is already on its way.
+    """
+
+    key: int
+    keep: int | None = None
+
+
+class Abort(Wire, frozen=True):
+    """AdminService.Abort: end the request of this id, whichever front end it came from. Answered by Reply: 1 or 0."""
+
+    call: int
+    request_id: str
+
+
+class FlushPrefixCache(Wire, frozen=True):
+    """Answered by Reply: the number of blocks."""
+
+    call: int
+
+
+ToEngine = Hello | Submit | Cancel | Abort | FlushPrefixCache
+
+# Engine to front end; each carries the engine's epoch, and those of a dead epoch are dropped
+
+
+class Ready(Wire, frozen=True):
+    epoch: int
+    model: ModelInfo
+
+
+class Outputs(Wire, frozen=True):
+    """All that a step made for one front end; without outputs, the heartbeat."""
+
+    epoch: int
+    load: Load
+    outputs: list[Output]
+
+
+class Reply(Wire, frozen=True):
+    epoch: int
+    call: int
+    value: int
+
+
+ToFrontend = Ready | Outputs | Reply
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

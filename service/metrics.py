@@ -1,0 +1,68 @@
+"""Every metric, named once. See docs/metrics.md for meanings; labels are bounded, nothing a client sends is one.
+
+Processes share a folder of memory-mapped values (prometheus_client's multiprocess mode, PROMETHEUS_MULTIPROC_DIR,
+which the supervisor sets for its children before they import this), and the supervisor's metrics page adds them up.
+So counters and histograms survive an engine's restart, and gauges are those of the living.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+PREFIX = "npuserve"
+
+LATENCY = (.001, .002, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)  # fmt: skip
+GAP = (.0005, .001, .002, .005, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5)  # fmt: skip
+STEP = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, 1, 2, 5)  # fmt: skip
+KERNEL = tuple(1e-6 * m * 10**e for e in range(6) for m in (1, 2, 5))
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def _counter(name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"{PREFIX}_{name}", text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str, mode: str = "livesum") -> Gauge:
+    return Gauge(f"{PREFIX}_{name}", text, labels, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+    return Histogram(f"{PREFIX}_{name}", text, labels, buckets=buckets)
+
+
+# Front end
+requests_total = _counter("requests_total", "Calls ended, by RPC and gRPC status code", "rpc", "code")
+request_finish_total = _counter("request_finish_total", "Answers ended, by finish reason", "reason")
+time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Arrival to the first token", LATENCY)
+inter_token_latency_seconds = _histogram("inter_token_latency_seconds", "Gap between tokens of a request", GAP)
+time_per_output_token_seconds = _histogram(
+    "time_per_output_token_seconds", "(end to end - time to first token) / (tokens - 1), per request", GAP)  # fmt: skip
+e2e_request_latency_seconds = _histogram("e2e_request_latency_seconds", "Arrival to the last token", LATENCY)
+stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
+
+# Engine
+requests_running = _gauge("requests_running", "Requests in the batch")
+requests_waiting = _gauge("requests_waiting", "Requests in the queue, preempted ones included")
+queue_rejections_total = _counter("queue_rejections_total", "Requests refused at the queue", "why")
+queue_time_seconds = _histogram("queue_time_seconds", "Arrival to the first step", LATENCY)
+prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens computed or found in the prefix cache")
+generation_tokens_total = _counter("generation_tokens_total", "Tokens generated")
+prefix_cache_queries_total = _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
+prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache")
+preemptions_total = _counter("preemptions_total", "Requests whose blocks were taken back, to be recomputed")
+kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks that live requests hold")
+kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
+step_seconds = _histogram("step_seconds", "Launch to collected result of a step", STEP, "phase", "mode")
+step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
+step_host_gap_seconds = _histogram("step_host_gap_seconds", "The device idle between steps, waiting for the host", STEP)
+kernel_latency_seconds = _histogram(
+    "kernel_latency_seconds", "One kernel call on a sampled step", KERNEL, "kernel", "phase", "backend")  # fmt: skip
+kernel_fallback_total = _counter(
+    "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")  # fmt: skip
+cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "A cancel's arrival to its blocks being free", STEP)
+engine_heartbeat_timestamp = _gauge(
+    "engine_heartbeat_timestamp_seconds", "Unix time of the engine's last sign of life", mode="livemostrecent")  # fmt: skip
+
+# Supervisor
+engine_restarts_total = _counter("engine_restarts_total", "Times the engine process was started again")
+build_info = _gauge("build_info", "1; the version is in the labels", "version", "torch", "backend", mode="livemax")
