@@ -1,1 +1,27 @@
-"""One file per kernel: its golden reference and its implementations side by side."""
+"""One file per kernel: its golden reference and its implementations side by side. Importing it fills the registry."""
+
+from npuserve.kernels import (
+    attention,
+    embedding,
+    greedy,
+    linear,
+    logprobs,
+    norm,
+    penalize,
+    qk_norm_rope_kv_write,
+    sample,
+    swiglu,
+)
+
+__all__ = [
+    "attention",
+    "embedding",
+    "greedy",
+    "linear",
+    "logprobs",
+    "norm",
+    "penalize",
+    "qk_norm_rope_kv_write",
+    "sample",
+    "swiglu",
+]

@@ -8,6 +8,7 @@ python -m grpc_tools.protoc -I. --python_out="$out" --grpc_python_out="$out" --m
 # A file without a service has an empty _grpc twin: not kept.
 for file in "$out"/npuserve/v1/*_pb2_grpc.py; do grep -q Servicer "$file" || rm "$file"; done
 if [ "$out" != . ]; then
-    diff -r --exclude='*.proto' --exclude=__pycache__ --exclude=__init__.py "$out/npuserve/v1" npuserve/v1 \
+    diff -r --exclude='*.proto' --exclude=__pycache__ --exclude=__init__.py --exclude=py.typed \
+        "$out/npuserve/v1" npuserve/v1 \
         || { echo "generated code is not what protos/generate.sh makes" >&2; exit 1; }
 fi

@@ -114,7 +114,10 @@ class InternalError(ServeError):
 
 
 def from_wire(name: str, message: str) -> ServeError:
-    """The error that the engine named in an Output. Only classes made of a message alone travel that way."""
+    """The error that the engine named in an Output: a class made of a message alone, or InvalidField."""
+    if name == "InvalidField":
+        field, _, text = message.partition(": ")
+        return InvalidField(field, text)
     classes: dict[str, type[ServeError]] = {
         c.__name__: c for c in (QueueFull, DuplicateRequest, Unavailable, DeadlineExceeded, InternalError)
     }

@@ -7,6 +7,7 @@ it never uses twice.
 
 from __future__ import annotations
 
+import time
 from typing import Literal
 
 import msgspec
@@ -123,11 +124,12 @@ class Cancel(Wire, frozen=True):
 
     keep: None if the client is gone, and no Output follows. Otherwise the number of tokens of the answer that stand,
     and an Output with the Finish follows, of that many generated tokens and with reason stop_string. A request that
-    ended in between is not known any more, and its own finish is already on its way.
+    ended in between is not known any more, and its own finish is already on its way. sent: when.
     """
 
     key: int
     keep: int | None = None
+    sent: float = msgspec.field(default_factory=time.monotonic)
 
 
 class Abort(Wire, frozen=True):

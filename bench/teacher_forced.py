@@ -1,0 +1,111 @@
+"""Teacher-forced agreement of a model in bfloat16 with transformers in float32, beside transformers in bfloat16.
+
+    python bench/teacher_forced.py MODEL [--texts FILE.jsonl] [--limit 40] [--tokens 160] [--budget 512]
+
+The texts are the `turns` of a MT-Bench file where one is given, else what is built in. Each is put through the chat
+template where the model has one, continued greedily by transformers in float32, and then every position of prompt
+and continuation is predicted by all three: the share of positions with the same likeliest token as float32, and the
+largest and the mean difference of logits. Ours runs as the server runs it: in chunks of --budget tokens, several
+texts in one step, a paged cache. Needs `pip install npuserve[transformers]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from npuserve.kernels.registry import KernelSet
+from npuserve.npu.backends import select
+from npuserve.npu.batch import make_batch
+from npuserve.npu.kv_cache import KVCache
+from npuserve.npu.loader import load_weights
+from npuserve.npu.model import Model
+from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.rope import cos_sin_table
+from npuserve.npu.step import Row
+
+TEXTS = ["Write a function that reverses a string in Python.", "What is the capital of France?",
+         "Explain why the sky is blue.", "def quicksort(items):", "请介绍一下长城。"]  # fmt: skip
+BLOCK, PER_STEP = 16, 4
+
+
+def texts_of(file: str | None, limit: int) -> list[str]:
+    if file is None:
+        return TEXTS[:limit]
+    return [json.loads(line)["turns"][0] for line in Path(file).read_text().splitlines()][:limit]
+
+
+def served_logits(folder: Path, sequences: list[list[int]], dtype: str, budget: int) -> list[torch.Tensor]:
+    """[tokens, vocabulary] float32 of each sequence, computed as the engine does."""
+    backend, config = select("cpu"), ModelConfig.from_folder(folder)
+    weights = load_weights(folder, config, getattr(torch, dtype), backend, lambda *_: None)
+    length = max(map(len, sequences))
+    per_row = -(-length // BLOCK)
+    model = Model(config, weights, cos_sin_table(config.rope, config.head_dim, length, backend.device),
+                  KernelSet(backend.name))  # fmt: skip
+    cache = KVCache.allocate(config, per_row * PER_STEP, BLOCK, getattr(torch, dtype), backend.device)
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    with torch.inference_mode():
+        for first in range(0, len(sequences), PER_STEP):
+            group = list(enumerate(sequences))[first : first + PER_STEP]
+            done = {number: 0 for number, _ in group}
+            while any(done[number] < len(ids) for number, ids in group):
+                room, rows = budget, []
+                for place, (number, ids) in enumerate(group):
+                    part = ids[done[number] : done[number] + room]
+                    if part:
+                        blocks = list(range(place * per_row, (place + 1) * per_row))
+                        end = done[number] + len(part)
+                        rows.append(Row(number, part, done[number], blocks[: -(-end // BLOCK)], False))
+                        room -= len(part)
+                logits = model.logits(model.hidden(make_batch(rows, BLOCK, backend), cache))[:, : config.vocab_size]
+                for row, part_logits in zip(rows, logits.float().split([len(r.token_ids) for r in rows]), strict=True):
+                    found[row.request_id].append(part_logits.clone())
+                    done[row.request_id] += len(row.token_ids)
+    return [torch.cat(parts) for parts in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--texts")
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--budget", type=int, default=512)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    exact = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    sequences, golden = [], []
+    with torch.inference_mode():
+        for text in texts_of(args.texts, args.limit):
+            if tokenizer.chat_template:
+                text = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            made = exact.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.tokens,
+                                  do_sample=False, repetition_penalty=1.0, pad_token_id=0)  # fmt: skip
+            sequences.append(made[0].tolist())
+            golden.append(exact(made).logits[0])
+    del exact
+    rough = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        theirs = [rough(torch.tensor([ids])).logits[0].float() for ids in sequences]
+    del rough
+    ours = served_logits(args.model, sequences, "bfloat16", args.budget)
+    report: dict[str, object] = {"model": args.model.name, "positions": sum(map(len, sequences)), "budget": args.budget}
+    for name, logits in (("transformers_bfloat16", theirs), ("npuserve_bfloat16", ours)):
+        same = sum(int((a.argmax(-1) == g.argmax(-1)).sum()) for a, g in zip(logits, golden, strict=True))
+        gaps = [(a - g).abs() for a, g in zip(logits, golden, strict=True)]
+        report[name] = {
+            "equal_argmax": round(same / sum(map(len, sequences)), 5),
+            "largest_logit_difference": round(max(float(gap.max()) for gap in gaps), 4),
+            "mean_logit_difference": round(sum(float(gap.sum()) for gap in gaps) / sum(g.numel() for g in gaps), 5)}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

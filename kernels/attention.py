@@ -1,0 +1,115 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where each row's queries and keys are. The same for all layers of a step.
+
+    block_tables: [R, maxB] int32, the row's blocks in order; what lies past its context is not read.
+    context_lens: [R] int32, the row's tokens in the cache, this step's included.
+    cu_seqlens_q: [R + 1] int32: queries of row r are [cu_seqlens_q[r], cu_seqlens_q[r + 1]), its context's last ones.
+    host_context_lens, host_cu_seqlens_q: the same numbers on the host.
+    """
+
+    block_tables: Tensor
+    context_lens: Tensor
+    cu_seqlens_q: Tensor
+    host_context_lens: list[int]
+    host_cu_seqlens_q: list[int]
+
+    @classmethod
+    def from_lengths(
+        cls, block_tables: Tensor, context_lens: Sequence[int], query_lens: Sequence[int]
+    ) -> AttentionMetadata:
+        """From host lengths; the tensors go where `block_tables` is."""
+        cu_seqlens_q = list(accumulate(query_lens, initial=0))
+        device = block_tables.device
+        return cls(
+            block_tables,
+            torch.tensor(context_lens, dtype=torch.int32, device=device),
+            torch.tensor(cu_seqlens_q, dtype=torch.int32, device=device),
+            list(context_lens),
+            cu_seqlens_q,
+        )
+
+
+def _case(
+    rows: list[tuple[int, int]],
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    benchmark: bool = False,
+) -> Case:
+    """rows: (queries, context) of each."""
+
+    def make(
+        generator: torch.Generator, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
+        width = -(-max(context for _, context in rows) // block_size)
+        block_tables = torch.randperm(len(rows) * width, generator=generator).int().view(len(rows), width)
+        tokens = sum(queries for queries, _ in rows)
+        q = torch.randn(tokens, q_heads, head_dim, generator=generator).to(dtype)
+        shape = (2, len(rows) * width, block_size, kv_heads, head_dim)
+        k_cache, v_cache = torch.randn(shape, generator=generator).to(dtype)
+        metadata = AttentionMetadata.from_lengths(block_tables, [c for _, c in rows], [n for n, _ in rows])
+        return q, k_cache, v_cache, metadata, head_dim**-0.5
+
+    queries, contexts = ("+".join(map(str, sorted(set(x)))) for x in zip(*rows, strict=True))
+    return Case(f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}", make, benchmark)
+
+
+@kernel(
+    "paged_attention",
+    cases=[
+        _case([(1, 1)], 4, 4, 8),
+        _case([(1, 17), (5, 5), (3, 20), (1, 33)], 6, 2, 16),
+        _case([(7, 31), (1, 5)], 3, 1, 10, block_size=4),
+        *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True) for rows in (1, 8, 32)),
+        _case([(512, 512)], 16, 8, 128, benchmark=True),
+        _case([(512, 4096)], 16, 8, 128, benchmark=True),
+    ],
+)
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """Causal attention of rows of any number of queries, each row's keys gathered from its blocks.
+
+    q: [T, Hq, D]. k_cache, v_cache: [B, block_size, Hkv, D], Hq a multiple of Hkv; this step's keys and values are
+    written already. Returns [T, Hq, D], 0 for queries of no row. Softmax and sums in float32. A row's numbers do not
+    depend on the other rows.
+    """
+    output = torch.zeros_like(q)
+    starts = metadata.host_cu_seqlens_q
+    for row, context in enumerate(metadata.host_context_lens):
+        tokens = slice(starts[row], starts[row + 1])
+        blocks = metadata.block_tables[row, : -(-context // k_cache.shape[1])]
+        keys, values = (cache[blocks].flatten(0, 1)[:context].transpose(0, 1) for cache in (k_cache, v_cache))
+        output[tokens] = _attend(q[tokens].transpose(0, 1), keys, values, scale).transpose(0, 1)
+    return output
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [Hq, n, D] of the last n of k, v [Hkv, context, D] -> [Hq, n, D]."""
+    (q_heads, n, head_dim), (kv_heads, context) = q.shape, k.shape[:2]
+    if 1 < n == context:
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)
+        return out[0]
+    # Queries that share a key-value head stand as further queries of it: the keys are read once.
+    group = q_heads // kv_heads
+    mask = None
+    if n > 1:
+        places = torch.arange(context, device=q.device)
+        mask = (places <= places[context - n :, None]).repeat(group, 1)
+    shared = q.reshape(1, kv_heads, group * n, head_dim)
+    return F.scaled_dot_product_attention(shared, k[None], v[None], attn_mask=mask, scale=scale).view(q.shape)

@@ -1,0 +1,23 @@
+"""Token embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+
+
+def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(vocabulary, (tokens,), generator=generator)
+        return ids, torch.randn(vocabulary, hidden, generator=generator).to(dtype)
+
+    return Case(f"{tokens}x{hidden}", make, benchmark)
+
+
+@kernel("embedding", cases=[_case(1, 3, 8), _case(5, 17, 33), *(_case(t, 151936, 1024, True) for t in (1, 32, 512))])
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """ids [T] int64 below V, table [V, H] -> [T, H]."""
+    return F.embedding(ids, table)

@@ -1,0 +1,27 @@
+"""The likeliest token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+
+
+def _case(rows: int, vocabulary: int, padding: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, int]:
+        logits = torch.randn(rows, vocabulary + padding, generator=generator).mul(3).round(decimals=1)
+        logits[:, vocabulary:] = 100.0
+        return logits.to(dtype), vocabulary
+
+    return Case(f"{rows}x{vocabulary}+{padding}", make, benchmark)
+
+
+@kernel("greedy", cases=[_case(1, 7, 0), _case(5, 101, 27), *(_case(r, 151936, 0, True) for r in (1, 8, 32))])
+def greedy(logits: Tensor, vocabulary: int) -> Tensor:
+    """logits [R, Vp] -> ids [R, 1] int64, below `vocabulary`.
+
+    The smallest of the ids with the largest logit. NaN counts as minus infinity; a row of nothing else gives 0.
+    """
+    real = logits[:, :vocabulary]
+    return real.masked_fill(real.isnan(), -torch.inf).argmax(dim=-1, keepdim=True)

@@ -1,0 +1,36 @@
+"""How likely tokens were."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.sample import largest
+
+
+def _case(rows: int, vocabulary: int, padding: int, n: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, int, Tensor, int]:
+        logits = torch.randn(rows, vocabulary + padding, generator=generator).mul(3).round(decimals=1)
+        logits[:, vocabulary:] = 100.0
+        return logits.to(dtype), vocabulary, torch.randint(vocabulary, (rows,), generator=generator), n
+
+    return Case(f"{rows}x{vocabulary}+{padding} top {n}", make, benchmark)
+
+
+@kernel("logprobs", cases=[_case(1, 7, 0, 7), _case(3, 33, 31, 0), _case(5, 101, 27, 5), _case(8, 151936, 0, 5, True)])
+def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the distribution of logits [R, Vp] over the first `vocabulary` ids: (logprob, rank, top_ids, top_logprobs).
+
+    ids: [R] int64. n: 0 to `vocabulary`. logprob: [R] float32, the natural logarithm of ids' probabilities. rank: [R]
+    int64, 1 + the number of strictly larger logits. top_ids, top_logprobs: [R, n] int64 and float32, the likeliest
+    first, of equal ones the smaller id first. NaN counts as minus infinity.
+    """
+    real = logits[:, :vocabulary]
+    real = real if real.dtype == torch.float64 else real.float()
+    real = real.masked_fill(real.isnan(), -torch.inf)
+    logarithms = real.log_softmax(dim=-1)
+    chosen = ids.unsqueeze(1)
+    rank = (real > real.gather(1, chosen)).sum(dim=-1) + 1
+    top_ids = torch.stack([largest(row, n) for row in real]) if len(real) else chosen.new_empty(0, n)
+    return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)

@@ -1,0 +1,42 @@
+"""Penalties on tokens that there have been."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+
+
+def _case(rows: int, vocabulary: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        logits = torch.randn(rows, vocabulary, generator=generator).mul(3).to(dtype)
+        in_prompt = torch.rand(rows, vocabulary, generator=generator) < 0.3
+        counts = torch.randint(-4, 4, (rows, vocabulary), generator=generator).clamp(min=0).int()
+        repetition = torch.rand(rows, generator=generator).add(0.7).to(dtype)
+        presence, frequency = torch.randn(2, rows, generator=generator).to(dtype)
+        return logits, in_prompt, counts, repetition, presence, frequency
+
+    return Case(f"{rows}x{vocabulary}", make, benchmark)
+
+
+@kernel(
+    "penalize",
+    cases=[_case(1, 7), _case(5, 101), *(_case(r, 151936, True) for r in (1, 8, 32))],
+    dtypes=(torch.float32,),
+)
+def penalize(
+    logits: Tensor, in_prompt: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """Changes logits [R, Vp] float32 in place.
+
+    in_prompt: [R, Vp] bool. output_counts: [R, Vp] int32. repetition, presence, frequency: [R] float32.
+
+    First repetition, of all tokens of prompt and output: logits above 0 are divided by it, others multiplied
+    (Keskar et al. 2019, arXiv:1909.05858, in the signed form of Hugging Face). Then, of tokens of the output alone,
+    frequency times the count and presence once are subtracted, as the OpenAI API defines them and vLLM applies them.
+    """
+    penalty = torch.where(in_prompt | (output_counts > 0), repetition.unsqueeze(1), 1.0)
+    logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))
+    logits.sub_(frequency.unsqueeze(1) * output_counts)
+    logits.sub_(presence.unsqueeze(1) * (output_counts > 0))

@@ -1,0 +1,79 @@
+"""All that happens to queries, keys and values between their projection and attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.norm import normalize
+from npuserve.kernels.registry import Case, kernel
+
+
+def _case(tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = True, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | float | None, ...]:
+        blocks, block_size, max_positions = -(-tokens // 16) + 2, 16, max(64, tokens)
+        qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+        gammas = [torch.rand(head_dim, generator=generator).add(0.5).to(dtype) if norm else None for _ in "qk"]
+        angles = torch.arange(max_positions)[:, None] * 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        positions = torch.randint(max_positions, (tokens,), generator=generator)
+        slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+        slots[1::5] = -1
+        caches = torch.randn(2, blocks, block_size, kv_heads, head_dim, generator=generator).to(dtype)
+        return qkv, *gammas, 1e-6, cos_sin, positions, slots, caches[0], caches[1], q_heads
+
+    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}"
+    return Case(name, make, benchmark)
+
+
+@kernel(
+    "qk_norm_rope_kv_write",
+    cases=[
+        _case(1, 4, 2, 8),
+        _case(7, 3, 1, 10, norm=False),
+        _case(33, 6, 3, 16),
+        *(_case(t, 16, 8, 128, benchmark=True) for t in (1, 32, 512)),
+    ],
+)
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_q_heads: int,
+) -> Tensor:
+    """Normalizes queries and keys per head, turns them by their positions, and writes keys and values to the cache.
+
+    qkv: [T, (Hq + 2 Hkv) D]. q_gamma, k_gamma: [D], or None for models that do not normalize. cos_sin: [P, D] float32,
+    cosines in the first half. positions: [T] int64 below P. slot_mapping: [T] int64, block * block_size + offset, each
+    at most once; a negative one is not written. k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written
+    in place.
+
+    Returns q [T, Hq, D]. Rotary embedding over the whole head in its rotate-half form (Su et al. 2021,
+    arXiv:2104.09864, as in GPT-NeoX), computed in float32 and rounded once.
+    """
+    kv_heads, head_dim = k_cache.shape[-2:]
+    heads = qkv.view(len(qkv), num_q_heads + 2 * kv_heads, head_dim)
+    q, k, v = heads.split([num_q_heads, kv_heads, kv_heads], dim=1)
+    if q_gamma is not None:
+        q = normalize(q, q_gamma, eps)
+    if k_gamma is not None:
+        k = normalize(k, k_gamma, eps)
+
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    k_cache.view(-1, kv_heads, head_dim)[slots] = _rotate(k, cos, sin)[written]
+    v_cache.view(-1, kv_heads, head_dim)[slots] = v[written]
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D]; cos, sin [T, 1, D / 2]. The product is as wide as the wider of x and cos."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,122 @@
+"""A token by chance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+
+_FIRST_GUESS = 64
+_GROWTH = 8
+
+
+def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | int, ...]:
+        logits = torch.randn(rows, vocabulary + padding, generator=generator).mul(3).to(dtype)
+        logits[:, vocabulary:] = 100.0
+        temperature = torch.rand(rows, generator=generator).add(0.5).to(dtype)
+        # Every other row is unfiltered, so that both kinds meet in one call.
+        off = torch.arange(rows) % 2 == 1
+        top_ks = torch.full((rows,), top_k).masked_fill(off, 0)
+        top_ps = torch.full((rows,), top_p, dtype=dtype).masked_fill(off, 1.0)
+        min_ps = torch.full((rows,), min_p, dtype=dtype).masked_fill(off, 0.0)
+        uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+        return logits, vocabulary, temperature, top_ks, top_ps, min_ps, uniform
+
+    name = f"{rows}x{vocabulary}+{padding} top_k {top_k} top_p {top_p:g} min_p {min_p:g}"
+    return Case(name, make, benchmark=vocabulary > 10_000)
+
+
+@kernel(
+    "sample",
+    cases=[
+        _case(1, 7, 0),
+        _case(5, 101, 27, top_k=9, top_p=0.8),
+        _case(6, 999, 1, top_p=0.9),
+        _case(4, 999, 25, min_p=0.1),
+        _case(3, 500, 12, top_k=50, top_p=0.9, min_p=0.05),
+        _case(8, 151936, 0),
+        _case(8, 151936, 0, top_k=20, top_p=0.95),
+        _case(8, 151936, 0, top_p=0.95),
+    ],
+    dtypes=(torch.float32,),
+)
+def sample(
+    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """logits [R, Vp] float32 -> ids [R, 1] int64, below `vocabulary`.
+
+    temperature: [R] float32, above 0. top_k: [R] integers, off where below 1. top_p: [R] float32 in (0, 1], off at 1.
+    min_p: [R] float32 in [0, 1], off at 0. uniform: [R] float64 in [0, 1).
+
+    Filters in Hugging Face's order: temperature; the top_k largest; of those, renormalized, the fewest likeliest whose
+    mass reaches top_p (Holtzman et al. 2020, arXiv:1904.09751); those at least min_p times as likely as the likeliest.
+    Where equal tokens meet a border, those of smaller ids are kept. The token is then the first, in the order of ids,
+    at which the cumulative mass (summed in float64) passes `uniform` of the whole: one number decides a row. Rows that
+    only temperature and min_p shape are not sorted.
+
+    NaN counts as minus infinity. A row without a number above minus infinity gives any id.
+    """
+    scores = logits[:, :vocabulary].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    ids = torch.empty(len(scores), 1, dtype=torch.int64, device=logits.device)
+    ranked = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1)
+
+    rest = (~ranked).nonzero().squeeze(1)
+    if len(rest):
+        # Softmax works row by row, so that a row's numbers do not depend on its place, as those of exp may.
+        mass = _scaled(scores[rest], temperature[rest].unsqueeze(1)).softmax(dim=-1)
+        least = min_p[rest].unsqueeze(1) * mass.amax(dim=-1, keepdim=True)
+        ids[rest] = _draw(mass.masked_fill_(mass < least, 0.0), uniform[rest].unsqueeze(1))
+
+    for row in ranked.nonzero().squeeze(1).tolist():
+        kept = _likeliest(scores[row], temperature[row], int(top_k[row]), float(top_p[row])).sort().values
+        weights = _scaled(scores[row, kept], temperature[row]).exp()
+        ids[row] = kept[_draw(weights.masked_fill_(weights < min_p[row], 0.0), uniform[row : row + 1])]
+    return ids
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """The ids of the `count` largest of scores [V], free of NaN: largest first, smaller ids first among equals."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=scores.device)
+    ids = (scores >= scores.topk(count).values[-1]).nonzero().squeeze(1)
+    return ids[scores[ids].sort(descending=True, stable=True).indices[:count]]
+
+
+def _likeliest(scores: Tensor, temperature: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The ids of scores [V] that top_k and top_p leave, likeliest first."""
+    vocabulary = len(scores)
+    if 0 < top_k < vocabulary:
+        ids = largest(scores, top_k)
+        weights = _scaled(scores[ids], temperature).exp()
+        total = weights.sum(dtype=torch.float64)
+    else:
+        total = _scaled(scores, temperature).exp().sum(dtype=torch.float64)
+        count = min(_FIRST_GUESS, vocabulary)
+        while True:
+            ids = largest(scores, count)
+            weights = _scaled(scores[ids], temperature).exp()
+            if count == vocabulary or weights.sum(dtype=torch.float64) >= top_p * total:
+                break
+            count = min(count * _GROWTH, vocabulary)
+    if top_p >= 1:
+        return ids
+    wide = weights.double()
+    return ids[wide.cumsum(0) - wide < top_p * total]
+
+
+def _scaled(scores: Tensor, temperature: Tensor) -> Tensor:
+    """Logarithms of how likely each is against the likeliest of its row, which is 0 also where the scores are infinite
+    or the temperature is tiny."""
+    peak = scores.amax(dim=-1, keepdim=True)
+    return torch.where(scores == peak, 0.0, (scores - peak) / temperature)
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: weights [..., n], uniform [..., 1] float64 -> index [..., 1]."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[..., -1:]
+    # Below the total even if the product rounds up to it, so that an index is found, and one of weight above 0.
+    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)

@@ -1,0 +1,35 @@
+"""Random numbers as a function of (seed, position) alone: no state, so that a request can be continued anywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+# Constants of Philox4x32 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+_ROUNDS = 10
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def philox(counter: U64, key: U64) -> U64:
+    """Philox4x32-10: counter [4, N] and key [2, N] of 32-bit words -> [4, N] random 32-bit words."""
+    even, odd = counter[0::2], counter[1::2]
+    for _ in range(_ROUNDS):
+        product = even * _MULTIPLIERS
+        even, odd = (product[::-1] >> _32) ^ odd ^ key, product[::-1] & _LOW
+        key = (key + _KEY_STEPS) & _LOW
+    return np.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """One number in [0, 1), a multiple of 2**-53, for each of seeds [N] (uint64) and positions [N] (at least 0)."""
+    seed, position = np.asarray(seeds, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
+    nothing = np.zeros_like(position)
+    words = philox(
+        np.stack([position & _LOW, position >> _32, nothing, nothing]), np.stack([seed & _LOW, seed >> _32])
+    )
+    return ((words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))).astype(np.float64) * 2.0**-53

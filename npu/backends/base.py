@@ -1,0 +1,84 @@
+"""The one seam for devices: what the runner, the loader and the memory plan ask of a device.
+
+A module of this package holds one subclass and names it `BACKEND`. Nothing outside this package and the kernels'
+implementations knows a device by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import torch
+
+from npuserve.kernels.registry import Span
+
+
+class BackendError(ValueError):
+    """The device that was asked for cannot be had; the message names those that can."""
+
+
+class Event(Protocol):
+    """A mark in the device's queue of work, at what was queued when it was made."""
+
+    def wait(self) -> None:
+        """Return once the work before the mark is done."""
+
+
+class Backend(ABC):
+    """A device and its habits.
+
+    name: also the label of its kernels. dtypes: of weights and activations that it computes in, by preference.
+    vocabulary_tile: the LM head's rows are padded to a multiple of it. block_size: tokens of a KV-cache block if
+    nobody asks for another. deterministic: a row's numbers depend neither on the batch nor on chunking.
+    """
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[str, ...]]
+    vocabulary_tile: ClassVar[int]
+    block_size: ClassVar[int]
+    deterministic: ClassVar[bool]
+    device: torch.device
+
+    @classmethod
+    @abstractmethod
+    def available(cls) -> bool:
+        """True if this machine has the device and the software for it."""
+
+    @abstractmethod
+    def set_threads(self, count: int) -> None:
+        """Host threads for the device's work; 0 takes what this process may use."""
+
+    @abstractmethod
+    def memory_available(self) -> int:
+        """Bytes that this process may still take on the device."""
+
+    @abstractmethod
+    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
+        """"float32" or "bfloat16" for what was asked ("auto" or a name), given the checkpoint's. Raises BackendError."""
+
+    @abstractmethod
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized tensor in host memory from which a copy to the device need not be waited for."""
+
+    @abstractmethod
+    def stream(self) -> AbstractContextManager[None]:
+        """Inside, work goes to the queue of the engine's steps."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """A mark at the end of what `stream`'s queue holds now."""
+
+    @abstractmethod
+    def span(self) -> Span:
+        """Begins a stretch of time on the device's clock."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return once all queued work is done."""
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """What replays the kernels that `step` launches, as one dispatch; None if the device has no such thing."""
+        return None

@@ -1,0 +1,124 @@
+"""One request's answer in the making: the engine's outputs in, response messages out. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from google.protobuf import duration_pb2
+
+from npuserve.npu.step import TokenLogprobs
+from npuserve.service import messages
+from npuserve.service.messages import Output
+from npuserve.service.validation import Ask
+from npuserve.v1 import generate_pb2 as pb
+
+if TYPE_CHECKING:
+    from npuserve.service.tokenizer import Tokenizer
+
+REASONS = {
+    "eos": pb.FINISH_REASON_EOS,
+    "stop_token": pb.FINISH_REASON_STOP_TOKEN,
+    "stop_string": pb.FINISH_REASON_STOP_STRING,
+    "length": pb.FINISH_REASON_LENGTH,
+    "deadline": pb.FINISH_REASON_DEADLINE,
+    "aborted": pb.FINISH_REASON_ABORTED,
+}
+
+
+class Answer:
+    """`add` what came, then take `message`s; after `add` said that it is over, `last` once.
+
+    Tokens wait here until their text is known to be whole and no beginning of a stop string; a message carries the ids
+    and logprobs of exactly the tokens whose text it carries.
+
+        tokens of the answer: [0, sent) sent | [sent, sent + ready) text in `text` | the rest held by the detokenizer
+
+    An end-of-text or stop token leaves text only under include_stop, and then as any other token does.
+    """
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer | None):
+        self.matched_stop: str | None = None
+        self.keep: int | None = None
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer:
+            from npuserve.service.detokenizer import Detokenizer
+
+            self._detokenizer = Detokenizer(
+                tokenizer, skip_special_tokens=ask.skip_special_tokens, stop=ask.stop, include_stop=ask.include_stop,
+                min_tokens=ask.request.sampling.min_tokens, prompt_ids=ask.request.prompt_ids)  # fmt: skip
+        self._wants_tokens = ask.return_token_ids or ask.request.sampling.logprobs is not None
+        self._text = ""
+        self._ready = 0
+        self._sent = 0
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._last_id: int | None = None
+
+    def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
+        """What the engine made. Its finish, if this was the last of it; if a stop string was found, `keep` is set,
+        and what the engine makes after that token is not to be added."""
+        ids = list(itertools.chain.from_iterable(output.token_ids for output in outputs))
+        for output in outputs:
+            self._logprobs += output.logprobs or ()
+            self._prompt_logprobs += output.prompt_logprobs or ()
+        finish = outputs[-1].finish
+        self._ids += ids
+        if ids:
+            self._last_id = ids[-1]
+        if self._detokenizer is None:
+            self._ready += len(ids)
+            return finish
+        silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._ask.include_stop
+        self._push(self._detokenizer.push(ids[:-1] if silent else ids))
+        if finish and self.keep is None:
+            self._push(self._detokenizer.finish())
+        return finish
+
+    def message(self) -> pb.StreamGenerateResponse | None:
+        """What there is to send: some text, or tokens without text if they are asked for."""
+        if self._text or (self._ready and self._wants_tokens):
+            return self._take()
+        return None
+
+    def last(self, finish: messages.Finish, now: float) -> pb.StreamGenerateResponse:
+        """The rest, and how it ended. finish: the engine's. now: time.monotonic() seconds."""
+        generated = finish.generated_tokens if self.keep is None else self.keep
+        self._ready = generated - self._sent
+        message = self._take()
+        made = message.finish
+        if self.matched_stop is not None:
+            made.reason = pb.FINISH_REASON_STOP_STRING
+            made.matched_stop = self.matched_stop
+        else:
+            made.reason = REASONS[finish.reason]
+            if finish.reason in ("eos", "stop_token") and self._last_id is not None:
+                made.matched_stop_token_id = self._last_id
+                if self._tokenizer:
+                    made.matched_stop = self._tokenizer.token_text(self._last_id)
+        made.usage.prompt_tokens = finish.prompt_tokens
+        made.usage.cached_tokens = finish.cached_tokens
+        made.usage.generated_tokens = generated
+        self._time(made.timing, finish.timing, now)
+        return message
+
+    def _push(self, delta: object) -> None: ...
+
+    def _take(self) -> pb.StreamGenerateResponse:
+        message = pb.StreamGenerateResponse(text=self._text, offset=self._sent)
+        count = self._ready
+        if self._ask.return_token_ids:
+            message.token_ids.extend(self._ids[:count])
+        if self._logprobs:
+            message.logprobs.extend(self._position(report) for report in self._logprobs[:count])
+        if self._ask.request.sampling.prompt_logprobs is not None and self._sent == 0:
+            first = self._ask.request.prompt_ids[0]
+            ...
+        del self._ids[:count], self._logprobs[:count]
+        self._sent += count
+        self._text, self._ready = "", 0
+        return message

@@ -1,0 +1,145 @@
+"""The load generator: sends asks over StreamGenerate when they are due and notes when each message came.
+
+Open loop: an ask is sent at its time however many are still running, so that a slow server meets the queue that its
+users would make. Closed loop: a fixed number of clients, each sending its next ask when the last one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from npuserve.service.bench_workload import Ask, Prompts
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
+
+INTERRUPTED = "INTERRUPTED"
+NO_FINISH = "NO_FINISH"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request as its client saw it. Times are seconds since the start of the run.
+
+    due, sent, end: when it should have gone, went, and ended. code: gRPC's status name; INTERRUPTED if the run was
+    stopped first, NO_FINISH if the stream ended well but without a Finish. arrivals: (time, tokens carried) of each
+    message with tokens. reason, prompt_tokens, cached_tokens, generated_tokens: from the Finish.
+    """
+
+    due: float
+    sent: float
+    end: float = 0.0
+    code: str = ""
+    detail: str = ""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.code == "OK"
+
+
+class Load:
+    """One run against `target` over `channels` connections. `outcomes` grows by one as each request ends."""
+
+    def __init__(self, target: str, channels: int, temperature: float, seed: int):
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
+        self._channels = [grpc.aio.insecure_channel(target, options) for _ in range(channels)]
+        self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(c) for c in self._channels]
+        self._temperature = temperature
+        self._seed = seed
+        self._start = 0.0
+        self.outcomes: list[Outcome] = []
+
+    async def model_info(self, timeout: float = 10.0) -> model_pb2.GetModelInfoResponse:
+        """What is served; waits up to `timeout` seconds for each connection. grpc.aio.AioRpcError if there is none."""
+        infos = [stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=timeout, wait_for_ready=True)
+                 for stub in self._stubs]  # fmt: skip
+        return (await asyncio.gather(*infos))[0]  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _message(self, number: int, ask: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
+        return generate_pb2.GenerateRequest(
+            token_ids={"ids": prompts.token_ids(number, ask)},
+            sampling={"temperature": self._temperature, "seed": self._seed + number},
+            stopping={"max_tokens": ask.output_tokens, "ignore_eos": True},
+            output={"return_token_ids": True},
+        )
+
+    async def _send(self, number: int, due: float, message: generate_pb2.GenerateRequest) -> None:
+        outcome = Outcome(due, self._now())
+        try:
+            call = self._stubs[number % len(self._stubs)].StreamGenerate(message)
+            async for answer in call:
+                if answer.token_ids:
+                    outcome.arrivals.append((self._now(), len(answer.token_ids)))
+                if answer.HasField("finish"):
+                    usage = answer.finish.usage
+                    outcome.reason = generate_pb2.FinishReason.Name(answer.finish.reason)
+                    outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+                    outcome.generated_tokens = usage.generated_tokens
+            outcome.code = "OK" if outcome.reason else NO_FINISH
+        except grpc.aio.AioRpcError as error:
+            outcome.code, outcome.detail = error.code().name, error.details() or ""
+        except asyncio.CancelledError:
+            outcome.code = INTERRUPTED  # the run's end, not an error: the task ends well
+        finally:
+            outcome.end = self._now()
+            self.outcomes.append(outcome)
+
+    async def _open(self, asks: Sequence[Ask], prompts: Prompts) -> None:
+        tasks = []
+        try:
+            for number, ask in enumerate(asks):
+                message = self._message(number, ask, prompts)  # made ahead of its time
+                await asyncio.sleep(max(0.0, ask.at - self._now()))
+                tasks.append(asyncio.create_task(self._send(number, ask.at, message)))
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+    async def _closed(self, asks: Sequence[Ask], prompts: Prompts, concurrency: int, stop: asyncio.Event) -> None:
+        numbers = iter(range(len(asks)))
+
+        async def client() -> None:
+            for number in numbers:
+                due = self._now()
+                await self._send(number, due, self._message(number, asks[number], prompts))
+                if stop.is_set():
+                    return
+
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+
+    async def run(
+        self, asks: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> float:  # fmt: skip
+        """Send all asks: at their times, or as `concurrency` clients if it is above 0. Setting `stop` sends no more and
+        cancels what runs. Returns the run's seconds. progress(requests ended) is called some times a second."""
+        self._start = time.perf_counter()
+        sending = self._closed(asks, prompts, concurrency, stop) if concurrency else self._open(asks, prompts)
+        work, stopped = asyncio.create_task(sending), asyncio.create_task(stop.wait())
+        while not work.done() and not stopped.done():
+            await asyncio.wait({work, stopped}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+            progress(len(self.outcomes))
+        stopped.cancel()
+        if not work.done():
+            work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        return self._now()

@@ -1,0 +1,151 @@
+"""What `npuserve bench serve` sends, and when: arrivals and lengths of a trace or a seed, prompts as token ids."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+# Tokens of a prompt that one hash of a Mooncake trace stands for (Mooncake, FAST'25, its traces' description).
+HASH_TOKENS = 512
+TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?")
+
+
+class TraceError(Exception):
+    """A trace cannot be read; the message names file, line and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to send `at` seconds after the start: lengths in tokens, at least 1.
+
+    hashes: the prompt's leading blocks of `hash_tokens` each; asks with equal leading hashes share that prefix.
+    """
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: tuple[int, ...] = ()
+    hash_tokens: int = HASH_TOKENS
+
+
+def poisson(count: int, rate: float, prompt_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
+    """Arrivals of a Poisson process of `rate` per second, the first at 0; an infinite rate is all at once."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return [Ask(at, prompt_tokens, output_tokens) for at in (np.cumsum(gaps) - gaps[0]).tolist()]
+
+
+def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: float = 1.0) -> list[Ask]:
+    """The first `count` rows of a trace (0: all), the first at 0 seconds.
+
+    Two forms, told apart by the first character: the Azure LLM inference trace (CSV: TIMESTAMP, ContextTokens,
+    GeneratedTokens) and Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids).
+    time_scale multiplies arrival times; length_scale multiplies prompts, answers and the shared blocks.
+    Raises TraceError.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            first = file.read(1)
+            file.seek(0)
+            rows = _mooncake(file, path) if first == "{" else _azure(file, path)
+            asks = list(islice(rows, count or None))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from None
+    if not asks:
+        raise TraceError(f"{path}: no requests in it")
+    asks.sort(key=lambda ask: ask.at)
+
+    def scaled(tokens: int) -> int:
+        return max(1, round(tokens * length_scale))
+
+    return [
+        Ask((ask.at - asks[0].at) * time_scale, scaled(ask.prompt_tokens), scaled(ask.output_tokens), ask.hashes,
+            scaled(HASH_TOKENS))
+        for ask in asks
+    ]  # fmt: skip
+
+
+def _azure(file: TextIO, path: Path) -> Iterator[Ask]:
+    rows = csv.DictReader(file)
+    for row in rows:
+        where = f"{path}:{rows.line_num}"
+        stamp = TIMESTAMP.match(row.get("TIMESTAMP") or "")
+        if stamp is None:
+            raise TraceError(f"{where}: TIMESTAMP: not like 2023-11-16 18:15:46.68: {row.get('TIMESTAMP')!r}")
+        seconds = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}+00:00").timestamp() + float(stamp[3] or 0)
+        yield Ask(seconds, _tokens(row, "ContextTokens", where), _tokens(row, "GeneratedTokens", where))
+
+
+def _mooncake(file: TextIO, path: Path) -> Iterator[Ask]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+            at, hashes = float(row["timestamp"]) / 1000, tuple(int(h) for h in row.get("hash_ids", ()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{where}: timestamp or hash_ids: {error}") from None
+        if any(h < 0 for h in hashes):
+            raise TraceError(f"{where}: hash_ids: below 0")
+        yield Ask(at, _tokens(row, "input_length", where), _tokens(row, "output_length", where), hashes)
+
+
+def _tokens(row: dict[str, object], field: str, where: str) -> int:
+    try:
+        value = int(str(row[field]))
+    except (KeyError, ValueError):
+        raise TraceError(f"{where}: {field}: not a whole number: {row.get(field)!r}") from None
+    if value < 0:
+        raise TraceError(f"{where}: {field}: {value} is below 0")
+    return max(1, value)
+
+
+def fitted(asks: Sequence[Ask], max_prompt: int, max_output: int, context: int) -> tuple[list[Ask], int]:
+    """The asks cut to the caps and to the model's context (prompt and answer together), and how many were cut.
+
+    The answer keeps its length before the prompt does, but leaves it one token. A cap of 0 is none.
+    """
+    fits = []
+    for ask in asks:
+        output = min(ask.output_tokens, max_output or context, context - 1)
+        prompt = min(ask.prompt_tokens, max_prompt or context, context - output)
+        fits.append(replace(ask, prompt_tokens=prompt, output_tokens=output))
+    return fits, sum(a != b for a, b in zip(asks, fits, strict=True))
+
+
+class Prompts:
+    """Random token ids: a function of the seed, and of the ask's number or its hashes.
+
+    Special ids stand together at one end of a vocabulary, so none is taken from the end-of-text ids outward.
+    """
+
+    def __init__(self, vocabulary_size: int, eos_token_ids: Sequence[int], seed: int):
+        self._low = max((i + 1 for i in eos_token_ids if i < vocabulary_size // 2), default=0)
+        self._high = min((i for i in eos_token_ids if i >= vocabulary_size // 2), default=vocabulary_size)
+        if self._low >= self._high:
+            self._low, self._high = 0, vocabulary_size
+        self._seed = seed
+
+    def _draw(self, count: int, *stream: int) -> list[int]:
+        # One number of the generator each, so that a shorter draw is the longer one's beginning.
+        drawn = np.random.default_rng([self._seed, *stream]).random(count)
+        return (self._low + (drawn * (self._high - self._low)).astype(np.int64)).tolist()  # type: ignore[no-any-return]
+
+    def token_ids(self, number: int, ask: Ask) -> list[int]:
+        """The prompt of the ask of this number: exactly ask.prompt_tokens ids."""
+        if not ask.hashes:
+            return self._draw(ask.prompt_tokens, 0, number)
+        ids: list[int] = []
+        for place, block in enumerate(ask.hashes, 1):
+            left = ask.prompt_tokens - len(ids)
+            ids += self._draw(left if place == len(ask.hashes) else min(left, ask.hash_tokens), 1, block)
+        return ids

@@ -1,0 +1,201 @@
+"""KV-cache blocks: who holds which, and which hold a prefix that another request may share.
+
+A block is in exactly one of three states:
+
+    used     refs >= 1   in that many block tables; its digest is known once it is full and computed
+    cached   refs == 0   still holds a prefix under its digest: shared again on a hit, evicted when blocks run out
+    free     refs == 0   holds nothing of worth
+
+Full blocks are found by content. The digest of a block is a 16-byte BLAKE2b of its parent's digest and its token ids;
+the root is a keyed digest of the request's cache salt, under a key drawn anew by each manager. So equal digests mean
+equal salt, equal tokens and equal position, but for a collision: with n blocks in the cache the odds are about
+n**2 / 2**129, 1e-27 for a million. As the key is secret, nobody can search for a collision outside the server.
+The method is automatic prefix caching of vLLM (v1, KVCacheManager), with eviction of the least recently used leaf.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+DIGEST_BYTES = 16
+
+
+class IntegrityError(RuntimeError):
+    """A state owner found itself inconsistent: a bug, never a client's fault."""
+
+
+class BlockCounts(NamedTuple):
+    """Blocks by state; they add up to num_blocks."""
+
+    used: int
+    cached: int
+    free: int
+
+
+class BlockTable:
+    """The blocks of one holder. Only the BlockManager changes it; others read `block_ids`.
+
+    block_ids: block i holds positions [i * block_size, (i + 1) * block_size). Grows in place; `free` replaces the
+    list, so one handed out before keeps its values. num_registered: leading blocks that need no registering any more.
+    """
+
+    __slots__ = ("_digests", "_salt", "block_ids", "num_registered")
+
+    def __init__(self, salt: str = "") -> None:
+        self.block_ids: list[int] = []
+        self.num_registered = 0
+        self._salt = salt
+        self._digests: list[bytes] = []  # of the leading full blocks; tokens never change, so neither do these
+
+
+class BlockManager:
+    """Gives out `num_blocks` blocks of `block_size` tokens by reference count; every call is O(blocks it touches)."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._key = secrets.token_bytes(DIGEST_BYTES)
+        self._refs = [0] * num_blocks
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}  # inverse of _digest
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def counts(self) -> BlockCounts:
+        cached, free = len(self._cached), len(self._free)
+        return BlockCounts(self.num_blocks - cached - free, cached, free)
+
+    def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
+        """The blocks of the longest cached prefix, at most len(token_ids) - 1 tokens so that one is left to compute.
+
+        Takes nothing; hand the result to `allocate` before any other call.
+        """
+        found: list[int] = []
+        if self.prefix_cache:
+            for digest in self._digests(table, token_ids, (len(token_ids) - 1) // self.block_size):
+                block = self._by_digest.get(digest)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def allocate(self, table: BlockTable, num_tokens: int, prefix: Sequence[int] = (), spare: int = 0) -> bool:
+        """Make `table` hold positions [0, num_tokens), sharing `prefix` at its beginning (an empty table only).
+
+        All or nothing: False, and nothing changed, if that would leave fewer than `spare` blocks cached or free.
+        """
+        missing = -(-num_tokens // self.block_size) - len(prefix) - len(table.block_ids)
+        if missing <= 0 and not prefix:
+            return True
+        reusable = sum(1 for block in prefix if not self._refs[block])
+        if missing + spare > len(self._free) + len(self._cached) - reusable:
+            return False
+        if prefix:
+            for block in prefix:
+                if not self._refs[block]:
+                    del self._cached[block]
+                self._refs[block] += 1
+            table.block_ids.extend(prefix)
+            table.num_registered = len(prefix)
+        for _ in range(missing):
+            block = self._free.pop() if self._free else self._evict()
+            self._refs[block] = 1
+            table.block_ids.append(block)
+        return True
+
+    def register(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Let others find the blocks that are full: the KV of token_ids[:num_computed] is in the cache.
+
+        Where another block holds the same content already, that one stays the one to be found.
+        """
+        full = num_computed // self.block_size
+        if not self.prefix_cache or full <= table.num_registered:
+            return
+        digests = self._digests(table, token_ids, full)
+        for index in range(table.num_registered, full):
+            digest, block = digests[index], table.block_ids[index]
+            if self._by_digest.setdefault(digest, block) == block:
+                self._digest[block] = digest
+        table.num_registered = full
+
+    def free(self, table: BlockTable) -> None:
+        """Give all blocks back, the last first, so that a prefix is evicted from its end."""
+        for block in reversed(table.block_ids):
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                if self._digest[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+        table.block_ids = []
+        table.num_registered = 0
+
+    def flush_prefix_cache(self) -> int:
+        """Forget every prefix block that no table holds; how many these were. Those in use stay shareable."""
+        flushed = len(self._cached)
+        while self._cached:
+            self._free.append(self._evict())
+        return flushed
+
+    def check_integrity(self, holders: Iterable[BlockTable]) -> None:
+        """Raise IntegrityError unless the state is consistent and `holders` are exactly those that hold blocks."""
+        held: Counter[int] = Counter()
+        for table in holders:
+            if len(set(table.block_ids)) < len(table.block_ids):
+                raise IntegrityError(f"a block table holds a block twice: {table.block_ids}")
+            held.update(table.block_ids)
+        free = Counter(self._free)
+        for block, (refs, digest) in enumerate(zip(self._refs, self._digest, strict=True)):
+            if refs != held[block]:
+                raise IntegrityError(f"block {block}: {refs} references, but {held[block]} tables hold it")
+            states = (refs > 0) + (block in self._cached) + free[block]
+            if states != 1:
+                where = f"refs {refs}, cached {block in self._cached}, free {free[block]}"
+                raise IntegrityError(f"block {block}: in {states} states ({where})")
+            if free[block] and digest is not None:
+                raise IntegrityError(f"block {block}: free, but has digest {digest.hex()}")
+            if block in self._cached and digest is None:
+                raise IntegrityError(f"block {block}: cached, but has no digest")
+            if digest is not None and self._by_digest.get(digest) != block:
+                found = self._by_digest.get(digest)
+                raise IntegrityError(f"block {block}: its digest {digest.hex()} finds {found} instead")
+        if strangers := held.keys() - range(self.num_blocks):
+            raise IntegrityError(f"block tables hold blocks that do not exist: {sorted(strangers)}")
+        named = sum(digest is not None for digest in self._digest)
+        if len(self._by_digest) != named:
+            raise IntegrityError(f"{len(self._by_digest)} digests are known, but {named} blocks have one")
+
+    def _evict(self) -> int:
+        """Forget the least recently used cached block and return it."""
+        block, _ = self._cached.popitem(last=False)
+        digest = self._digest[block]
+        assert digest is not None
+        del self._by_digest[digest]
+        self._digest[block] = None
+        return block
+
+    def _digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:
+        """Digests of the first `count` full blocks or more, computed once per table."""
+        digests, size = table._digests, self.block_size
+        if len(digests) < count:
+            root = blake2b(table._salt.encode(), digest_size=DIGEST_BYTES, key=self._key)
+            parent = digests[-1] if digests else root.digest()
+            for start in range(len(digests) * size, count * size, size):
+                tokens = array("I", token_ids[start : start + size]).tobytes()
+                parent = blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+                digests.append(parent)
+        return digests

@@ -1,0 +1,60 @@
+"""One RPC from its start to its one reply: errors to gRPC status, the counter, the log line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+
+from npuserve.service import logs, metrics
+from npuserve.service.errors import InternalError, ServeError, to_status
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@contextlib.asynccontextmanager
+async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncIterator[dict[str, Any]]:
+    """The body of one RPC. What it puts into the dict stands in the log line, written at `level`.
+
+    A ServeError becomes its gRPC status; any other exception is a bug, INTERNAL to the client with an id that stands
+    beside the traceback in the log. A cancel passes through: the client is gone, or its deadline.
+    """
+    began = time.monotonic()
+    fields: dict[str, Any] = {"rpc": rpc}
+    code = "OK"
+    try:
+        yield fields
+    except asyncio.CancelledError:
+        code = _gone(context)
+        raise
+    except ServeError as error:
+        code = code_pb2.Code.Name(error.code)
+        fields["error"] = error.message
+        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    except Exception:
+        if context.cancelled() or context.done():
+            code = _gone(context)
+            raise asyncio.CancelledError from None
+        code = "INTERNAL"
+        bug = uuid.uuid4().hex
+        log.exception("internal error", extra={"fields": {"error_id": bug, **fields}})
+        fields["error_id"] = bug
+        await context.abort_with_status(rpc_status.to_status(to_status(InternalError(f"internal error, id {bug}"))))
+    finally:
+        metrics.requests_total.labels(rpc, code).inc()
+        logs.event(log, "request", level=level, code=code, seconds=round(time.monotonic() - began, 6), **fields)
+
+
+def _gone(context: Context) -> str:
+    left = context.time_remaining()
+    return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"

@@ -1,0 +1,100 @@
+"""`npuserve chat`: a conversation with a served model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+import grpc
+
+from npuserve.service import client
+from npuserve.service.generate import add_sampling_arguments, add_server_arguments, base_request
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_sampling_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the user leaves, 1 if there is no server or it has no chat template."""
+    try:
+        request = base_request(args)
+        with client.connect(args.target) as channel:
+            if args.wait:
+                client.wait_ready(channel, args.target, args.wait)
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            info = stub.GetModelInfo(model_pb2.GetModelInfoRequest())
+            if not info.has_chat_template:
+                raise client.CallFailed(f"{info.name} has no chat template; use npuserve generate")
+            print(f"{info.name} at {args.target}. {HELP}")
+            converse(stub, request, args)
+    except grpc.RpcError as error:
+        print(f"npuserve: {client.explain(error, args.target)}", file=sys.stderr)
+        return 1
+    except client.CallFailed as error:
+        print(f"npuserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def converse(
+    stub: inference_service_pb2_grpc.InferenceServiceStub,
+    request: generate_pb2.GenerateRequest,
+    args: argparse.Namespace,
+) -> None:
+    """Reads and answers until the user leaves. A turn that fails is told and forgotten."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  editing and history in input()
+    start = [prompt_pb2.Message(role="system", content=args.system)] if args.system is not None else []
+    messages = list(start)
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if said == "/exit":
+            return
+        if said == "/reset":
+            messages = list(start)
+            print("(forgotten)")
+        elif said == "/help":
+            print(HELP)
+        elif said:
+            request.chat.ClearField("messages")
+            request.chat.messages.extend([*messages, prompt_pb2.Message(role="user", content=said)])
+            try:
+                answer = _answer(stub, request, args.timeout)
+            except grpc.RpcError as error:
+                print(f"npuserve: {client.explain(error, args.target)}", file=sys.stderr)
+                continue
+            messages = [*request.chat.messages, prompt_pb2.Message(role="assistant", content=answer)]
+
+
+def _answer(
+    stub: inference_service_pb2_grpc.InferenceServiceStub,
+    request: generate_pb2.GenerateRequest,
+    timeout: float | None,
+) -> str:
+    """Prints the answer as it comes and returns it; Ctrl-C cuts it where it is."""
+    text = ""
+    call = stub.StreamGenerate(request, timeout=timeout)
+    try:
+        for message in call:
+            text += message.text
+            print(message.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" (stopped)", end="")
+    finally:
+        call.cancel()
+        print(flush=True)
+    return text

@@ -1,0 +1,153 @@
+"""`npuserve check [MODEL]`: what this machine offers, and whether the model fits it. Starts no server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from npuserve.service import settings
+from npuserve.service.config import ServerConfig
+
+# Of /proc/cpuinfo: what matters to the kernels, on x86 and on ARM.
+CPU_FEATURES = (
+    "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
+    "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
+# Module: what it is for. Their names are those of the extras in pyproject.toml.
+OPTIONAL = {
+    "torch_npu": "Ascend NPUs (npuserve[npu])",
+    "transformers": "tokenizers that only it can load (npuserve[transformers])",
+    "matplotlib": "bench serve --plot (npuserve[bench])",
+}
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if the model can be served here with these settings, 1 if not; ConfigError for a wrong setting or folder."""
+    config = settings.load(args, os.environ)
+    report = {"machine": machine(), "backends": backends(), "optional": optional(), "model": model(config)}
+    print(json.dumps(report) if args.json else text(report))
+    return 0 if report["model"]["fits"] else 1
+
+
+def machine() -> dict[str, Any]:
+    """The machine and its software. memory_bytes: in all; what is available belongs to a backend."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def backends() -> dict[str, Any]:
+    """Name -> whether this version has it and the machine offers it, its free memory, and who serves each kernel."""
+    import npuserve.kernels  # noqa: F401  fills the registry
+    from npuserve.kernels.registry import KernelSet
+    from npuserve.npu.backends import MODULES, backend_class, present, select
+
+    found: dict[str, Any] = {}
+    for name in MODULES:
+        there = name in present()
+        available = there and backend_class(name).available()
+        found[name] = {"present": there, "available": available}
+        if available:
+            found[name] |= {"memory_available_bytes": select(name).memory_available(), "kernels": KernelSet(name).labels}
+    return found
+
+
+def optional() -> dict[str, bool]:
+    return {name: importlib.util.find_spec(name) is not None for name in OPTIONAL}
+
+
+def model(config: ServerConfig) -> dict[str, Any]:
+    """The plan of its memory by part, in bytes; with `error` where it cannot be served at all."""
+    from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.memory import predict
+    from npuserve.npu.model_config import ModelConfig, ModelError
+    from npuserve.service.model_folder import resolve
+
+    folder = resolve(config.model)
+    found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
+    try:
+        facts, backend = ModelConfig.from_folder(folder), select(config.device)
+        plan = predict(
+            facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
+            kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens)  # fmt: skip
+    except (ModelError, BackendError) as error:
+        return found | {"error": str(error)}
+    return found | {
+        "fits": plan.fits,
+        "architecture": facts.architecture,
+        "parameters": facts.num_parameters,
+        "backend": backend.name,
+        "dtype": plan.dtype,
+        "max_model_len": plan.max_model_len,
+        "context_length": facts.context_length,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_tokens": plan.num_blocks * plan.block_size,
+        "bytes": {part: getattr(plan, part) for part in ("weights", "kv_cache", "activations", "logits", "base")},
+        "peak_bytes": plan.peak,
+        "available_bytes": plan.available,
+    }
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    it = report["machine"]
+    lines = [
+        f"machine     {it['system']}, {it['cores']} cores, {_mib(it['memory_bytes'])} of memory",
+        f"cpu         {' '.join(it['cpu_features']) or 'no known feature'}",
+        f"software    Python {it['python']}, torch {it['torch']}",
+    ]
+    for name, backend in report["backends"].items():
+        if not backend["available"]:
+            lines.append(f"{name:11} {'not available here' if backend['present'] else 'not in this version'}")
+            continue
+        labels = backend["kernels"]
+        own = [kernel for kernel, label in labels.items() if label == name]
+        fallen = [kernel for kernel, label in labels.items() if label != name]
+        lines.append(f"{name:11} available, {_mib(backend['memory_available_bytes'])} free")
+        lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
+        lines.append(f"{'':11} by their golden function: {', '.join(fallen) or 'none'}")
+    for name, there in report["optional"].items():
+        lines.append(f"{'optional':11} {name}: {'found' if there else 'absent'}, for {OPTIONAL[name]}")
+    plan = report["model"]
+    lines.append(f"model       {plan['name']}")
+    if "error" in plan:
+        return "\n".join([*lines, f"{'':11} cannot be served: {plan['error']}"])
+    lines.append(
+        f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, {plan['dtype']} "
+        f"on {plan['backend']}")  # fmt: skip
+    lines.append(
+        f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
+        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens")  # fmt: skip
+    lines += [f"{'':11} {part.replace('_', ' '):12} {_mib(size):>12}" for part, size in plan["bytes"].items()]
+    lines.append(f"{'':11} {'peak':12} {_mib(plan['peak_bytes']):>12}")
+    # The process itself is there before what is available is read.
+    needed = plan["peak_bytes"] - plan["bytes"]["base"]
+    verdict = "fits" if plan["fits"] else "does NOT fit"
+    lines.append(f"{'':11} {verdict}: needs {_mib(needed)} beyond the process, {_mib(plan['available_bytes'])} available")
+    return "\n".join(lines)
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.1f} MiB"

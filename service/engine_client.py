@@ -1,0 +1,283 @@
+"""The front end's end of the local socket: hands requests to the engine and its outputs back to them.
+
+One connection is one socket, so that nothing of a dead engine is left in it. While there is none, requests are refused;
+when it breaks, every request in flight ends with Unavailable. Each request ends in exactly one way: with the engine's
+finish, with an error, or with `Stream.close`, which cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from npuserve.service import messages, metrics
+from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
+from npuserve.service.messages import (
+    Abort, Cancel, Finish, FlushPrefixCache, Hello, Load, ModelInfo, Output, Outputs, Ready, Reply, Request, Submit,
+    ToEngine,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "down"]
+
+RECONNECT_MS = 50
+ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class Stream:
+    """What the engine makes for one request: iterate for lists of outputs, each of all that came since the last.
+
+    Raises the error that ended it, if one did. `close` it in any case. Times are time.monotonic() seconds, None before.
+    """
+
+    def __init__(self, client: EngineClient, key: int, request: Request):
+        self.key = key
+        self.request = request
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.buffered = 0
+        self._client = client
+        self._outputs: list[Output] = []
+        self._error: ServeError | None = None
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[list[Output]]:
+        return self
+
+    async def __anext__(self) -> list[Output]:
+        while not self._outputs:
+            if self._error:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        self.buffered = 0
+        return outputs
+
+    async def stop(self, keep: int) -> Finish:
+        """End the answer at its `keep`-th token, where a stop string was found. The engine's finish; what else comes
+        is dropped. Call at most once, and not after a finish was taken."""
+        if not self._ended:
+            self._client.send(Cancel(self.key, keep))
+        async for outputs in self:
+            if outputs[-1].finish:
+                return outputs[-1].finish
+        raise Unavailable("the request was closed")
+
+    def close(self) -> None:
+        """Nobody reads any more: cancels the request unless it has ended."""
+        if not self._ended:
+            self._client.send(Cancel(self.key))
+            self.end(Unavailable("the request was closed"))
+        self._client.forget(self)
+
+    def end(self, error: ServeError | None) -> None:
+        """The engine has nothing more for it. What came before is still there to be read."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake()
+
+    def push(self, output: Output, now: float) -> None:
+        """An output from the socket; it came at `now`."""
+        if self._ended:
+            return
+        if output.token_ids:
+            if self.last_token is None:
+                self.first_token = now
+                metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
+            else:
+                metrics.inter_token_latency_seconds.observe(now - self.last_token)
+            self.last_token = now
+            self.buffered += len(output.token_ids)
+        if output.error:
+            self.end(from_wire(*output.error))
+            return
+        self._outputs.append(output)
+        if output.finish:
+            self.end(None)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """The connection to the engine at `address`, kept up from `start` to `close`, on one event loop.
+
+    on_state: called with each new state. model_info: of the last engine, None before the first; epoch: its, 0 before;
+    load: its last word.
+    """
+
+    def __init__(self, address: str, on_state: Callable[[State], None] = lambda state: None):
+        self.state: State = "starting"
+        self.model_info: ModelInfo | None = None
+        self.epoch = 0
+        self.load = Load()
+        self._address = address
+        self._on_state = on_state
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._streams: dict[int, Stream] = {}
+        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._last_key = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine client")
+
+    async def close(self) -> None:
+        """What is in flight ends with Unavailable."""
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._context.term()
+
+    def require(self) -> ModelInfo:
+        """The model's facts, if the engine takes requests; Unavailable otherwise."""
+        if self.state != "ready" or self.model_info is None:
+            raise Unavailable("the model is loading" if self.state == "starting" else "the engine is restarting")
+        return self.model_info
+
+    def submit(self, request: Request) -> Stream:
+        """Hand a request over. Unavailable if the engine is not ready, QueueFull if this front end alone holds more
+        than the engine runs and queues, twice: what the engine refuses comes as the stream's error."""
+        info = self.require()
+        most = 2 * (info.max_num_seqs + info.max_queue)
+        if len(self._streams) >= most:
+            raise QueueFull(f"{most} requests are under way already")
+        stream = Stream(self, self._key(), request)
+        self._streams[stream.key] = stream
+        self.send(Submit(stream.key, request))
+        return stream
+
+    async def abort(self, request_id: str) -> bool:
+        """End the request of that id, whoever asked for it. False if there is none."""
+        return bool(await self._call(Abort(self._key(), request_id)))
+
+    async def flush_prefix_cache(self) -> int:
+        """The number of blocks forgotten."""
+        return await self._call(FlushPrefixCache(self._key()))
+
+    def send(self, message: ToEngine) -> None:
+        """Never waits: the engine takes all that comes, and refuses by an output. Without an engine it is dropped."""
+        if self._socket:
+            self._socket.send(messages.encode(message))
+
+    def forget(self, stream: Stream) -> None:
+        self._streams.pop(stream.key, None)
+
+    def _key(self) -> int:
+        self._last_key += 1
+        return self._last_key
+
+    async def _call(self, message: Abort | FlushPrefixCache) -> int:
+        self.require()
+        reply = self._calls[message.call] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(message)
+            return await reply
+        finally:
+            del self._calls[message.call]
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    await self._connection()
+                except msgspec.MsgspecError:
+                    log.exception("the engine sent what is no message; connecting again")
+                    await asyncio.sleep(1)
+        finally:
+            self._lose()
+
+    async def _connection(self) -> None:
+        """Connect, and serve the connection until it breaks."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.IDENTITY, f"{os.getpid()}-{uuid.uuid4().hex[:8]}".encode())
+        monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED)
+        tasks = [asyncio.ensure_future(self._read(socket)), asyncio.ensure_future(self._watch(socket, monitor))]
+        try:
+            socket.connect(self._address)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._lose()
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+
+    async def _watch(self, socket: zmq.asyncio.Socket, monitor: Any) -> None:
+        """Say hello when the connection is there; return when it has broken."""
+        while True:
+            event = await recv_monitor_message(monitor)
+            if event["event"] & ENDED:
+                return
+            socket.send(messages.encode(Hello()))
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = messages.decode_to_frontend(await socket.recv())
+            match message:
+                case Ready(epoch=epoch, model=model):
+                    self._lose()
+                    self._socket, self.epoch, self.model_info = socket, epoch, model
+                    self._set_state("ready")
+                case Outputs(epoch=epoch) if epoch == self.epoch and self._socket:
+                    self._take(message)
+                case Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._socket:
+                    reply = self._calls.get(call)
+                    if reply and not reply.done():
+                        reply.set_result(value)
+
+    def _take(self, message: Outputs) -> None:
+        now = time.monotonic()
+        self.load = message.load
+        for output in message.outputs:
+            stream = self._streams.get(output.key)
+            if stream:
+                stream.push(output, now)
+        metrics.stream_buffered_tokens.set(sum(stream.buffered for stream in self._streams.values()))
+
+    def _lose(self) -> None:
+        """The connection is gone: so is all that was in flight."""
+        self._socket = None
+        for stream in list(self._streams.values()):
+            stream.end(Unavailable("the engine died, and the request with it; it is being restarted"))
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(Unavailable("the engine died before it answered"))
+        self.load = Load()
+        if self.state == "ready":
+            self._set_state("down")
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        log.info("engine is %s", state)
+        self._on_state(state)

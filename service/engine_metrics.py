@@ -1,0 +1,81 @@
+"""What the engine process puts on the metrics page, and the load that it reports to the front ends."""
+
+from __future__ import annotations
+
+import time
+
+from npuserve.npu.step import Step, StepResult
+from npuserve.service import metrics
+from npuserve.service.errors import QueueFull, ServeError
+from npuserve.service.messages import Load
+from npuserve.service.scheduler import Scheduler
+
+RATE_SECONDS = 2.0
+
+
+class EngineMetrics:
+    """Reads the scheduler's counts; owns nothing but what it last reported."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._reported = (0, 0, 0)
+        self._idle_since: float | None = None
+        self._generated = 0
+        self._rate = 0.0
+        self._rate_since = time.monotonic()
+        self.load = Load()
+        self.heartbeat()
+
+    def launching(self, step: Step) -> float:
+        """Call just before a step's launch; returns the time for `stepped`."""
+        now = time.monotonic()
+        if self._idle_since is not None:
+            metrics.step_host_gap_seconds.observe(now - self._idle_since)
+        for new in step.new:
+            arrival = self._scheduler.arrival_of(new.request_id)
+            metrics.queue_time_seconds.observe(max(0.0, now - arrival))
+            metrics.prompt_tokens_total.inc(len(new.prompt_ids))
+        return now
+
+    def stepped(self, step: Step, result: StepResult, launched: float) -> None:
+        """Call after a step was applied."""
+        now = time.monotonic()
+        decodes = sum(row.is_decode for row in step.rows)
+        phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
+        metrics.step_seconds.labels(phase, "eager").observe(now - launched)
+        metrics.step_tokens.labels(phase).observe(step.num_tokens)
+        metrics.generation_tokens_total.inc(len(result.token_ids))
+        self._generated += len(result.token_ids)
+        # The gap counts only while there is something to do next.
+        self._idle_since = launched + result.device_seconds if self._scheduler.has_work else None
+        self._report()
+
+    def cancelled(self, seconds: float) -> None:
+        metrics.cancel_to_free_seconds.observe(seconds)
+        self._report()
+
+    def rejected(self, error: ServeError) -> None:
+        metrics.queue_rejections_total.labels("queue_full" if isinstance(error, QueueFull) else "duplicate").inc()
+
+    def heartbeat(self) -> None:
+        metrics.engine_heartbeat_timestamp.set(time.time())
+        self._report()
+
+    def _report(self) -> None:
+        scheduler, now = self._scheduler, time.monotonic()
+        if now - self._rate_since >= RATE_SECONDS:
+            self._rate = self._generated / (now - self._rate_since)
+            self._generated, self._rate_since = 0, now
+        blocks = scheduler.blocks.counts
+        usage = blocks.used / max(1, blocks.used + blocks.cached + blocks.free)
+        self.load = Load(scheduler.num_running, scheduler.num_waiting, 1.0 - usage, self._rate)
+        metrics.requests_running.set(self.load.running)
+        metrics.requests_waiting.set(self.load.waiting)
+        metrics.kv_cache_usage_ratio.set(usage)
+        for state in ("used", "cached", "free"):
+            metrics.kv_cache_blocks.labels(state).set(getattr(blocks, state))
+        counts = (scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
+        counters = (metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total)
+        for counter, count, before in zip(counters, counts, self._reported, strict=True):
+            counter.inc(count - before)
+        self._reported = counts

@@ -1,0 +1,89 @@
+"""The engine process: loads the model, then serves the front ends until it is told to stop.
+
+    python -m npuserve.service.engine_process      started by the supervisor, which writes EngineArgs on its stdin
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from npuserve.service import child, logs, metrics
+from npuserve.service.block_manager import BlockManager
+from npuserve.service.config import ServerConfig
+from npuserve.service.engine import Engine
+from npuserve.service.engine_socket import EngineSocket
+from npuserve.service.messages import ModelInfo
+from npuserve.service.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class EngineArgs(msgspec.Struct, frozen=True):
+    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine."""
+
+    config: ServerConfig
+    folder: str
+    address: str
+    epoch: int
+
+
+def build(args: EngineArgs) -> Engine:
+    """Load the model and bind the socket. Raises ValueError, OSError or MemoryError where the model, the settings or
+    this machine are at fault."""
+    began = time.monotonic()
+    from npuserve.npu.runner import load_runner
+
+    config = args.config
+
+    def observe(kernel: str, phase: str, backend: str, seconds: float) -> None:
+        metrics.kernel_latency_seconds.labels(kernel, phase, backend).observe(seconds)
+
+    runner = load_runner(
+        Path(args.folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
+        block_size=config.block_size, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
+        observe=observe, threads=config.threads)  # fmt: skip
+    for kernel in runner.fallbacks:
+        metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc()
+    scheduler = Scheduler(
+        BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache), max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
+        aging_seconds=config.priority_aging_seconds)  # fmt: skip
+    capacity = scheduler.blocks.capacity
+    model = ModelInfo(
+        family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
+        max_model_len=min(runner.max_model_len, capacity), dtype=runner.dtype_name, quantization="none",
+        kv_cache_dtype=runner.dtype_name, backend=runner.backend_name, max_num_seqs=config.max_num_seqs,
+        max_queue=config.max_queue, kv_cache_tokens=capacity, parameters=runner.parameters,
+        deterministic=runner.deterministic)  # fmt: skip
+    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch)
+    seconds = time.monotonic() - began
+    logs.event(log, "engine ready", seconds=round(seconds, 3), epoch=args.epoch, kv_cache_tokens=capacity)
+    child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name)
+    return engine
+
+
+def main() -> int:
+    args = child.read_arguments(EngineArgs)
+    logs.setup(args.config, "engine")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child.on_parent_death(lambda: os._exit(1))
+    try:
+        engine = build(args)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"npuserve: {error}", file=sys.stderr)
+        return child.UNUSABLE
+    signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+    engine.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

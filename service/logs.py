@@ -1,0 +1,81 @@
+"""Structured logs on stderr: one line a record, text for people, JSON for machines.
+
+`event(log, "request done", id=..., tokens=...)` is how the rest of the house logs: a fixed message and fields. Prompts
+are logged only where ServerConfig.log_prompts asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from typing import Any
+
+from npuserve.service.config import ServerConfig
+
+_PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
+
+
+def setup(config: ServerConfig, process: str) -> None:
+    """Sends this process's logs to stderr. process: its name in every line, such as supervisor or frontend-0."""
+    text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter(process) if text else JsonFormatter(process))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("npuserve").setLevel(config.log_level.upper())
+    logging.captureWarnings(True)
+
+
+def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Logs a message that is the same every time, with what differs in fields."""
+    log.log(level, message, extra={"fields": fields}, stacklevel=2)
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-20 06:54:41.123 INFO supervisor: listening address=127.0.0.1:50051`; local time."""
+
+    def __init__(self, process: str):
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        fields = "".join(f" {key}={_text(value)}" for key, value in _fields(record).items())
+        line = f"{when}.{int(record.msecs):03d} {record.levelname} {self._process}: {record.getMessage()}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC, ISO 8601), level, process, logger, message, the fields, exception."""
+
+    def __init__(self, process: str):
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{when}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "process": self._process,
+            "logger": record.name, "message": record.getMessage(),
+        }  # fmt: skip
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        for key, value in _fields(record).items():
+            line[f"{key}_" if key in line else key] = value
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})
+
+
+def _text(value: Any) -> str:
+    """A value on one line without blanks, quoted where it is not plain."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,146 @@
+"""What the front end needs of a model's folder: where it is, its names, its ends of text, its defaults, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from npuserve.npu import storyteller
+from npuserve.service.config import ConfigError
+
+if TYPE_CHECKING:
+    from npuserve.service.tokenizer import Tokenizer
+
+BUILT_IN = "storyteller"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+
+
+class Range(NamedTuple):
+    """[low, high], or (low, high] with `above`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """NaN is in none."""
+        return isinstance(value, (int, float)) and self.low <= value <= self.high and not (
+            self.above and value == self.low)
+
+    def __str__(self) -> str:
+        return f"{'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+
+
+DEFAULT_RANGES = {
+    "temperature": Range(0, 100), "top_p": Range(0, 1, above=True), "top_k": Range(-1, (1 << 31) - 1),
+    "min_p": Range(0, 1), "repetition_penalty": Range(0, 100, above=True),
+}  # fmt: skip
+"""Sampling parameters for which a model's generation_config.json may name the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model's folder as read once by `open_folder`.
+
+    name: under which it is served. names: those that a request's `model` may give. eos_token_ids: each of them ends
+    an answer. defaults: sampling parameters that an absent field takes. tokenizer: None if the folder has none.
+    """
+
+    name: str
+    names: frozenset[str]
+    eos_token_ids: frozenset[int] = frozenset()
+    defaults: dict[str, float] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+
+def resolve(model: str) -> Path:
+    """The folder of the built-in model (""), of a folder's path, or of a hub name, which is downloaded if need be.
+
+    ConfigError, in one sentence, if it is none of these or cannot be had.
+    """
+    if not model:
+        return storyteller.FOLDER
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"model: there is no folder {model}")
+    return _download(model)
+
+
+def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
+    """Read the facts and load the tokenizer. model: as the user gave it. ConfigError if the folder is unusable."""
+    from npuserve.service.tokenizer import load_tokenizer
+
+    config = _read(folder / "config.json", required=True)
+    generation = _read(folder / "generation_config.json")
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: the tokenizer of {folder} cannot be loaded: {error}") from error
+    name = served_name or _name(folder, model)
+    eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
+    if not eos and tokenizer:
+        eos = _ids(tokenizer.eos_id)
+    return ModelFolder(name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer)
+
+
+def _name(folder: Path, model: str) -> str:
+    if not model:
+        return BUILT_IN
+    return folder.resolve().name if Path(model).expanduser().is_dir() else model
+
+
+def _read(path: Path, required: bool = False) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"model: {path.parent} has no {path.name}") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"model: {path} is not a JSON object")
+    return found
+
+
+def _ids(value: object) -> frozenset[int]:
+    """Of an id, a list of ids or null."""
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+
+
+def _defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """The sampling defaults of generation_config.json, as vLLM's `--generation-config auto` takes them; none if it
+    says do_sample false."""
+    if generation.get("do_sample") is False:
+        return {}
+    found = {}
+    for name, allowed in DEFAULT_RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or value not in allowed:
+            raise ConfigError(f"model: {name} in generation_config.json is {value!r}, not in {allowed}")
+        found[name] = value
+    return found
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors as hub
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except hub.GatedRepoError as error:
+        raise ConfigError(f"model: {model} is gated; accept its terms on the hub and set HF_TOKEN") from error
+    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
+        raise ConfigError(f"model: {model} is neither a folder here nor a model on the hub") from error
+    except Exception as error:  # the hub's client raises whatever its transport does
+        raise ConfigError(
+            f"model: {model} is no folder here and cannot be had from the hub ({type(error).__name__})") from error

@@ -1,0 +1,123 @@
+"""The engine's side of one request: its tokens, how far they are computed, its blocks and its clock."""
+
+from __future__ import annotations
+
+from npuserve.service.block_manager import BlockTable
+from npuserve.service.messages import Finish, FinishReason, Request, Timing
+
+
+class Sequence:
+    """The mutable state of one Request. Only the Scheduler changes it; the engine reads.
+
+    id: rises with every request added; never used twice. origin: front end's identity and its key.
+    rank: the place among all requests, lower is earlier; constant (see scheduler.py).
+    token_ids: prompt, then answer. Positions [0, num_computed_tokens) are in the KV cache, or will be once the steps
+        in flight have run.
+    cached_tokens: prompt tokens that the prefix cache held at the first admission.
+    waits: in the queue, holding no block; not yet admitted, or preempted. met: the runner knows it.
+    in_flight: steps planned and not yet applied that have a row of it.
+
+    Time in seconds since the request's arrival is cut into disjoint phases, each closed at `clock`:
+
+        arrival ──queue──► admitted ──chunk──►│──chunk──►│──decode──►│ preempted ──queue──► admitted ──chunk──► ...
+                                           (each │ is the end of a step that it had a row in)
+    """
+
+    __slots__ = (
+        "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met", "num_computed_tokens",
+        "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "origin", "prefill_chunks", "queue", "rank",
+        "request", "token_ids", "waits",
+    )  # fmt: skip
+
+    def __init__(self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float) -> None:
+        self.id = id
+        self.origin = origin
+        self.request = request
+        self.rank = (request.priority * aging_seconds + request.arrival, id)
+        self.token_ids = [*request.prompt_ids, *request.output_ids]
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_computed_tokens = 0
+        self.num_prefill_tokens = 0  # tokens that were known at the last admission
+        self.num_reported_tokens = 1  # prompt tokens that need no log-probability report any more; the first has none
+        self.cached_tokens = 0
+        self.blocks = BlockTable(request.cache_salt)
+        self.waits = True
+        self.met = False
+        self.in_flight = 0
+        self.clock = request.arrival
+        self.queue = 0.0
+        self.prefill_chunks: list[float] = []
+        self.decode = 0.0
+        self.device = 0.0
+
+    @property
+    def block_ids(self) -> list[int]:
+        return self.blocks.block_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """False: it computes its whole prompt, since it was asked to or since every position must be reported."""
+        return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
+
+    def admit(self, num_cached_tokens: int, now: float) -> None:
+        """It has blocks for all its tokens, of which the first `num_cached_tokens` are computed."""
+        if not self.met:
+            self.met = True
+            self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
+        self.waits = False
+        self.num_computed_tokens = num_cached_tokens
+        self.num_prefill_tokens = len(self.token_ids)
+        self.queue += now - self.clock
+        self.clock = now
+
+    def preempt(self) -> None:
+        """Back to the queue, to be computed again from the beginning; its tokens stay."""
+        self.waits = True
+        self.num_computed_tokens = 0
+
+    def end_step(self, start: int, device_seconds: float, now: float) -> None:
+        """A step with its row from position `start` on ended `now`."""
+        elapsed = now - self.clock
+        self.clock = now
+        self.device += min(device_seconds, elapsed)
+        if start < self.num_prefill_tokens:
+            self.prefill_chunks.append(elapsed)
+        else:
+            self.decode += elapsed
+
+    def finish_reason(self) -> FinishReason | None:
+        """What its last token ends it for, if anything."""
+        request, generated = self.request, len(self.token_ids) - self.num_prompt_tokens
+        if generated >= request.sampling.min_tokens:
+            if self.token_ids[-1] in request.eos_token_ids:
+                return "eos"
+            if self.token_ids[-1] in request.stop_token_ids:
+                return "stop_token"
+        return "length" if generated >= request.max_tokens else None
+
+    @property
+    def timing(self) -> Timing:
+        """The phases so far: queue + sum(prefill_chunks) + decode == last_step_end - arrival, and of the last two
+        device + host are all. What it waits since is not in them."""
+        computing = sum(self.prefill_chunks) + self.decode
+        return Timing(
+            queue=self.queue, prefill_chunks=list(self.prefill_chunks), decode=self.decode, device=self.device,
+            host=max(0.0, computing - self.device), last_step_end=self.clock,
+        )  # fmt: skip
+
+    def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:
+        """How it ended, with all its generated tokens or, where the front end cut the answer, `keep` of them."""
+        generated = self.num_generated_tokens if keep is None else keep
+        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing)

@@ -1,0 +1,210 @@
+"""Where the configuration comes from: flags, then NPUSERVE_* variables, then a TOML file, then ServerConfig's defaults.
+
+One table, `SETTINGS`, makes all three. Every error names the place it came from: the flag, the variable, or the
+file and its key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from npuserve.service.config import ConfigError, ServerConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "NPUSERVE_"
+
+# ServerConfig's fields, by group and in the order of --help.
+SETTINGS: dict[str, dict[str, str]] = {
+    "model": {
+        "model": "a folder or a hub name; none: the built-in model",
+        "served_name": "the name that clients may ask for; none: the folder's",
+        "device": "where the model runs; auto takes the first present of npu, cuda, cpu",
+        "dtype": "of weights and activations; auto follows the checkpoint and the device",
+        "max_model_len": "tokens of prompt and answer together; 0: the model's own",
+    },
+    "network": {
+        "host": "address to listen on, of gRPC and metrics",
+        "port": "of gRPC; 0: a free one",
+        "metrics_port": "of /metrics; 0: a free one",
+        "frontends": "processes that share the port, tokenize and stream",
+        "drain_seconds": "how long running requests may still take after SIGTERM",
+    },
+    "batching": {
+        "max_num_seqs": "requests computed at once",
+        "max_num_batched_tokens": "tokens computed in one step: the budget that cuts prompts into chunks",
+        "max_queue": "requests that may wait; more are refused",
+        "priority_aging_seconds": "seconds of waiting that count as one step of priority",
+        "double_buffering": "launch a step before the last one's tokens are on the host; no effect yet",
+        "prefill_device": "where prompts are computed; cpu is reserved",
+    },
+    "KV cache": {
+        "block_size": "tokens a block, a power of two; 0: the backend's choice",
+        "kv_cache_dtype": "int8 is reserved",
+        "kv_cache_memory": "bytes, or a size such as 4GiB; 0: what is free, within reason",
+        "prefix_cache": "share the blocks of equal prefixes",
+    },
+    "machine": {
+        "threads": "CPU threads of the engine; 0: as many as there are cores",
+        "tensor_parallel_size": "devices that share the model; above 1 is reserved",
+        "kernel_sampling": "every how many steps each kernel is timed; 0: never",
+    },
+    "logs": {
+        "log_format": "auto: text on a terminal, JSON otherwise",
+        "log_level": "the least that is logged",
+        "log_prompts": "log prompts and answers",
+    },
+    "security (reserved)": {
+        "tls_cert": "file of the server's certificate",
+        "tls_key": "file of the certificate's key",
+        "tls_client_ca": "file of the authority that clients' certificates must come from",
+        "api_keys": "file of the keys that clients may use",
+    },
+}
+
+_FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
+_SIZES = {"kv_cache_memory"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?)?B?", re.IGNORECASE)
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+# What Kubernetes sets in every container for a service named npuserve or npuserve-something.
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+def flag(name: str) -> str:
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+
+
+def variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for every setting, and --config. Absent flags leave nothing in the namespace."""
+    parser.add_argument("--config", metavar="FILE", help=f"a TOML file of settings ({PREFIX}CONFIG)")
+    for title, settings in SETTINGS.items():
+        group = parser.add_argument_group(title)
+        for name, text in settings.items():
+            kind, default = _FIELDS[name].type, _FIELDS[name].default
+            help_text = text if default == "" else f"{text} (default: {_show(default)})"
+            options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
+            if kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            elif name == "model":
+                options["nargs"] = "?"
+            options |= {} if kind is bool else {"metavar": _metavar(name)}
+            group.add_argument(name if name == "model" else flag(name), **options)
+
+
+def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
+    """The configuration in force. args: parsed by `add_arguments`. Raises ConfigError, which names the source."""
+    path = getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")
+    found: dict[str, tuple[str, Any]] = {}
+    for source in (_from_file(Path(path)) if path else iter(()), _from_variables(environ), _from_flags(args)):
+        for name, label, value in source:
+            found[name] = label, _parse(name, label, value)
+    try:
+        return ServerConfig(**{name: value for name, (_, value) in found.items()})
+    except ConfigError as error:
+        name, _, what = str(error).partition(": ")
+        raise ConfigError(f"{found[name][0] if name in found else name}: {what}") from None
+
+
+def parse_size(text: str) -> int:
+    """Bytes. K, M, G, T and KiB, ... are powers of 1024; KB, ... are powers of 1000. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 4GiB, 512M or a number of bytes")
+    number, unit, suffix = match.groups()
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    for name, value in table.items():
+        if name not in _FIELDS:
+            raise ConfigError(f"{path}: {name}: no such setting{_nearest(name, list(_FIELDS))}")
+        yield name, f"{path}:{name}", value
+
+
+def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """An empty variable counts as absent."""
+    for key, value in environ.items():
+        rest = key.removeprefix(PREFIX)
+        if not key.startswith(PREFIX) or not value or rest == "CONFIG" or rest.startswith("TEST_"):
+            continue
+        if _SERVICE_LINK.fullmatch(rest) or re.match(r"(tcp|udp|sctp)://", value):
+            continue
+        if rest.lower() not in _FIELDS or rest != rest.upper():
+            raise ConfigError(f"{key}: no such setting{_nearest(key, [variable(n) for n in _FIELDS])}")
+        yield rest.lower(), key, value
+
+
+def _from_flags(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
+    for name in _FIELDS:
+        if getattr(args, name, None) is not None:
+            yield name, flag(name), getattr(args, name)
+
+
+def _parse(name: str, label: str, value: Any) -> Any:
+    """A value of the setting's type from text (flags, variables) or from TOML's own types."""
+    kind = _FIELDS[name].type
+    wanted: str
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        wanted = "one of " + ", ".join(get_args(kind))
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _BOOLEANS:
+            return _BOOLEANS[value.lower()]
+        wanted = "true or false"
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+        wanted = "text"
+    else:
+        wanted = "a number" if kind is float else "a size such as 4GiB" if name in _SIZES else "a whole number"
+        if isinstance(value, str):
+            try:
+                return parse_size(value) if name in _SIZES else kind(value)
+            except ValueError:
+                pass
+        elif isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool):
+            return kind(value)
+    raise ConfigError(f"{label}: {value!r} is not {wanted}")
+
+
+def _show(default: Any) -> str:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+
+
+def _metavar(name: str) -> str:
+    kind = _FIELDS[name].type
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if name in _SIZES:
+        return "SIZE"
+    return {int: "N", float: "SECONDS", str: "MODEL" if name == "model" else "TEXT"}[kind]
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]}?" if near else "; see docs/configuration.md"

@@ -1,0 +1,269 @@
+"""From the protobuf message to the engine's `Request`: every field is checked, nothing is ignored in silence.
+
+Pure functions. A bad field is errors.InvalidField, whose message begins with the field's path in the message and
+says what is allowed.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Reserved
+from npuserve.service.messages import ModelInfo, Request
+from npuserve.service.model_folder import DEFAULT_RANGES, ModelFolder, Range
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import prompt_pb2
+
+if TYPE_CHECKING:
+    from npuserve.service.tokenizer import Tokenizer
+
+MIN_TEMPERATURE = 0.01
+"""Sampling below this is as good as greedy and overflows; a smaller one above 0 is raised to it, as vLLM does."""
+PENALTY = Range(-2, 2)
+BIAS = Range(-100, 100)
+PRIORITY = Range(-100, 100)
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_REQUEST_ID = 128
+MAX_CACHE_SALT = 128
+MAX_TOKEN_CHARACTERS = 256
+"""No token stands for more characters, so that a text longer than this times the context is refused unread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A checked request: what the engine gets, and what the front end keeps for itself."""
+
+    request: Request
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+
+
+def request_id(message: pb.GenerateRequest) -> str:
+    """The client's, or a new one. It travels as metadata, hence its characters."""
+    if not message.HasField("request_id"):
+        return uuid.uuid4().hex
+    found = message.request_id
+    if not 1 <= len(found) <= MAX_REQUEST_ID or not all("!" <= c <= "~" for c in found):
+        raise InvalidField(
+            "request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, got {_cut(found)}")
+    return found
+
+
+def check_model(name: str | None, folder: ModelFolder) -> None:
+    """ModelNotFound if a request names another model than the served one."""
+    if name is not None and name not in folder.names:
+        raise ModelNotFound(f"model: {_cut(name)} is not served here; this server serves {folder.name!r}")
+
+
+def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, name: str, arrival: float) -> Ask:
+    """The whole request, tokenized. name: its `request_id`. arrival: time.monotonic() seconds.
+
+    Raises InvalidField, ModelNotFound, Reserved, NoTokenizer.
+    """
+    check_model(message.model if message.HasField("model") else None, folder)
+    _check_reserved(message)
+    vocabulary, context = info.vocabulary_size, info.max_model_len
+    stopping, output, scheduling = message.stopping, message.output, message.scheduling
+    stop_token_ids = _ids("stopping.stop_token_ids", stopping.stop_token_ids, vocabulary, MAX_STOP_TOKEN_IDS)
+    eos = frozenset() if stopping.ignore_eos else folder.eos_token_ids
+    stop = _stop(stopping.stop, folder.tokenizer)
+    sampling = _sampling(message.sampling, folder.defaults, vocabulary)
+    logprobs = _logprobs(output, "logprobs", vocabulary)
+    prompt_logprobs = _logprobs(output, "prompt_logprobs", vocabulary)
+    priority = _number("scheduling.priority", scheduling.priority, PRIORITY)
+    if len(scheduling.cache_salt) > MAX_CACHE_SALT:
+        raise InvalidField(
+            "scheduling.cache_salt",
+            f"must be at most {MAX_CACHE_SALT} characters, got {len(scheduling.cache_salt)}")
+
+    prompt_ids = prompt_token_ids(message, folder.tokenizer, info)
+    max_tokens, min_tokens = _lengths(stopping, len(prompt_ids), context)
+    ending = eos | stop_token_ids
+    allowed = sampling.pop("allowed_token_ids")
+    if min_tokens and allowed and ending.issuperset(allowed):
+        raise InvalidField(
+            "sampling.allowed_token_ids", "must hold a token that does not end the answer, as stopping.min_tokens is set")
+    request = Request(
+        name, prompt_ids, max_tokens, arrival,
+        sampling=SamplingParams(
+            **sampling, allowed_token_ids=allowed, min_tokens=min_tokens, ending_ids=tuple(sorted(ending)),
+            logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        stop_token_ids=stop_token_ids, eos_token_ids=eos, priority=priority,
+        bypass_prefix_cache=scheduling.bypass_prefix_cache, cache_salt=scheduling.cache_salt)  # fmt: skip
+    skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+    return Ask(request, stop, stopping.include_stop, skip, output.return_token_ids)
+
+
+def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo) -> list[int]:
+    """The prompt's ids: at least one, and fewer than the context. Slow for long texts."""
+    kind = message.WhichOneof("prompt")
+    room = info.max_model_len - 1
+    if kind is None:
+        raise InvalidField("prompt", "one of text, token_ids and chat is needed")
+    if kind == "token_ids":
+        ids = list(message.token_ids.ids)
+        if len(ids) <= room:
+            _ids("token_ids.ids", ids, info.vocabulary_size)
+    else:
+        if kind == "text":
+            text = message.text
+        else:
+            text = chat_text(message.chat, tokenizer)
+        if len(text) > info.max_model_len * MAX_TOKEN_CHARACTERS:
+            raise InvalidField(kind, (
+                f"{len(text)} characters cannot fit; max_model_len {info.max_model_len} leaves room for "
+                f"at most {room} tokens of prompt"))  # fmt: skip
+        ids = encode(text, kind, tokenizer, special=kind == "text")
+    if not ids:
+        raise InvalidField(kind, "must be at least one token, got an empty prompt")
+    if len(ids) > room:
+        raise InvalidField(kind, (
+            f"{len(ids)} tokens of prompt are too many; max_model_len {info.max_model_len} leaves room for "
+            f"at most {room}"))  # fmt: skip
+    return ids
+
+
+def encode(text: str, field: str, tokenizer: Tokenizer | None, special: bool) -> list[int]:
+    """special: adds the beginning-of-text token and its like, where the tokenizer has them."""
+    if tokenizer is None:
+        raise NoTokenizer(f"{field}: the served model has no tokenizer; send token_ids")
+    return tokenizer.encode(text, add_special_tokens=special)
+
+
+def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
+    """The conversation as the model's chat template writes it."""
+    if tokenizer is None or tokenizer.chat is None:
+        missing = "tokenizer" if tokenizer is None else "chat template"
+        raise NoTokenizer(f"chat: the served model has no {missing}; send text or token_ids")
+    if not chat.messages:
+        raise InvalidField("chat.messages", "must be at least one message, got none")
+    messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
+    from npuserve.service.chat_template import from_struct
+
+    return tokenizer.chat.render(
+        messages, from_struct(chat.template_args), [from_struct(tool) for tool in chat.tools])
+
+
+def _turn(index: int, turn: prompt_pb2.Message) -> dict[str, Any]:
+    from npuserve.service.chat_template import from_struct
+
+    if not turn.role:
+        raise InvalidField(f"chat.messages[{index}].role", "must not be empty")
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if turn.HasField(name):
+            message[name] = getattr(turn, name)
+    if turn.tool_calls:
+        message["tool_calls"] = [from_struct(call) for call in turn.tool_calls]
+    return message
+
+
+def _check_reserved(message: pb.GenerateRequest) -> None:
+    constraint = message.WhichOneof("constraint")
+    if constraint:
+        raise Reserved(constraint)
+    if message.HasField("n") and message.n != 1:
+        if message.n == 0:
+            raise InvalidField("n", "must be 1, got 0")
+        raise Reserved("n")
+    if message.scheduling.HasField("target_itl_ms"):
+        raise Reserved("scheduling.target_itl_ms")
+
+
+def _sampling(given: pb.SamplingParams, defaults: dict[str, float], vocabulary: int) -> dict[str, Any]:
+    """Keyword arguments of step.SamplingParams."""
+
+    def number(name: str, default: float) -> Any:
+        value = getattr(given, name) if given.HasField(name) else defaults.get(name, default)  # type: ignore[arg-type]
+        return _number(f"sampling.{name}", value, DEFAULT_RANGES.get(name, PENALTY))
+
+    if len(given.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidField(
+            "sampling.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, got {len(given.logit_bias)}")
+    for token, bias in given.logit_bias.items():
+        _check_id(f"sampling.logit_bias[{token}]", token, vocabulary)
+        _number(f"sampling.logit_bias[{token}]", bias, BIAS)
+    temperature = number("temperature", 1.0)
+    top_k = number("top_k", 0)
+    return {
+        "temperature": max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
+        "top_p": number("top_p", 1.0),
+        "top_k": top_k if 0 < top_k < vocabulary else 0,
+        "min_p": number("min_p", 0.0),
+        "repetition_penalty": number("repetition_penalty", 1.0),
+        "presence_penalty": number("presence_penalty", 0.0),
+        "frequency_penalty": number("frequency_penalty", 0.0),
+        "seed": given.seed if given.HasField("seed") else random.getrandbits(64),
+        "logit_bias": dict(given.logit_bias),
+        "allowed_token_ids": tuple(sorted(_ids("sampling.allowed_token_ids", given.allowed_token_ids, vocabulary))),
+    }
+
+
+def _lengths(stopping: pb.StoppingParams, prompt: int, context: int) -> tuple[int, int]:
+    """max_tokens and min_tokens."""
+    room = context - prompt
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else room
+    if not 1 <= max_tokens <= room:
+        raise InvalidField("stopping.max_tokens", (
+            f"must be in [1, {room}], as max_model_len is {context} and the prompt has {prompt} tokens, "
+            f"got {max_tokens}"))  # fmt: skip
+    if stopping.min_tokens > max_tokens:
+        raise InvalidField("stopping.min_tokens", f"must be in [0, {max_tokens}], got {stopping.min_tokens}")
+    return max_tokens, stopping.min_tokens
+
+
+def _stop(strings: Sequence[str], tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    if len(strings) > MAX_STOP:
+        raise InvalidField("stopping.stop", f"must be at most {MAX_STOP} strings, got {len(strings)}")
+    first: dict[str, int] = {}
+    for index, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise InvalidField(
+                f"stopping.stop[{index}]", f"must be 1 to {MAX_STOP_LENGTH} characters, got {len(string)}")
+        if string in first:
+            raise InvalidField(f"stopping.stop[{index}]", f"must differ from stopping.stop[{first[string]}]")
+        first[string] = index
+    if strings and tokenizer is None:
+        raise NoTokenizer("stopping.stop: the served model has no tokenizer; use stop_token_ids")
+    return tuple(strings)
+
+
+def _logprobs(output: pb.OutputParams, name: str, vocabulary: int) -> int | None:
+    if not output.HasField(name):  # type: ignore[arg-type]
+        return None
+    return _number(f"output.{name}", getattr(output, name), Range(0, min(MAX_LOGPROBS, vocabulary)))
+
+
+def _ids(path: str, ids: Sequence[int], vocabulary: int, most: int | None = None) -> frozenset[int]:
+    if most is not None and len(ids) > most:
+        raise InvalidField(path, f"must be at most {most} ids, got {len(ids)}")
+    for index, token in enumerate(ids):
+        _check_id(f"{path}[{index}]", token, vocabulary)
+    return frozenset(ids)
+
+
+def _check_id(path: str, token: int, vocabulary: int) -> None:
+    if token >= vocabulary:
+        raise InvalidField(path, f"token id must be in [0, {vocabulary - 1}], got {token}")
+
+
+def _number(path: str, value: float, allowed: Range) -> Any:
+    if value not in allowed:
+        raise InvalidField(path, f"must be in {allowed}, got {value if isinstance(value, int) else format(value, 'g')}")
+    return value
+
+
+def _cut(text: str) -> str:
+    """A client's text, quoted, short enough for a message."""
+    return ascii(text if len(text) <= 64 else text[:61] + "...")

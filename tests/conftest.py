@@ -1,0 +1,41 @@
+"""What all tests share. Nothing here imports torch: most tests are of processes that do not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports torch: workers of pytest-xdist run side by side, and so do the servers that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+# In CI the examples are the same at each run, so that a failure is the change's own.
+settings.register_profile("npuserve", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("npuserve")
+
+
+@pytest.fixture(scope="session")
+def models_folder() -> Path:
+    """The folder of real models that NPUSERVE_TEST_MODELS names."""
+    folder = os.environ.get("NPUSERVE_TEST_MODELS")
+    if not folder:
+        pytest.skip("NPUSERVE_TEST_MODELS does not name a folder of models")
+    return Path(folder)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A function that names a TCP port of 127.0.0.1 that nobody listens on."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return find

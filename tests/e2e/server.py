@@ -1,0 +1,120 @@
+"""A served model in processes of its own, as an operator starts it, and a client to ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+
+
+class Server:
+    """`npuserve serve` on free ports; killed at the end if it does not stop by itself."""
+
+    def __init__(self, *arguments: str, wait: bool = True):
+        self.log_file = tempfile.NamedTemporaryFile("w+", prefix="npuserve-test-", suffix=".log")  # noqa: SIM115
+        command = [sys.executable, "-m", "npuserve.service.cli", "serve", *arguments,
+                   "--port", "0", "--metrics-port", "0"]  # fmt: skip
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT)
+        self.target = self._wait_for(r"listening on (\S+:\d+)")
+        self.metrics_url = self._wait_for(r"(http://\S+/metrics)")
+        self.channel = grpc.insecure_channel(self.target, options=[("grpc.max_receive_message_length", 64 << 20)])
+        self.stub = rpc.InferenceServiceStub(self.channel)
+        if wait:
+            self._wait_for(r"ready in ([\d.]+) s")
+
+    def _wait_for(self, pattern: str, seconds: float = 90) -> str:
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.log)):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"no {pattern!r} in the server's log:\n{self.log}")
+            time.sleep(0.02)
+        return found.group(1)
+
+    @property
+    def log(self) -> str:
+        return Path(self.log_file.name).read_text()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples over its labels."""
+        with urllib.request.urlopen(self.metrics_url) as page:
+            lines = page.read().decode().splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{.*\}})? ", line)]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            self.process.kill()
+        self.process.wait()
+        self.log_file.close()
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, wait: bool = True) -> Iterator[Server]:
+    server = Server(*arguments, wait=wait)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def request(prompt: str | list[int], max_tokens: int = 64, **fields: object) -> pb.GenerateRequest:
+    """Greedy unless told otherwise, with token ids; fields: of the sub-messages, by their names."""
+    made = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.token_ids.ids.extend(prompt)
+    made.sampling.temperature = 0.0
+    made.stopping.max_tokens = max_tokens
+    made.output.return_token_ids = True
+    for name, value in fields.items():
+        for part in (made.sampling, made.stopping, made.output, made.scheduling):
+            if name in part.DESCRIPTOR.fields_by_name:
+                if isinstance(value, dict):
+                    getattr(part, name).update(value)
+                elif isinstance(value, (list, tuple)):
+                    getattr(part, name).extend(value)
+                else:
+                    setattr(part, name, value)
+                break
+        else:
+            setattr(made, name, value)
+    return made
+
+
+def streamed(stub: rpc.InferenceServiceStub, ask: pb.GenerateRequest) -> tuple[str, list[int], pb.Finish]:
+    """The whole stream put together, its contract checked: offsets, nothing after the finish, whole characters."""
+    text, ids, finish = "", [], None
+    for part in stub.StreamGenerate(ask, timeout=100):
+        assert finish is None, "a message after the finish"
+        assert part.offset == len(ids)
+        text += part.text
+        ids += part.token_ids
+        if part.HasField("finish"):
+            finish = part.finish
+    assert finish is not None, "a stream without a finish"
+    assert finish.usage.generated_tokens == len(ids)
+    return text, ids, finish

@@ -1,0 +1,140 @@
+"""Greedy tokens in float32 through gRPC equal those of transformers, whatever else the server is doing.
+
+Needs nothing for the built-in model; the other models are those of NPUSERVE_TEST_MODELS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from npuserve.npu.storyteller import FOLDER
+from tests.e2e.server import Server, request, serving, streamed
+
+STORIES = [
+    "Once upon a time", "One day, a little girl named Lily", "The cat and the dog", "Tim wanted a new toy. He",
+    "There was a big red ball in the park.", "\"Can I play with you?\" asked the bird.",
+    "It was a dark night and the moon", "Mom said, \"Let us go to the beach!\" They",
+]  # fmt: skip
+CHATS = [
+    "中国的首都是哪里?", "你是谁?", "Write a poem about the sea.", "1 + 1 等于几?", "What is the capital of France?",
+    "请介绍一下长城。", "我喜欢🍎和🍌,你呢?", "def add(a, b):",
+]  # fmt: skip
+BLOCK = 16
+POOL_BLOCKS = 32
+
+
+@cache
+def oracle(folder: Path, prompts: tuple[str, ...], tokens: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, generated ids) by transformers, float32, greedy, one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+                                  num_beams=1, repetition_penalty=1.0, pad_token_id=0)  # fmt: skip
+        answers.append((ids[0].tolist(), made[0, ids.shape[1] :].tolist()))
+    return answers
+
+
+def folder_of(name: str) -> Path:
+    if name == "storyteller":
+        return FOLDER
+    root = os.environ.get("NPUSERVE_TEST_MODELS")
+    if not root:
+        pytest.skip("NPUSERVE_TEST_MODELS names no folder of models")
+    return Path(root) / name
+
+
+def block_bytes(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * config["num_hidden_layers"] * heads * size * 4 * BLOCK
+
+
+MODELS = [
+    pytest.param("storyteller", STORIES, id="storyteller"),
+    pytest.param("stories260K-qwen3", STORIES, id="stories260K-qwen3", marks=pytest.mark.model),
+    pytest.param("stories260K", STORIES, id="stories260K", marks=pytest.mark.model),
+    pytest.param("minimind2-small", CHATS, id="minimind2-small", marks=pytest.mark.model),
+]
+
+
+def check(server: Server, folder: Path, prompts: list[str], index: int) -> None:
+    prompt_ids, expected = oracle(folder, tuple(prompts), 64)[index]
+    ask = request(prompts[index])
+    text, ids, finish = streamed(server.stub, ask)
+    assert finish.usage.prompt_tokens == len(prompt_ids)
+    assert ids == expected
+    whole = server.stub.Generate(ask, timeout=100)
+    assert (whole.text, list(whole.token_ids)) == (text, expected)
+    assert server.stub.Generate(request(prompt_ids), timeout=100).text == text
+
+
+@pytest.mark.parametrize(("name", "prompts"), MODELS)
+def test_alone(name: str, prompts: list[str]) -> None:
+    folder = folder_of(name)
+    with serving(str(folder), "--dtype", "float32") as server:
+        for index in range(len(prompts)):
+            check(server, folder, prompts, index)
+
+
+@pytest.mark.parametrize(("name", "prompts"), MODELS)
+def test_among_others(name: str, prompts: list[str]) -> None:
+    """Random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits: the same tokens."""
+    folder = folder_of(name)
+    oracle(folder, tuple(prompts), 64)
+    chance = random.Random(7)
+    pool = block_bytes(folder) * POOL_BLOCKS
+    with serving(str(folder), "--dtype", "float32", "--max-num-batched-tokens", "32", "--block-size", str(BLOCK),
+                 "--kv-cache-memory", str(pool), "--max-model-len", "256") as server:  # fmt: skip
+        stop = threading.Event()
+
+        def other(number: int) -> None:
+            while not stop.is_set():
+                ids = [chance.randrange(3, 500) for _ in range(chance.randrange(40, 120))]
+                streamed(server.stub, request(ids, chance.randrange(20, 80), temperature=1.0, seed=number,
+                                              ignore_eos=True, top_k=chance.choice([0, 5])))  # fmt: skip
+
+        def target(index: int) -> None:
+            time.sleep(chance.random())
+            check(server, folder, prompts, index)
+
+        with ThreadPoolExecutor(24) as threads:
+            others = [threads.submit(other, number) for number in range(16)]
+            targets = [threads.submit(target, index) for index in range(len(prompts))]
+            try:
+                for future in targets:
+                    future.result()
+            finally:
+                stop.set()
+            for future in others:
+                future.result()
+        assert server.metric("npuserve_preemptions_total") > 0
+        assert server.metric("npuserve_prefix_cache_hits_total") > 0
+        assert server.metric("npuserve_requests_running") == 0
+        assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+
+
+def test_seeded_is_the_same_in_any_company() -> None:
+    with serving("--dtype", "float32", "--max-num-batched-tokens", "48") as server:
+        asks = [request(p, 48, temperature=1.0, seed=n, top_p=0.95) for n, p in enumerate(STORIES)]
+        alone = [streamed(server.stub, ask) for ask in asks]
+        with ThreadPoolExecutor(8) as threads:
+            together = list(threads.map(lambda ask: streamed(server.stub, ask), asks))
+        assert [a[:2] for a in alone] == [t[:2] for t in together]
+        assert len({tuple(ids) for _, ids, _ in alone}) == len(asks)

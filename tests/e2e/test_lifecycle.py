@@ -1,0 +1,138 @@
+"""The processes' life: starting, health while loading, an engine's death, several front ends, stopping."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.e2e.server import Server, request, serving, streamed
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def health(server: Server, service: str = "npuserve.readiness") -> int:
+    stub = health_pb2_grpc.HealthStub(server.channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+
+
+def children(server: Server) -> dict[str, int]:
+    """Module name -> process id of the server's children."""
+    found = {}
+    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+                             capture_output=True, text=True, check=True).stdout  # fmt: skip
+    for line in listing.splitlines():
+        if match := re.search(r"npuserve\.service\.(\w+)", line):
+            found[match.group(1)] = int(line.split()[0])
+    return found
+
+
+def test_health_while_loading_and_watch() -> None:
+    with serving(wait=False) as server:
+        assert health(server, "npuserve.liveness") == SERVING
+        assert health(server) == NOT_SERVING
+        with pytest.raises(grpc.RpcError) as early:
+            server.stub.Generate(request("Once", 4), timeout=10)
+        assert early.value.code() == grpc.StatusCode.UNAVAILABLE
+        seen = []
+        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=90)
+        for update in watch:
+            seen.append(update.status)
+            if update.status == SERVING:
+                watch.cancel()
+                break
+        assert seen == [NOT_SERVING, SERVING]
+        assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
+
+
+def test_engine_death_is_unavailable_then_over() -> None:
+    with serving() as server:
+        outcome: list[grpc.StatusCode] = []
+
+        def ask() -> None:
+            try:
+                streamed(server.stub, request("Once upon a time", 400, ignore_eos=True))
+            except grpc.RpcError as error:
+                outcome.append(error.code())
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while server.stub.GetLoad(server_pb()).running == 0 and asking.is_alive():
+            time.sleep(0.01)
+        os.kill(children(server)["engine_process"], signal.SIGKILL)
+        asking.join(30)
+        assert outcome == [grpc.StatusCode.UNAVAILABLE]
+        assert health(server, "npuserve.liveness") == SERVING
+        deadline = time.monotonic() + 60
+        while health(server) != SERVING:
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.05)
+        assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
+        assert server.metric("npuserve_engine_restarts_total") == 1
+
+
+def server_pb():
+    from npuserve.v1 import model_pb2
+
+    return model_pb2.GetLoadRequest()
+
+
+def test_sigterm_lets_streams_end() -> None:
+    with serving() as server:
+        answer: list[int] = []
+        asking = threading.Thread(target=lambda: answer.extend(
+            streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))  # fmt: skip
+        asking.start()
+        while server.stub.GetLoad(server_pb()).running == 0:
+            time.sleep(0.005)
+        server.process.send_signal(signal.SIGTERM)
+        asking.join(60)
+        assert len(answer) == 200
+        assert server.process.wait(30) == 0
+
+
+def test_several_front_ends_share_the_port() -> None:
+    with serving("--frontends", "2") as server:
+        texts = set()
+        for _ in range(8):
+            channel = grpc.insecure_channel(server.target, options=[("grpc.use_local_subchannel_pool", 1)])
+            from npuserve.v1 import inference_service_pb2_grpc as rpc
+
+            texts.add(streamed(rpc.InferenceServiceStub(channel), request("Once upon a time", 8))[0])
+            channel.close()
+        assert len(texts) == 1
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("/nowhere/at/all",), "/nowhere/at/all"),
+    (("--device", "npu"), "npu"),
+    (("--max-num-seqs", "0"), "max_num_seqs"),
+    (("--kv-cache-dtype", "int8"), "kv_cache_dtype"),
+    (("--kv-cache-memory", "1"), "kv_cache_memory"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_said(arguments: tuple[str, ...], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", "0",
+                           "--metrics-port", "0"], capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_architecture_names_those_supported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
+    done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", str(tmp_path), "--port", "0",
+                           "--metrics-port", "0"], capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode != 0
+    assert "BloomForCausalLM" in done.stderr
+    assert "Qwen3ForCausalLM" in done.stderr

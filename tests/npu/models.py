@@ -1,0 +1,74 @@
+"""Small random models made by transformers, which is the oracle of these tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32, "rope_theta": 500000.0,
+    },
+    "yarn": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000000.0,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+        "mscale": 0.9, "mscale_all_dim": 0.4, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
+    },
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-untied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "num_key_value_heads": 4}),
+    "qwen3-bias": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 10, "attention_bias": True, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-bias": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    **{f"llama-{name}": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": rope}) for name, rope in ROPES.items()},
+}
+
+
+def random_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """float32; norms and biases are random too, so that leaving one out shows."""
+    config_class, model_class, settings = FAMILIES[kind]
+    settings = {**SIZES, **settings, **overrides}
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    torch.manual_seed(seed)
+    model = model_class(config_class(**settings)).eval()
+    for name, parameter in model.named_parameters():
+        center = 1.0 if "norm" in name else 0.0
+        torch.nn.init.normal_(parameter, center, 0.3 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5)
+    return model  # type: ignore[no-any-return]
+
+
+def saved(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
+    """In Hugging Face's format; settings: of save_pretrained."""
+    model.save_pretrained(folder, **settings)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """The next `count` ids, each the smallest of the likeliest; the whole sequence computed anew each time."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

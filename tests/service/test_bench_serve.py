@@ -1,0 +1,426 @@
+"""The load generator against a server whose delays are known, and its figures against timelines made by hand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import statistics
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from rich.console import Console
+
+from npuserve.service import bench_report, bench_serve
+from npuserve.service.bench_load import INTERRUPTED, NO_FINISH, Load, Outcome
+from npuserve.service.bench_workload import HASH_TOKENS, Ask, Prompts, TraceError, fitted, poisson, read_trace
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
+
+CONTEXT = 64
+
+
+class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
+    """Streams max_tokens tokens, `per_message` at a time, `delay` seconds before each message; every `refuse`-th is
+    RESOURCE_EXHAUSTED, and without `finishes` the streams end with no Finish. From the `crowd`-th request on, and
+    not before, all are answered, and `crowded` is called."""
+
+    def __init__(self, delay: float = 0.0, per_message: int = 1, refuse: int = 0, finishes: bool = True, crowd: int = 0,
+                 crowded: Callable[[], None] = lambda: None):  # fmt: skip
+        self.delay, self.per_message, self.refuse, self.finishes = delay, per_message, refuse, finishes
+        self.crowd, self.crowded, self.crowd_is_here = crowd, crowded, asyncio.Event()
+        self.requests: list[generate_pb2.GenerateRequest] = []
+        self.peers: set[str] = set()
+        self.running = self.most_running = 0
+
+    async def GetModelInfo(self, request, context):
+        return model_pb2.GetModelInfoResponse(
+            name="fake", family="FakeLM", vocabulary_size=100, max_model_len=CONTEXT, eos_token_ids=[2])
+
+    async def StreamGenerate(self, request, context):
+        self.requests.append(request)
+        self.peers.add(context.peer())
+        if self.refuse and len(self.requests) % self.refuse == 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        if len(self.requests) == self.crowd:
+            self.crowd_is_here.set()
+            self.crowded()
+        try:
+            if self.crowd:
+                await self.crowd_is_here.wait()
+            left = request.stopping.max_tokens
+            while left:
+                await asyncio.sleep(self.delay)
+                now = min(left, self.per_message)
+                left -= now
+                answer = generate_pb2.StreamGenerateResponse(text="x" * now, token_ids=[7] * now)
+                if not left and self.finishes:
+                    answer.finish.reason = generate_pb2.FINISH_REASON_LENGTH
+                    answer.finish.usage.prompt_tokens = len(request.token_ids.ids)
+                    answer.finish.usage.generated_tokens = request.stopping.max_tokens
+                yield answer
+        finally:
+            self.running -= 1
+
+
+@contextlib.asynccontextmanager
+async def served(service: FakeService) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def loaded(
+    service: FakeService, asks: list[Ask], channels: int = 1, **options: object
+) -> tuple[list[Outcome], float]:
+    async with served(service) as target:
+        load = Load(target, channels, temperature=0.0, seed=3)
+        try:
+            info = await load.model_info()
+            prompts = Prompts(info.vocabulary_size, info.eos_token_ids, 3)
+            seconds = await load.run(asks, prompts, options.pop("stop", asyncio.Event()), **options)
+        finally:
+            await load.close()
+    return load.outcomes, seconds
+
+
+async def test_every_request_is_sent_as_asked_and_its_messages_are_timed():
+    service = FakeService(delay=0.02, per_message=2)
+    outcomes, seconds = await loaded(service, [Ask(0.05 * i, 10 + i, 5) for i in range(4)])
+    assert [o.code for o in outcomes] == ["OK"] * 4
+    assert sorted(len(r.token_ids.ids) for r in service.requests) == [10, 11, 12, 13]
+    for request in service.requests:
+        assert request.stopping.max_tokens == 5
+        assert request.stopping.ignore_eos
+        assert request.output.return_token_ids
+        assert all(2 < i < 100 for i in request.token_ids.ids)
+    for outcome in outcomes:
+        assert [count for _, count in outcome.arrivals] == [2, 2, 1]
+        times = [time for time, _ in outcome.arrivals]
+        # The n-th message is sent after n delays, and comes when it comes; 1 ms for clocks.
+        assert all(time - outcome.sent >= 0.019 * n for n, time in enumerate(times, 1))
+        assert times == sorted(times)
+        assert outcome.due <= outcome.sent
+        assert times[-1] <= outcome.end <= seconds
+        assert (outcome.reason, outcome.generated_tokens) == ("FINISH_REASON_LENGTH", 5)
+    assert sorted(o.due for o in outcomes) == pytest.approx([0.0, 0.05, 0.1, 0.15])
+
+
+async def test_open_loop_sends_on_time_however_many_are_running():
+    service = FakeService(crowd=20)
+    await loaded(service, [Ask(0.0, 4, 1)] * 20)
+    assert service.most_running == 20
+
+
+async def test_closed_loop_keeps_its_number_of_clients():
+    service = FakeService(delay=0.01)
+    outcomes, _ = await loaded(service, [Ask(0.0, 4, 2)] * 12, concurrency=3)
+    assert len(outcomes) == 12
+    assert service.most_running == 3
+
+
+async def test_channels_are_connections():
+    service = FakeService()
+    await loaded(service, [Ask(0.0, 4, 1)] * 6, channels=3)
+    assert len(service.peers) == 3
+
+
+async def test_failures_are_counted_by_code():
+    outcomes, seconds = await loaded(FakeService(refuse=3), [Ask(0.0, 4, 2)] * 9)
+    figures = bench_report.summary(outcomes, seconds, 9)
+    assert figures["requests"] == {"asked": 9, "sent": 9, "ok": 6, "failed": {"RESOURCE_EXHAUSTED": 3}}
+    assert {o.detail for o in outcomes if not o.ok} == {"the queue is full"}
+    assert figures["tokens"]["output"] == 12
+
+
+async def test_a_stream_without_a_finish_is_a_failure():
+    outcomes, _ = await loaded(FakeService(finishes=False), [Ask(0.0, 4, 2)])
+    assert [o.code for o in outcomes] == [NO_FINISH]
+
+
+@pytest.mark.parametrize("concurrency", [0, 2])
+async def test_stopping_cancels_what_runs_and_counts_it(concurrency: int):
+    stop = asyncio.Event()
+    service = FakeService(delay=60, crowd=2, crowded=stop.set)
+    asks = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
+    outcomes, seconds = await loaded(service, asks, stop=stop, concurrency=concurrency)
+    assert [o.code for o in outcomes] == [INTERRUPTED] * 2
+    assert seconds < 60
+    assert bench_report.summary(outcomes, seconds, 3)["requests"]["failed"] == {INTERRUPTED: 2}
+
+
+# Statistics, on timelines made by hand
+
+
+def outcome(
+    sent: float, *arrivals: tuple[float, int], end: float | None = None, code: str = "OK", due: float | None = None
+) -> Outcome:
+    end, due = arrivals[-1][0] if end is None else end, sent if due is None else due
+    return Outcome(due, sent, end, code, "", list(arrivals), "FINISH_REASON_LENGTH", prompt_tokens=10)
+
+
+def test_latencies_of_a_timeline():
+    one = outcome(1.0, (1.5, 1), (1.75, 1), (2.25, 2), end=2.5)
+    assert bench_report.ttft(one) == 0.5
+    assert bench_report.inter_token(one) == [0.25, 0.25, 0.25]
+    assert bench_report.tpot(one) == pytest.approx((1.5 - 0.5) / 3)
+    many_at_first = outcome(0.0, (1.0, 3), (2.0, 1))
+    assert bench_report.inter_token(many_at_first) == [0.0, 0.0, 1.0]
+    # Each token but the first has one gap, and the gaps add up to the time after the first token.
+    assert sum(bench_report.inter_token(many_at_first)) == bench_report.tpot(many_at_first) * 3
+    assert bench_report.tpot(outcome(0.0, (1.0, 1))) is None
+
+
+def test_percentiles_are_those_of_the_standard_library_too():
+    outcomes = [outcome(0.0, (0.001 * (i * 37 % 101 + 1), 1)) for i in range(101)]
+    spread = bench_report.summary(outcomes, 1.0, 101)["latency_ms"]["ttft"]
+    cuts = statistics.quantiles([1000 * bench_report.ttft(o) for o in outcomes], n=100, method="inclusive")
+    assert spread["mean"] == pytest.approx(51)
+    for percent in bench_report.PERCENTILES:
+        assert spread[f"p{percent}"] == pytest.approx(cuts[percent - 1])
+    assert spread["max"] == pytest.approx(101)
+
+
+def test_throughput_goodput_and_lag():
+    outcomes = [
+        outcome(0.0, (0.1, 1), (0.3, 1)),  # TTFT 100 ms, TPOT 200 ms
+        outcome(0.0, (0.4, 1), (0.45, 1)),  # TTFT too late
+        outcome(0.5, (0.6, 1), (1.6, 1), due=0.25),  # TPOT too long
+        outcome(1.0, (1.1, 1)),  # a lone token has no TPOT to miss
+        outcome(1.0, (1.05, 4), code="UNAVAILABLE"),
+    ]
+    figures = bench_report.summary(outcomes, 2.0, 6, slo_ttft=0.2, slo_tpot=0.3)
+    assert figures["requests"] == {"asked": 6, "sent": 5, "ok": 4, "failed": {"UNAVAILABLE": 1}}
+    assert figures["requests_per_second"] == 2.0
+    assert figures["output_tokens_per_second"] == 11 / 2
+    assert figures["total_tokens_per_second"] == (11 + 50) / 2
+    assert figures["goodput_per_second"] == 1.0
+    assert figures["peak_running"] == 3
+    assert figures["latency_ms"]["lag"]["max"] == pytest.approx(250)
+    assert figures["latency_ms"]["lag"]["mean"] == pytest.approx(50)
+    assert figures["latency_ms"]["ttft"]["mean"] == pytest.approx(np.mean([100, 400, 100, 100]))
+    assert bench_report.summary(outcomes, 2.0, 6)["goodput_per_second"] is None
+    assert bench_report.summary(outcomes, 2.0, 6, slo_ttft=0.2)["goodput_per_second"] == 1.5
+
+
+def test_running_is_a_step_function():
+    times, counts = bench_report.running([outcome(0.0, (2.0, 1)), outcome(1.0, (3.0, 1)), outcome(2.0, (4.0, 1))])
+    assert times.tolist() == [0, 1, 2, 3, 4]
+    assert counts.tolist() == [1, 2, 2, 1, 0]
+
+
+def test_the_report_says_it_all():
+    text = io.StringIO()
+    outcomes = [outcome(0.0, (0.1, 1), (0.3, 1)), outcome(0.0, (0.1, 1), code="UNAVAILABLE")]
+    bench_report.show(bench_report.summary(outcomes, 2.0, 3, slo_ttft=1.0), Console(file=text, width=100))
+    for part in ("1 ok, 1 UNAVAILABLE failed, 1 not sent", "100.00", "200.00", "0.50", "p99", "client's lag"):
+        assert part in text.getvalue()
+    bench_report.show(bench_report.summary([], 1.0, 3), Console(file=text))
+
+
+# Workloads
+
+
+def test_poisson_is_of_its_rate_and_of_its_seed():
+    asks = poisson(4000, 50.0, 8, 4, seed=1)
+    gaps = np.diff([ask.at for ask in asks])
+    assert asks[0].at == 0
+    # An exponential's mean and standard deviation are equal; 4 standard errors.
+    assert gaps.mean() == pytest.approx(1 / 50, rel=4 / np.sqrt(4000))
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)
+    assert asks == poisson(4000, 50.0, 8, 4, seed=1)
+    assert asks != poisson(4000, 50.0, 8, 4, seed=2)
+    assert {ask.at for ask in poisson(5, float("inf"), 8, 4, seed=1)} == {0.0}
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:59.6805900,374,44
+2023-11-16 18:16:00.1805900,396,0
+2024-11-16 18:16:00.1805900,396,5
+"""
+
+
+def test_azure_trace(tmp_path: Path):
+    file = tmp_path / "azure.csv"
+    file.write_text(AZURE)
+    asks = read_trace(file, 2, time_scale=2.0)
+    assert [(a.prompt_tokens, a.output_tokens) for a in asks] == [(374, 44), (396, 1)]
+    assert [a.at for a in asks] == pytest.approx([0.0, 1.0])
+    assert len(read_trace(file, 0)) == 3
+    file.write_text(AZURE.replace("\n2023-11-16 18:16", "+00:00\n2023-11-16 18:16").replace("+00:00\n", "\n"))
+    assert read_trace(file, 1)[0].prompt_tokens == 374
+
+
+def test_mooncake_trace_and_its_shared_prefixes(tmp_path: Path):
+    rows = [
+        {"timestamp": 1000, "input_length": 1200, "output_length": 5, "hash_ids": [0, 1, 2]},
+        {"timestamp": 4000, "input_length": 1100, "output_length": 6, "hash_ids": [0, 1, 3]},
+        {"timestamp": 3000, "input_length": 100, "output_length": 6, "hash_ids": [0]},
+    ]
+    file = tmp_path / "mooncake.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    asks = read_trace(file, 0)
+    assert [ask.at for ask in asks] == [0.0, 2.0, 3.0]
+    prompts = Prompts(30000, [2], seed=5)
+    first, short, second = (prompts.token_ids(i, ask) for i, ask in enumerate(asks))
+    assert [len(ids) for ids in (first, short, second)] == [1200, 100, 1100]
+    assert first[: 2 * HASH_TOKENS] == second[: 2 * HASH_TOKENS]
+    assert first[2 * HASH_TOKENS : 1100] != second[2 * HASH_TOKENS :]
+    assert short == first[:100]
+    # Shrunk, blocks and lengths shrink together.
+    small = read_trace(file, 0, length_scale=1 / 16)
+    first, _, second = (prompts.token_ids(i, ask) for i, ask in enumerate(small))
+    assert (len(first), len(second)) == (75, 69)
+    assert first[:64] == second[:64]
+    assert first[64:69] != second[64:]
+    # Cut to fewer tokens, a prefix is a prefix still.
+    (cut, *_), number = fitted(asks, 700, 0, 10**6)
+    assert number == 2
+    assert prompts.token_ids(0, cut) == prompts.token_ids(0, asks[0])[:700]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", ":2: TIMESTAMP"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", ":2: ContextTokens"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,1\n", ":2: GeneratedTokens"),
+        ('{"timestamp": 0, "input_length": -1, "output_length": 1}\n', ":1: input_length: -1 is below 0"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"timestamp"\n', ":2: timestamp"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [-3]}\n', ":1: hash_ids: below 0"),
+    ],
+)
+def test_a_bad_trace_is_named(tmp_path: Path, content: str, named: str):
+    file = tmp_path / "trace"
+    file.write_text(content)
+    with pytest.raises(TraceError, match=named):
+        read_trace(file, 0)
+    with pytest.raises(TraceError, match="absent"):
+        read_trace(tmp_path / "absent", 0)
+
+
+def test_prompts_avoid_special_ids_at_either_end():
+    ask = Ask(0.0, 5000, 1)
+    low = Prompts(100, [2, 1], seed=0).token_ids(0, ask)
+    assert (min(low), max(low)) == (3, 99)
+    high = Prompts(100, [95, 93], seed=0).token_ids(0, ask)
+    assert (min(high), max(high)) == (0, 92)
+    assert high != Prompts(100, [95, 93], seed=0).token_ids(1, ask)
+    assert high == Prompts(100, [95, 93], seed=0).token_ids(0, ask)
+    # The draw is even: chi-square of 93 buckets, about five standard deviations.
+    counts = np.bincount(high, minlength=93)
+    assert ((counts - 5000 / 93) ** 2 / (5000 / 93)).sum() < 93 + 5 * np.sqrt(2 * 93)
+
+
+def test_fitted_cuts_to_caps_and_context():
+    asks = [Ask(0.0, 10, 10), Ask(0.0, 100, 10), Ask(0.0, 10, 100), Ask(0.0, 100, 100)]
+    cut, number = fitted(asks, 0, 0, 64)
+    assert [(a.prompt_tokens, a.output_tokens) for a in cut] == [(10, 10), (54, 10), (1, 63), (1, 63)]
+    assert number == 3
+    cut, _ = fitted(asks, 20, 30, 64)
+    assert [(a.prompt_tokens, a.output_tokens) for a in cut] == [(10, 10), (20, 10), (10, 30), (20, 30)]
+
+
+# The command
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_serve.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def served_elsewhere(service: FakeService) -> Iterator[str]:
+    """`served` in a thread, since `run` has a loop of its own."""
+    target: list[str] = []
+    up, down = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with served(service) as address:
+            target.append(address)
+            up.set()
+            await asyncio.to_thread(down.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert up.wait(20)
+    try:
+        yield target[0]
+    finally:
+        down.set()
+        thread.join()
+
+
+def test_run_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+    with served_elsewhere(FakeService(delay=0.005, refuse=5)) as target:
+        code = bench_serve.run(parsed(
+            "--target", target, "--rate", "200", "--requests", "10", "--prompt-tokens", "60", "--output-tokens", "8",
+            "--slo-ttft-ms", "5000", "--json", str(figures), "--plot", str(picture)))  # fmt: skip
+    said = capsys.readouterr()
+    assert code == 0
+    assert "8 ok, 2 RESOURCE_EXHAUSTED failed, 0 not sent" in said.out
+    assert "10 of 10 requests are cut" in said.err
+    written = json.loads(figures.read_text())
+    assert written["model"]["name"] == "fake"
+    assert written["options"]["rate"] == 200
+    assert written["tokens"] == {"prompt": 8 * 56, "cached": 0, "output": 8 * 8}
+    assert written["goodput_per_second"] == pytest.approx(8 / written["seconds"])
+    assert len(written["outcomes"]) == 10
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_prints_what_there_is(capsys: pytest.CaptureFixture[str]):
+    service = FakeService(delay=60, crowd=2, crowded=lambda: os.kill(os.getpid(), signal.SIGINT))
+    with served_elsewhere(service) as target:
+        code = bench_serve.run(parsed("--target", target, "--concurrency", "2", "--requests", "5"))
+    assert code == 130
+    assert "0 ok, 2 INTERRUPTED failed, 3 not sent" in capsys.readouterr().out
+
+
+def test_run_refuses_what_cannot_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert bench_serve.run(parsed("--json", str(tmp_path / "no" / "x.json"))) == 1
+    assert "--json: there is no folder" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--requests", "0")) == 1
+    assert "--requests" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--trace", str(tmp_path / "absent"))) == 1
+    assert "absent" in capsys.readouterr().err
+    monkeypatch.setattr(bench_serve.importlib.util, "find_spec", lambda name: None)
+    assert bench_serve.run(parsed("--plot", str(tmp_path / "x.png"))) == 1
+    assert "npuserve[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rate", "0"], "--rate: must be at least"),
+        (["--rate", "nan"], "--rate: must be at least"),
+        (["--concurrency", "two"], "--concurrency: must be at least 1"),
+        (["--temperature", "101"], r"--temperature: must be in \[0, 100\]"),
+        (["--rate", "1", "--concurrency", "1"], "not allowed with"),
+    ],
+)
+def test_options_are_checked(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert re.search(said, capsys.readouterr().err)
