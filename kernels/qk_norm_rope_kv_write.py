@@ -59,7 +59,7 @@ def qk_norm_rope_kv_write(
     """
     kv_heads, head_dim = k_cache.shape[-2:]
     heads = qkv.view(len(qkv), num_q_heads + 2 * kv_heads, head_dim)
-    q, k, v = heads.split([num_q_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(heads, [num_q_heads, kv_heads, kv_heads], dim=1)
     if q_gamma is not None:
         q = normalize(q, q_gamma, eps)
     if k_gamma is not None:

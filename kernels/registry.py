@@ -19,12 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from npuserve import kernels
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,18 +145,17 @@ class KernelSet:
     Call kernels through the set each time (`k.linear(...)`), since a timed step replaces its attributes.
     """
 
-    if TYPE_CHECKING:
-        embedding = kernels.embedding.embedding
-        rms_norm = kernels.norm.rms_norm
-        add_rms_norm = kernels.norm.add_rms_norm
-        linear = kernels.linear.linear
-        qk_norm_rope_kv_write = kernels.qk_norm_rope_kv_write.qk_norm_rope_kv_write
-        paged_attention = kernels.attention.paged_attention
-        swiglu = kernels.swiglu.swiglu
-        greedy = kernels.greedy.greedy
-        penalize = kernels.penalize.penalize
-        sample = kernels.sample.sample
-        logprobs = kernels.logprobs.logprobs
+    embedding: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    linear: Callable[..., Tensor]
+    qk_norm_rope_kv_write: Callable[..., Tensor]
+    paged_attention: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    greedy: Callable[..., Tensor]
+    penalize: Callable[..., None]
+    sample: Callable[..., Tensor]
+    logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
     def __init__(self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan):
         self.backend = backend

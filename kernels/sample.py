@@ -7,8 +7,8 @@ from torch import Tensor
 
 from npuserve.kernels.registry import Case, kernel
 
-_FIRST_GUESS = 64
-_GROWTH = 8
+# Candidates for top_p: those this much less likely than the likeliest, then this much less again, and so on.
+_STRIDE = 1 / 64
 
 
 def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Case:
@@ -70,7 +70,7 @@ def sample(
         ids[rest] = _draw(mass.masked_fill_(mass < least, 0.0), uniform[rest].unsqueeze(1))
 
     for row in ranked.nonzero().squeeze(1).tolist():
-        kept = _likeliest(scores[row], temperature[row], int(top_k[row]), float(top_p[row])).sort().values
+        kept = likeliest(scores[row], temperature[row], int(top_k[row]), float(top_p[row])).sort().values
         weights = _scaled(scores[row, kept], temperature[row]).exp()
         ids[row] = kept[_draw(weights.masked_fill_(weights < min_p[row], 0.0), uniform[row : row + 1])]
     return ids
@@ -84,26 +84,27 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return ids[scores[ids].sort(descending=True, stable=True).indices[:count]]
 
 
-def _likeliest(scores: Tensor, temperature: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The ids of scores [V] that top_k and top_p leave, likeliest first."""
+def likeliest(scores: Tensor, temperature: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The ids of scores [V] that top_k and top_p leave at a temperature [], likeliest first."""
     vocabulary = len(scores)
     if 0 < top_k < vocabulary:
         ids = largest(scores, top_k)
-        weights = _scaled(scores[ids], temperature).exp()
-        total = weights.sum(dtype=torch.float64)
+        if top_p >= 1:
+            return ids
+        total = _scaled(scores[ids], temperature).exp().sum(dtype=torch.float64)
     else:
-        total = _scaled(scores, temperature).exp().sum(dtype=torch.float64)
-        count = min(_FIRST_GUESS, vocabulary)
+        weights = _scaled(scores, temperature).exp()
+        total = weights.sum(dtype=torch.float64)
+        # All weights below the floor add up to less than 1 - top_p of the total, so that none of them is needed.
+        threshold, floor = 1.0, float((1 - top_p) * total / vocabulary)
         while True:
-            ids = largest(scores, count)
-            weights = _scaled(scores[ids], temperature).exp()
-            if count == vocabulary or weights.sum(dtype=torch.float64) >= top_p * total:
+            threshold = max(threshold * _STRIDE, floor)
+            ids = (weights >= threshold).nonzero().squeeze(1)
+            if threshold == floor or weights[ids].sum(dtype=torch.float64) >= top_p * total:
                 break
-            count = min(count * _GROWTH, vocabulary)
-    if top_p >= 1:
-        return ids
-    wide = weights.double()
-    return ids[wide.cumsum(0) - wide < top_p * total]
+        ids = ids[scores[ids].sort(descending=True, stable=True).indices]
+    mass = _scaled(scores[ids], temperature).exp().double()
+    return ids[mass.cumsum(0) - mass < top_p * total]
 
 
 def _scaled(scores: Tensor, temperature: Tensor) -> Tensor:
@@ -116,7 +117,5 @@ def _scaled(scores: Tensor, temperature: Tensor) -> Tensor:
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse of the cumulative distribution: weights [..., n], uniform [..., 1] float64 -> index [..., 1]."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[..., -1:]
-    # Below the total even if the product rounds up to it, so that an index is found, and one of weight above 0.
-    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)
+    # A float64 below 1 times the total rounds to less than the total: there is such an index, of a weight above 0.
+    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)

@@ -29,7 +29,7 @@ def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.fl
     """One number in [0, 1), a multiple of 2**-53, for each of seeds [N] (uint64) and positions [N] (at least 0)."""
     seed, position = np.asarray(seeds, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
     nothing = np.zeros_like(position)
-    words = philox(
-        np.stack([position & _LOW, position >> _32, nothing, nothing]), np.stack([seed & _LOW, seed >> _32])
-    )
-    return ((words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))).astype(np.float64) * 2.0**-53
+    counter = np.stack([position & _LOW, position >> _32, nothing, nothing])
+    words = philox(counter, np.stack([seed & _LOW, seed >> _32]))
+    bits: U64 = (words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))
+    return bits.astype(np.float64) * 2.0**-53

@@ -69,9 +69,11 @@ def _files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
-        why = f"; {pickled[0]} is pickled, which can run code as it is read: convert it to safetensors" if pickled else ""
-        raise ModelError(f"{folder}: has neither model.safetensors nor model.safetensors.index.json{why}")
+        message = f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            message += f"; {pickled[0]} is pickled, which can run code as it is read: convert it to safetensors"
+        raise ModelError(message)
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

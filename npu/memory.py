@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
+from pathlib import Path
 
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.kv_cache import block_bytes
@@ -14,8 +16,8 @@ KV_SHARE = 4
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
-BASE = 300 << 20
-"""Bytes of an engine process before it has a model: Python, torch and its libraries."""
+WARM_UP = 32 << 20
+"""Bytes that torch and its libraries take at their first work, beyond what they take once imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class MemoryPlan:
 
     weights: with the table of position embeddings. kv_cache: num_blocks blocks of block_size tokens.
     activations: of a step of max_num_batched_tokens tokens. logits: of max_num_seqs rows, and their sampling.
-    base: the process itself, with torch. available: before any of it but the base is taken.
+    base: the process itself: that which asks, if it has imported torch as an engine has. available: before any of it
+    but the base is taken.
     dtype, max_model_len, block_size: as the engine will have them.
     """
 
@@ -94,27 +97,24 @@ def predict(
     logits = _logits(config.padded_vocabulary(backend.vocabulary_tile), max_num_seqs, itemsize)
 
     block = block_bytes(config, block_size, itemsize)
-    needed = -(-length // block_size)
+    least = -(-length // block_size) if max_model_len else 1
     if kv_cache_memory:
         num_blocks = kv_cache_memory // block
+        if num_blocks < least:
+            raise ModelError(
+                f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
+                f"{f'max_model_len {length}' if max_model_len else 'one block'} needs {mib(least * block)}"
+            )
     else:
         room = max(available - weights - activations - logits, 0) // block
-        num_blocks = min(max_num_seqs * needed, room // KV_SHARE)
-        if max_model_len:  # one whole request at least: whether that fits is then the plan's business
-            num_blocks = max(num_blocks, needed)
-    if num_blocks < (needed if max_model_len else 1):
-        raise ModelError(
-            f"kv_cache_memory: {mib(kv_cache_memory or num_blocks * block)} holds {num_blocks * block_size} tokens; "
-            f"{'max_model_len ' if max_model_len else ''}{length if max_model_len else block_size} tokens need "
-            f"{mib((needed if max_model_len else 1) * block)}"
-        )
+        num_blocks = max(min(max_num_seqs * -(-length // block_size), room // KV_SHARE), least)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
         weights=weights + 4 * length * config.head_dim,
         kv_cache=num_blocks * block,
         activations=activations,
         logits=logits,
-        base=BASE,
+        base=_resident() + WARM_UP,
         available=available,
         dtype=dtype,
         num_blocks=num_blocks,
@@ -133,9 +133,14 @@ def _activations(config: ModelConfig, tokens: int, context: int, itemsize: int) 
 
 
 def _logits(padded_vocabulary: int, rows: int, itemsize: int) -> int:
-    """The LM head's, their float32 copy, and the sampler's float32 and float64 work on them."""
-    return rows * padded_vocabulary * (itemsize + 4 + 4 + 8 + 8)
+    """The LM head's, their float32 copy and the sampler's work on it. Penalties' counts come on top, by request."""
+    return rows * padded_vocabulary * (itemsize + 4 + 4)
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+    return f"{count / 2**20:,.1f} MiB"

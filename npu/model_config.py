@@ -154,7 +154,7 @@ class ModelConfig:
         hidden = _whole(data, "hidden_size")
         head_dim = _whole(data, "head_dim", family.head_dim, hidden // heads)
         if heads % kv_heads:
-            raise ModelError(f"config.json: num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+            raise ModelError(f"config.json: num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
         if head_dim % 2:
             raise ModelError(f"config.json: head_dim: must be even for rotary embeddings, got {head_dim}")
         attention_bias = _flag(data, "attention_bias", False)

@@ -9,7 +9,7 @@ On a device that works on its own, step n + 1 may be launched before step n is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet, Observe, Span, Timings
-from npuserve.npu.backends import Backend, select
-from npuserve.npu.backends.base import Event
+from npuserve.npu.backends import select
+from npuserve.npu.backends.base import Backend, Event
 from npuserve.npu.batch import Batch, make_batch
 from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import Progress, load_weights
@@ -168,13 +168,14 @@ def load_runner(
     kernel_sampling: int = 0,
     observe: Observe | None = None,
     threads: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Runner:
     """Load the model in `folder`. Zeros take the default: see `predict`, whose plan is followed.
 
     progress: is told (bytes done, bytes in all) while the weights are read; None shows it on stderr.
 
-    Raises ModelError for a model or settings that cannot be served, BackendError for a device or dtype that cannot be had.
+    Raises ModelError for a model or settings that cannot be served, BackendError for a device or dtype that is not
+    to be had.
     """
     device = select(backend)
     device.set_threads(threads)

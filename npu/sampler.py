@@ -220,7 +220,8 @@ class Sampler:
 
     def _logprobs(self, logits: Tensor, ids: Tensor, counts: list[int]) -> Logprobs:
         n = min(max(counts, default=0), self._vocabulary)
-        return Logprobs(ids, *self._k.logprobs(logits, self._vocabulary, ids, n), counts)
+        logprob, rank, top_ids, top_logprobs = self._k.logprobs(logits, self._vocabulary, ids, n)
+        return Logprobs(ids, logprob, rank, top_ids, top_logprobs, counts)
 
     def _count(self, token_ids: list[int]) -> Tensor:
         """How often each id is among them: [vocabulary] int32."""

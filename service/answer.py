@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from google.protobuf import duration_pb2
-
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service import messages
 from npuserve.service.messages import Output
@@ -15,6 +13,7 @@ from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
 
 if TYPE_CHECKING:
+    from npuserve.service.detokenizer import Delta
     from npuserve.service.tokenizer import Tokenizer
 
 REASONS = {
@@ -56,7 +55,9 @@ class Answer:
         self._sent = 0
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        # None once sent, or never asked for.
+        self._prompt_logprobs: list[TokenLogprobs] | None = (
+            None if ask.request.sampling.prompt_logprobs is None else [])
         self._last_id: int | None = None
 
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
@@ -65,7 +66,8 @@ class Answer:
         ids = list(itertools.chain.from_iterable(output.token_ids for output in outputs))
         for output in outputs:
             self._logprobs += output.logprobs or ()
-            self._prompt_logprobs += output.prompt_logprobs or ()
+            if self._prompt_logprobs is not None:
+                self._prompt_logprobs += output.prompt_logprobs or ()
         finish = outputs[-1].finish
         self._ids += ids
         if ids:
@@ -87,7 +89,7 @@ class Answer:
 
     def last(self, finish: messages.Finish, now: float) -> pb.StreamGenerateResponse:
         """The rest, and how it ended. finish: the engine's. now: time.monotonic() seconds."""
-        generated = finish.generated_tokens if self.keep is None else self.keep
+        generated = self._sent + len(self._ids) if self.keep is None else self.keep
         self._ready = generated - self._sent
         message = self._take()
         made = message.finish
@@ -103,10 +105,16 @@ class Answer:
         made.usage.prompt_tokens = finish.prompt_tokens
         made.usage.cached_tokens = finish.cached_tokens
         made.usage.generated_tokens = generated
-        self._time(made.timing, finish.timing, now)
+        _write_timing(made.timing, finish.timing, now, self._ask.request.arrival)
         return message
 
-    def _push(self, delta: object) -> None: ...
+    def _push(self, delta: Delta | None) -> None:
+        if delta is None:
+            return
+        self._text += delta.text
+        self._ready += delta.num_tokens
+        if delta.matched_stop is not None:
+            self.matched_stop, self.keep = delta.matched_stop, delta.keep
 
     def _take(self) -> pb.StreamGenerateResponse:
         message = pb.StreamGenerateResponse(text=self._text, offset=self._sent)
@@ -114,11 +122,40 @@ class Answer:
         if self._ask.return_token_ids:
             message.token_ids.extend(self._ids[:count])
         if self._logprobs:
-            message.logprobs.extend(self._position(report) for report in self._logprobs[:count])
-        if self._ask.request.sampling.prompt_logprobs is not None and self._sent == 0:
+            message.logprobs.extend(map(self._position, self._logprobs[:count]))
+        if self._prompt_logprobs is not None:
             first = self._ask.request.prompt_ids[0]
-            ...
+            message.prompt_logprobs.add().chosen.MergeFrom(pb.TokenLogprob(token_id=first, text=self._text_of(first)))
+            message.prompt_logprobs.extend(map(self._position, self._prompt_logprobs))
+            self._prompt_logprobs = None
         del self._ids[:count], self._logprobs[:count]
         self._sent += count
         self._text, self._ready = "", 0
         return message
+
+    def _position(self, report: TokenLogprobs) -> pb.PositionLogprobs:
+        top = zip(report.top_ids, report.top_logprobs, strict=True)
+        return pb.PositionLogprobs(
+            chosen=self._token(report.token_id, report.logprob, report.rank),
+            top=[self._token(token, logprob, rank) for rank, (token, logprob) in enumerate(top, 1)])
+
+    def _token(self, token: int, logprob: float, rank: int) -> pb.TokenLogprob:
+        return pb.TokenLogprob(token_id=token, logprob=logprob, rank=rank, text=self._text_of(token))
+
+    def _text_of(self, token: int) -> str:
+        return self._tokenizer.token_text(token) if self._tokenizer else ""
+
+
+def _write_timing(made: pb.Timing, timing: messages.Timing, now: float, arrival: float) -> None:
+    made.queue.FromNanoseconds(_ns(timing.queue))
+    for seconds in timing.prefill_chunks:
+        made.prefill_chunks.add().FromNanoseconds(_ns(seconds))
+    made.decode.FromNanoseconds(_ns(timing.decode))
+    made.finish.FromNanoseconds(_ns(now - timing.last_step_end))
+    made.total.FromNanoseconds(_ns(now - arrival))
+    made.of_which_device.FromNanoseconds(_ns(timing.device))
+    made.of_which_host.FromNanoseconds(_ns(timing.host))
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from npuserve.service import client
 from npuserve.service.bench_workload import Ask, Prompts
-from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
 
 INTERRUPTED = "INTERRUPTED"
 NO_FINISH = "NO_FINISH"
@@ -50,7 +51,7 @@ class Load:
     """One run against `target` over `channels` connections. `outcomes` grows by one as each request ends."""
 
     def __init__(self, target: str, channels: int, temperature: float, seed: int):
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
+        options = [*client.OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else channels share one connection
         self._channels = [grpc.aio.insecure_channel(target, options) for _ in range(channels)]
         self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(c) for c in self._channels]
         self._temperature = temperature
@@ -59,23 +60,22 @@ class Load:
         self.outcomes: list[Outcome] = []
 
     async def model_info(self, timeout: float = 10.0) -> model_pb2.GetModelInfoResponse:
-        """What is served; waits up to `timeout` seconds for each connection. grpc.aio.AioRpcError if there is none."""
-        infos = [stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=timeout, wait_for_ready=True)
-                 for stub in self._stubs]  # fmt: skip
+        """What is served, asked over every connection, so that all are there. Raises grpc.aio.AioRpcError."""
+        infos = [stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=timeout) for stub in self._stubs]
         return (await asyncio.gather(*infos))[0]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        await asyncio.gather(*(channel.close() for channel in self._channels))
+        await asyncio.gather(*(channel.close(None) for channel in self._channels))
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
     def _message(self, number: int, ask: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
         return generate_pb2.GenerateRequest(
-            token_ids={"ids": prompts.token_ids(number, ask)},
-            sampling={"temperature": self._temperature, "seed": self._seed + number},
-            stopping={"max_tokens": ask.output_tokens, "ignore_eos": True},
-            output={"return_token_ids": True},
+            token_ids=prompt_pb2.TokenIds(ids=prompts.token_ids(number, ask)),
+            sampling=generate_pb2.SamplingParams(temperature=self._temperature, seed=self._seed + number),
+            stopping=generate_pb2.StoppingParams(max_tokens=ask.output_tokens, ignore_eos=True),
+            output=generate_pb2.OutputParams(return_token_ids=True),
         )
 
     async def _send(self, number: int, due: float, message: generate_pb2.GenerateRequest) -> None:

@@ -18,7 +18,7 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from npuserve.service import bench_report
+from npuserve.service import bench_report, client
 from npuserve.service.bench_load import Load
 from npuserve.service.bench_workload import Ask, Prompts, TraceError, fitted, poisson, read_trace
 
@@ -106,7 +106,7 @@ async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
         try:
             model = await load.model_info()
         except grpc.aio.AioRpcError as error:
-            raise BenchError(f"no answer from {args.target}: {error.code().name}: {error.details()}") from None
+            raise BenchError(client.explain(error, args.target)) from None
         asks, cut = fitted(asks, args.max_prompt, args.max_output, model.max_model_len)
         if cut:
             console.print(f"{cut} of {len(asks)} requests are cut to the caps or the context of {model.max_model_len}")

@@ -158,26 +158,29 @@ class BlockManager:
             if len(set(table.block_ids)) < len(table.block_ids):
                 raise IntegrityError(f"a block table holds a block twice: {table.block_ids}")
             held.update(table.block_ids)
-        free = Counter(self._free)
-        for block, (refs, digest) in enumerate(zip(self._refs, self._digest, strict=True)):
-            if refs != held[block]:
-                raise IntegrityError(f"block {block}: {refs} references, but {held[block]} tables hold it")
-            states = (refs > 0) + (block in self._cached) + free[block]
-            if states != 1:
-                where = f"refs {refs}, cached {block in self._cached}, free {free[block]}"
-                raise IntegrityError(f"block {block}: in {states} states ({where})")
-            if free[block] and digest is not None:
-                raise IntegrityError(f"block {block}: free, but has digest {digest.hex()}")
-            if block in self._cached and digest is None:
-                raise IntegrityError(f"block {block}: cached, but has no digest")
-            if digest is not None and self._by_digest.get(digest) != block:
-                found = self._by_digest.get(digest)
-                raise IntegrityError(f"block {block}: its digest {digest.hex()} finds {found} instead")
-        if strangers := held.keys() - range(self.num_blocks):
+        everything = set(range(self.num_blocks))
+        if strangers := held.keys() - everything:
             raise IntegrityError(f"block tables hold blocks that do not exist: {sorted(strangers)}")
-        named = sum(digest is not None for digest in self._digest)
-        if len(self._by_digest) != named:
-            raise IntegrityError(f"{len(self._by_digest)} digests are known, but {named} blocks have one")
+        refs = [0] * self.num_blocks
+        for block, count in held.items():
+            refs[block] = count
+        if refs != self._refs:
+            block = next(b for b in range(self.num_blocks) if refs[b] != self._refs[b])
+            raise IntegrityError(f"block {block}: {self._refs[block]} references, but {refs[block]} tables hold it")
+        states = [held.keys(), self._cached.keys(), self._free]
+        if sum(map(len, states)) != self.num_blocks or set().union(*states) != everything:
+            where = Counter(block for state in states for block in state)
+            block = next(b for b in [*range(self.num_blocks), *where] if where[b] != 1 or b not in everything)
+            raise IntegrityError(f"block {block}: in {where[block]} of the states used, cached and free")
+        if [self._digest[block] for block in self._by_digest.values()] != list(self._by_digest):
+            digest, block = next((d, b) for d, b in self._by_digest.items() if self._digest[b] != d)
+            raise IntegrityError(f"block {block}: found by a digest that is not its own, {digest.hex()}")
+        if lost := everything.difference(self._by_digest.values()).intersection(self._cached):
+            raise IntegrityError(f"blocks {sorted(lost)}: cached, but no digest finds them")
+        if self.num_blocks - self._digest.count(None) != len(self._by_digest):
+            raise IntegrityError("a block has a digest that does not find it")
+        if full := set(self._by_digest.values()).intersection(self._free):
+            raise IntegrityError(f"blocks {sorted(full)}: free, but found by a digest")
 
     def _evict(self) -> int:
         """Forget the least recently used cached block and return it."""
@@ -192,10 +195,12 @@ class BlockManager:
         """Digests of the first `count` full blocks or more, computed once per table."""
         digests, size = table._digests, self.block_size
         if len(digests) < count:
-            root = blake2b(table._salt.encode(), digest_size=DIGEST_BYTES, key=self._key)
-            parent = digests[-1] if digests else root.digest()
+            parent = digests[-1] if digests else self._root(table._salt)
             for start in range(len(digests) * size, count * size, size):
                 tokens = array("I", token_ids[start : start + size]).tobytes()
                 parent = blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
                 digests.append(parent)
         return digests
+
+    def _root(self, salt: str) -> bytes:
+        return blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=self._key).digest()

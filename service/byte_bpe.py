@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import json
 import re
 import unicodedata
@@ -188,8 +189,8 @@ class ByteBPE:
         n = len(ids)
         following, before = list(range(1, n + 1)), list(range(-1, n - 1))
         merges = self._merges
-        queue = [(*merge, i) for i, pair in enumerate(zip(ids, ids[1:], strict=False)) if (merge := merges.get(pair))]
-        queue = [(rank, i, merged) for rank, merged, i in queue]
+        pairs = enumerate(itertools.pairwise(ids))
+        queue = [(merges[pair][0], i, merges[pair][1]) for i, pair in pairs if pair in merges]
         heapq.heapify(queue)
         while queue:
             rank, i, merged = heapq.heappop(queue)

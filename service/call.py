@@ -40,7 +40,7 @@ async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncI
     except ServeError as error:
         code = code_pb2.Code.Name(error.code)
         fields["error"] = error.message
-        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+        await _abort(context, error)
     except Exception:
         if context.cancelled() or context.done():
             code = _gone(context)
@@ -49,10 +49,14 @@ async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncI
         bug = uuid.uuid4().hex
         log.exception("internal error", extra={"fields": {"error_id": bug, **fields}})
         fields["error_id"] = bug
-        await context.abort_with_status(rpc_status.to_status(to_status(InternalError(f"internal error, id {bug}"))))
+        await _abort(context, InternalError(f"internal error, id {bug}"))
     finally:
         metrics.requests_total.labels(rpc, code).inc()
         logs.event(log, "request", level=level, code=code, seconds=round(time.monotonic() - began, 6), **fields)
+
+
+async def _abort(context: Any, error: ServeError) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
 def _gone(context: Context) -> str:

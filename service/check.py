@@ -44,13 +44,15 @@ def machine() -> dict[str, Any]:
     """The machine and its software. memory_bytes: in all; what is available belongs to a backend."""
     import torch
 
+    from npuserve.npu.backends.cpu import usable_cores
+
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
@@ -68,7 +70,8 @@ def backends() -> dict[str, Any]:
         available = there and backend_class(name).available()
         found[name] = {"present": there, "available": available}
         if available:
-            found[name] |= {"memory_available_bytes": select(name).memory_available(), "kernels": KernelSet(name).labels}
+            found[name]["memory_available_bytes"] = select(name).memory_available()
+            found[name]["kernels"] = KernelSet(name).labels
     return found
 
 
@@ -127,7 +130,7 @@ def text(report: dict[str, Any]) -> str:
         fallen = [kernel for kernel, label in labels.items() if label != name]
         lines.append(f"{name:11} available, {_mib(backend['memory_available_bytes'])} free")
         lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
-        lines.append(f"{'':11} by their golden function: {', '.join(fallen) or 'none'}")
+        lines.append(f"{'':11} by plain torch: {', '.join(fallen) or 'none'}")
     for name, there in report["optional"].items():
         lines.append(f"{'optional':11} {name}: {'found' if there else 'absent'}, for {OPTIONAL[name]}")
     plan = report["model"]
@@ -145,7 +148,8 @@ def text(report: dict[str, Any]) -> str:
     # The process itself is there before what is available is read.
     needed = plan["peak_bytes"] - plan["bytes"]["base"]
     verdict = "fits" if plan["fits"] else "does NOT fit"
-    lines.append(f"{'':11} {verdict}: needs {_mib(needed)} beyond the process, {_mib(plan['available_bytes'])} available")
+    free = _mib(plan["available_bytes"])
+    lines.append(f"{'':11} {verdict}: needs {_mib(needed)} beyond the process, {free} available")
     return "\n".join(lines)
 
 

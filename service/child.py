@@ -7,6 +7,7 @@ gone. A child says what the parent waits for as one JSON object a line on stdout
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def on_parent_death(call: Callable[[], None]) -> None:
     """Call `call` once, from a thread of its own, when stdin ends."""
 
     def wait() -> None:
-        while sys.stdin.buffer.read(1 << 16):
+        while os.read(0, 1 << 16):  # sys.stdin's lock, held by a thread, would abort the process at its end
             pass
         call()
 

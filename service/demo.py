@@ -29,7 +29,7 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     """Starts the server, runs `npuserve generate` against it, and stops it."""
     print("Starting a server with the built-in model ...", file=sys.stderr)
     serving = asyncio.create_task(supervisor.run())
-    up = asyncio.gather(supervisor.listening.wait(), supervisor.ready.wait())
+    up = asyncio.create_task(_up(supervisor))
     await asyncio.wait({serving, up}, return_when=asyncio.FIRST_COMPLETED)
     if not up.done():
         up.cancel()
@@ -46,3 +46,8 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     if not serving.done():
         supervisor.stop()
     return await serving or code
+
+
+async def _up(supervisor: Supervisor) -> None:
+    await supervisor.listening.wait()
+    await supervisor.ready.wait()

@@ -21,12 +21,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from npuserve.service import messages, metrics
+from npuserve.service import logs, messages, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
-from npuserve.service.messages import (
-    Abort, Cancel, Finish, FlushPrefixCache, Hello, Load, ModelInfo, Output, Outputs, Ready, Reply, Request, Submit,
-    ToEngine,
-)  # fmt: skip
+from npuserve.service.messages import Abort, Cancel, FlushPrefixCache, Load, ModelInfo, Output, Outputs, Request
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ class Stream:
         self.buffered = 0
         return outputs
 
-    async def stop(self, keep: int) -> Finish:
+    async def stop(self, keep: int) -> messages.Finish:
         """End the answer at its `keep`-th token, where a stop string was found. The engine's finish; what else comes
         is dropped. Call at most once, and not after a finish was taken."""
         if not self._ended:
@@ -144,6 +141,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """What is in flight ends with Unavailable."""
+        self.state = "down"  # and nobody is told: it is we who leave
         if self._task:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -165,7 +163,7 @@ class EngineClient:
             raise QueueFull(f"{most} requests are under way already")
         stream = Stream(self, self._key(), request)
         self._streams[stream.key] = stream
-        self.send(Submit(stream.key, request))
+        self.send(messages.Submit(stream.key, request))
         return stream
 
     async def abort(self, request_id: str) -> bool:
@@ -176,7 +174,7 @@ class EngineClient:
         """The number of blocks forgotten."""
         return await self._call(FlushPrefixCache(self._key()))
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Never waits: the engine takes all that comes, and refuses by an output. Without an engine it is dropped."""
         if self._socket:
             self._socket.send(messages.encode(message))
@@ -190,7 +188,8 @@ class EngineClient:
 
     async def _call(self, message: Abort | FlushPrefixCache) -> int:
         self.require()
-        reply = self._calls[message.call] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._calls[message.call] = reply
         try:
             self.send(message)
             return await reply
@@ -239,19 +238,19 @@ class EngineClient:
             event = await recv_monitor_message(monitor)
             if event["event"] & ENDED:
                 return
-            socket.send(messages.encode(Hello()))
+            socket.send(messages.encode(messages.Hello()))
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             message = messages.decode_to_frontend(await socket.recv())
             match message:
-                case Ready(epoch=epoch, model=model):
+                case messages.Ready(epoch=epoch, model=model):
                     self._lose()
                     self._socket, self.epoch, self.model_info = socket, epoch, model
                     self._set_state("ready")
                 case Outputs(epoch=epoch) if epoch == self.epoch and self._socket:
                     self._take(message)
-                case Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._socket:
+                case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._socket:
                     reply = self._calls.get(call)
                     if reply and not reply.done():
                         reply.set_result(value)
@@ -279,5 +278,6 @@ class EngineClient:
 
     def _set_state(self, state: State) -> None:
         self.state = state
-        log.info("engine is %s", state)
+        level = logging.INFO if state == "ready" else logging.WARNING
+        logs.event(log, f"engine is {state}", level=level, epoch=self.epoch)
         self._on_state(state)

@@ -7,6 +7,7 @@ is a bug, INTERNAL to the client, with an id that is in the log.
 from __future__ import annotations
 
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "npuserve"
@@ -21,7 +22,7 @@ class ServeError(Exception):
         super().__init__(message)
         self.message = message
 
-    def details(self) -> list[object]:
+    def details(self) -> list[Message]:
         """The google.rpc messages that go with it."""
         return [error_details_pb2.ErrorInfo(reason=type(self).__name__, domain=DOMAIN)]
 
@@ -35,7 +36,7 @@ class InvalidField(ServeError):
         super().__init__(f"{field}: {message}")
         self.field = field
 
-    def details(self) -> list[object]:
+    def details(self) -> list[Message]:
         violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
         return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
 
@@ -93,7 +94,7 @@ class Retryable(ServeError):
         if retry_seconds is not None:
             self.retry_seconds = retry_seconds
 
-    def details(self) -> list[object]:
+    def details(self) -> list[Message]:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(self.retry_seconds * 1e9))
         return [*super().details(), error_details_pb2.RetryInfo(retry_delay=delay)]

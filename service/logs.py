@@ -26,7 +26,8 @@ def setup(config: ServerConfig, process: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("npuserve").setLevel(config.log_level.upper())
+    for ours in ("npuserve", "__main__"):  # a process's own module is called __main__
+        logging.getLogger(ours).setLevel(config.log_level.upper())
     logging.captureWarnings(True)
 
 

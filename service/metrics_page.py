@@ -19,7 +19,7 @@ AGE = "npuserve_engine_heartbeat_age_seconds"
 
 
 class MetricsPage:
-    """Serves http://host:port/metrics from a thread until `close`; `port` is the one taken.
+    """Serves `url` from a thread until `close`. port: 0 takes a free one.
 
     folder: where the processes' files are, for this whole process's life: prometheus_client reads the variable when
     it is first imported. Raises ConfigError if the port cannot be had.
@@ -43,7 +43,7 @@ class MetricsPage:
             self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
-        self.port: int = self._server.server_port
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def collect(self) -> Iterator[object]:
         """For prometheus_client, at each scrape: the sums, and what nobody has counted yet by name alone."""

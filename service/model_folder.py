@@ -1,4 +1,4 @@
-"""What the front end needs of a model's folder: where it is, its names, its ends of text, its defaults, its tokenizer."""
+"""What the front end needs of a model's folder: its place, names, ends of text, sampling defaults and tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Range(NamedTuple):
             self.above and value == self.low)
 
     def __str__(self) -> str:
-        return f"{'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+        return f"{'(' if self.above else '['}{self.low}, {self.high}]"
 
 
 DEFAULT_RANGES = {
@@ -78,10 +78,7 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
 
     config = _read(folder / "config.json", required=True)
     generation = _read(folder / "generation_config.json")
-    try:
-        tokenizer = load_tokenizer(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: the tokenizer of {folder} cannot be loaded: {error}") from error
+    tokenizer = load_tokenizer(folder)
     name = served_name or _name(folder, model)
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     if not eos and tokenizer:
@@ -132,8 +129,8 @@ def _defaults(generation: dict[str, Any]) -> dict[str, float]:
 
 
 def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
     from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))

@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
 _SIZES = {"kv_cache_memory"}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)?", re.IGNORECASE)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # What Kubernetes sets in every container for a service named npuserve or npuserve-something.
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -116,8 +116,8 @@ def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
     try:
         return ServerConfig(**{name: value for name, (_, value) in found.items()})
     except ConfigError as error:
-        name, _, what = str(error).partition(": ")
-        raise ConfigError(f"{found[name][0] if name in found else name}: {what}") from None
+        name = str(error).partition(":")[0]
+        raise ConfigError(f"{error} (from {found[name][0]})" if name in found else str(error)) from None
 
 
 def parse_size(text: str) -> int:
@@ -189,7 +189,7 @@ def _parse(name: str, label: str, value: Any) -> Any:
                 pass
         elif isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool):
             return kind(value)
-    raise ConfigError(f"{label}: {value!r} is not {wanted}")
+    raise ConfigError(f"{name}: {value!r} is not {wanted} (from {label})")
 
 
 def _show(default: Any) -> str:

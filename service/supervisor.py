@@ -3,7 +3,7 @@
 1. It makes a private folder for the engine's socket and the metrics' files, and spawns the front ends, then the
    engine. It imports neither grpc nor torch, and never forks.
 2. Each child reads one JSON line on stdin, which stays open: its end tells the child that the parent is gone. Each
-   says one JSON line on stdout when it is up: a front end its port, the engine that it is ready.
+   says on stdout, in JSON lines, what the parent waits for: a front end its port, all that they are ready.
 3. A child that dies is started again after a growing pause. Exit code 2 is a wrong configuration or model, which no
    restart mends: everything stops.
 4. SIGTERM or Ctrl-C drains: the front ends end what runs, then the engine is asked to leave. A second one kills.
@@ -84,7 +84,7 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         arguments: Callable[[], Mapping[str, object]],
-        heard: Callable[[dict[str, Any]], None],
+        heard: Callable[[Child, dict[str, Any]], None],
     ):
         self.name = name
         self.starts = 0
@@ -110,7 +110,7 @@ class Child:
         process.stdin.write(msgspec.json.encode(self._arguments()) + b"\n")
         async for line in process.stdout:
             try:
-                self._heard(msgspec.json.decode(line, type=dict[str, Any]))
+                self._heard(self, msgspec.json.decode(line, type=dict[str, Any]))
             except msgspec.DecodeError:
                 logs.event(log, f"{self.name} said", text=line.decode(errors="replace").rstrip())
         code = await process.wait()
@@ -128,7 +128,7 @@ class Child:
 class Supervisor:
     """One server: its children and its metrics page. `run` once.
 
-    `listening` is set when `address` is known and answers health, `ready` when the engine has loaded the model.
+    `listening` is set when `address` is known and answers health, `ready` when it takes requests.
     """
 
     def __init__(
@@ -146,6 +146,7 @@ class Supervisor:
         self._commands = (frontend, engine)
         self._restarts = restarts
         self._lives: dict[Child, asyncio.Task[int]] = {}
+        self._up: dict[Child, dict[str, Any]] = {}
         self._signals = 0
         self._began = time.monotonic()
 
@@ -197,12 +198,12 @@ class Supervisor:
         def frontend(index: int) -> Child:
             return Child(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": address, "port": self._port,
-            }, self._frontend_says)  # fmt: skip
+            }, self._hear)  # fmt: skip
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
         self._engine = Child("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": self._model, "address": address, "epoch": self._engine.starts,
-        }, self._engine_says)  # fmt: skip
+        }, self._hear)  # fmt: skip
 
     def _find_model(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the engine once the model's folder is here. A thread that nobody waits for, since it may download."""
@@ -223,23 +224,23 @@ class Supervisor:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(found)
 
-    def _frontend_says(self, line: dict[str, Any]) -> None:
-        if "port" not in line or self.listening.is_set():
-            return
-        self._port = line["port"]
-        self.listening.set()
-        logs.event(log, f"listening on {self.address}", port=self._port, metrics_port=self._page.port)
-        for child in self._frontends:
-            if child not in self._lives:
-                self._start(child)
-
-    def _engine_says(self, line: dict[str, Any]) -> None:
-        if line.get("event") != "ready":
-            return
-        self._page.built(line.get("backend", self._config.device))
-        self.ready.set()
-        seconds = time.monotonic() - self._began
-        logs.event(log, f"ready in {seconds:.1f} s", seconds=seconds, kv_cache_tokens=line.get("kv_cache_tokens"))
+    def _hear(self, child: Child, line: dict[str, Any]) -> None:
+        """listening: a front end's port. ready: a front end or the engine; the server is when all of them are."""
+        if line.get("event") == "listening" and not self.listening.is_set():
+            self._port = line["port"]
+            self.listening.set()
+            logs.event(log, f"listening on {self.address}", metrics=self._page.url)
+            for other in self._frontends:
+                if other not in self._lives:
+                    self._start(other)
+        elif line.get("event") == "ready" and child not in self._up:
+            self._up[child] = line
+            if len(self._up) == len(self._frontends) + 1:
+                facts = self._up[self._engine]
+                self._page.built(facts["backend"])
+                self.ready.set()
+                seconds, tokens = time.monotonic() - self._began, facts["kv_cache_tokens"]
+                logs.event(log, f"ready in {seconds:.1f} s", seconds=seconds, kv_cache_tokens=tokens)
 
     def _start(self, child: Child) -> None:
         def ended(task: asyncio.Task[int]) -> None:
@@ -259,9 +260,11 @@ class Supervisor:
         while True:
             began = time.monotonic()
             code = await child.live()
-            self._page.forget(child.pid)
             if child.stopping.is_set():
                 return 0
+            self._page.forget(child.pid)
+            # Without the engine no front end is ready, and each says so again.
+            self._up = {} if child is self._engine else {up: line for up, line in self._up.items() if up is not child}
             if code == UNUSABLE:
                 return UNUSABLE
             quick = 1 if time.monotonic() - began >= self._restarts.healthy else quick + 1

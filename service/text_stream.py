@@ -91,21 +91,19 @@ class ByteFallbackStream:
         if len(self._run) < RUN_LIMIT:
             return []
         self._open = _utf8("npuserve.replace_each")
-        return self._settle(self._open)
+        return self._settle([_piece(self._open, data) for data in self._run])
 
     def _end_run(self) -> list[Piece]:
-        if not self._run:
-            return []
         try:
             b"".join(self._run).decode()
         except UnicodeDecodeError:
-            return self._settle(codecs.getincrementaldecoder("latin-1")(), REPLACEMENT)
-        return self._settle(_utf8())
+            return self._settle([Piece(REPLACEMENT * len(data), True) for data in self._run])
+        decoder = _utf8()
+        return self._settle([_piece(decoder, data) for data in self._run])
 
-    def _settle(self, decoder: codecs.IncrementalDecoder, instead: str = "") -> list[Piece]:
-        pieces = [_piece(decoder, data) for data in self._run]
+    def _settle(self, pieces: list[Piece]) -> list[Piece]:
         self._run = []
-        return [self._stripped_piece(instead * len(p.text) if instead else p.text, p.ends) for p in pieces]
+        return [self._stripped_piece(*piece) for piece in pieces]
 
     def _tail(self) -> str:
         tail = self._open.decode(b"", True) if self._open else ""

@@ -10,17 +10,19 @@ import random
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Reserved
 from npuserve.service.messages import ModelInfo, Request
 from npuserve.service.model_folder import DEFAULT_RANGES, ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import prompt_pb2
+from npuserve.v1 import prompt_pb2, tokenize_pb2
 
 if TYPE_CHECKING:
     from npuserve.service.tokenizer import Tokenizer
+
+Number = TypeVar("Number", int, float)
 
 MIN_TEMPERATURE = 0.01
 """Sampling below this is as good as greedy and overflows; a smaller one above 0 is raised to it, as vLLM does."""
@@ -93,7 +95,7 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
     allowed = sampling.pop("allowed_token_ids")
     if min_tokens and allowed and ending.issuperset(allowed):
         raise InvalidField(
-            "sampling.allowed_token_ids", "must hold a token that does not end the answer, as stopping.min_tokens is set")
+            "sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
     request = Request(
         name, prompt_ids, max_tokens, arrival,
         sampling=SamplingParams(
@@ -116,10 +118,7 @@ def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, i
         if len(ids) <= room:
             _ids("token_ids.ids", ids, info.vocabulary_size)
     else:
-        if kind == "text":
-            text = message.text
-        else:
-            text = chat_text(message.chat, tokenizer)
+        text = message.text if kind == "text" else chat_text(message.chat, tokenizer)
         if len(text) > info.max_model_len * MAX_TOKEN_CHARACTERS:
             raise InvalidField(kind, (
                 f"{len(text)} characters cannot fit; max_model_len {info.max_model_len} leaves room for "
@@ -132,6 +131,25 @@ def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, i
             f"{len(ids)} tokens of prompt are too many; max_model_len {info.max_model_len} leaves room for "
             f"at most {room}"))  # fmt: skip
     return ids
+
+
+def tokenize(message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None) -> tokenize_pb2.TokenizeResponse:
+    """A Tokenize call's answer: ids as `check` would make them of the same prompt. Slow for long texts."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidField("prompt", "one of text and chat is needed")
+    text = message.text if kind == "text" else chat_text(message.chat, tokenizer)
+    special = message.add_special_tokens if message.HasField("add_special_tokens") else kind == "text"
+    ids = encode(text, kind, tokenizer, special)
+    return tokenize_pb2.TokenizeResponse(token_ids=ids, text=text if kind == "chat" else "")
+
+
+def detokenize(message: tokenize_pb2.DetokenizeRequest, tokenizer: Tokenizer | None, vocabulary: int) -> str:
+    """A Detokenize call's answer."""
+    if tokenizer is None:
+        raise NoTokenizer("token_ids: the served model has no tokenizer")
+    _ids("token_ids", message.token_ids, vocabulary)
+    return tokenizer.decode(list(message.token_ids), message.skip_special_tokens)
 
 
 def encode(text: str, field: str, tokenizer: Tokenizer | None, special: bool) -> list[int]:
@@ -151,21 +169,22 @@ def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
     messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
     from npuserve.service.chat_template import from_struct
 
-    return tokenizer.chat.render(
-        messages, from_struct(chat.template_args), [from_struct(tool) for tool in chat.tools])
+    tools = [from_struct(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
+    return tokenizer.chat.render(messages, from_struct(chat.template_args, "chat.template_args"), tools)
 
 
 def _turn(index: int, turn: prompt_pb2.Message) -> dict[str, Any]:
     from npuserve.service.chat_template import from_struct
 
+    path = f"chat.messages[{index}]"
     if not turn.role:
-        raise InvalidField(f"chat.messages[{index}].role", "must not be empty")
+        raise InvalidField(f"{path}.role", "must not be empty")
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if turn.HasField(name):
             message[name] = getattr(turn, name)
     if turn.tool_calls:
-        message["tool_calls"] = [from_struct(call) for call in turn.tool_calls]
+        message["tool_calls"] = [from_struct(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(turn.tool_calls)]
     return message
 
 
@@ -239,10 +258,11 @@ def _stop(strings: Sequence[str], tokenizer: Tokenizer | None) -> tuple[str, ...
     return tuple(strings)
 
 
-def _logprobs(output: pb.OutputParams, name: str, vocabulary: int) -> int | None:
-    if not output.HasField(name):  # type: ignore[arg-type]
+def _logprobs(output: pb.OutputParams, name: Literal["logprobs", "prompt_logprobs"], vocabulary: int) -> int | None:
+    if not output.HasField(name):
         return None
-    return _number(f"output.{name}", getattr(output, name), Range(0, min(MAX_LOGPROBS, vocabulary)))
+    wanted: int = getattr(output, name)
+    return _number(f"output.{name}", wanted, Range(0, min(MAX_LOGPROBS, vocabulary)))
 
 
 def _ids(path: str, ids: Sequence[int], vocabulary: int, most: int | None = None) -> frozenset[int]:
@@ -258,7 +278,7 @@ def _check_id(path: str, token: int, vocabulary: int) -> None:
         raise InvalidField(path, f"token id must be in [0, {vocabulary - 1}], got {token}")
 
 
-def _number(path: str, value: float, allowed: Range) -> Any:
+def _number(path: str, value: Number, allowed: Range) -> Number:
     if value not in allowed:
         raise InvalidField(path, f"must be in {allowed}, got {value if isinstance(value, int) else format(value, 'g')}")
     return value

@@ -57,7 +57,7 @@ class Backend(ABC):
 
     @abstractmethod
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        """"float32" or "bfloat16" for what was asked ("auto" or a name), given the checkpoint's. Raises BackendError."""
+        """The name of one of `dtypes`, for "auto" or a name, and the checkpoint's. Raises BackendError."""
 
     @abstractmethod
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

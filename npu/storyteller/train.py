@@ -139,16 +139,15 @@ def make_student():
 
 
 def pack(stories: list[list[int]], length: int, seed: int):
-    """Yield endless [length + 1] windows: one story each, several where they fit, padded with -1."""
+    """Yield endless [length + 1] windows of whole stories one after the other, the last one cut off."""
     generator = torch.Generator().manual_seed(seed)
     row: list[int] = []
     while True:
         for index in torch.randperm(len(stories), generator=generator).tolist():
-            story = stories[index][: length + 1]
-            if row and len(row) + len(story) > length + 1:
-                yield row + [-1] * (length + 1 - len(row))
+            row = row + stories[index]
+            if len(row) > length:
+                yield row[: length + 1]
                 row = []
-            row = row + story
 
 
 def command_fit(args: argparse.Namespace) -> None:
@@ -179,11 +178,8 @@ def command_fit(args: argparse.Namespace) -> None:
 
     def loss_of(batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = model.model(batch[:, :-1].clamp(min=0)).last_hidden_state
-            wanted = batch[:, 1:].reshape(-1)
-            keep = wanted >= 0
-            logits = model.lm_head(hidden.reshape(-1, hidden.shape[-1])[keep])
-        return F.cross_entropy(logits.float(), wanted[keep])
+            logits = model(batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
     began, step, seen = time.time(), 0, 0
     while (done := (time.time() - began) / (args.minutes * 60)) < 1:
@@ -197,8 +193,8 @@ def command_fit(args: argparse.Namespace) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step, seen = step + 1, seen + int((batch >= 0).sum())
-        if step % 100 == 0:
+        step, seen = step + 1, seen + batch[:, 1:].numel()
+        if step % 50 == 0:
             with torch.no_grad():
                 held_loss = loss_of(check)
             print(f"step {step}  {seen / 1e6:.2f} M tokens  {time.time() - began:.0f} s  loss {loss.item():.3f}  "
@@ -273,8 +269,8 @@ def main() -> None:
     fit.add_argument("--stories", required=True)
     fit.add_argument("--out", required=True)
     fit.add_argument("--minutes", type=float, default=60)
-    fit.add_argument("--rows", type=int, default=32, help="windows a step")
-    fit.add_argument("--length", type=int, default=288, help="tokens a window")
+    fit.add_argument("--rows", type=int, default=16, help="windows a step")
+    fit.add_argument("--length", type=int, default=400, help="tokens a window")
     fit.add_argument("--lr", type=float, default=3e-3)
     fit.add_argument("--muon-lr", type=float, default=0.02)
     fit.add_argument("--threads", type=int, default=2)

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from npuserve.npu.model_config import ModelConfig, ModelError, RopeConfig
-from tests.npu.models import FAMILIES, SIZES, random_model
+from tests.npu.models import FAMILIES, random_model
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
@@ -39,7 +39,7 @@ def test_parameters_are_counted_as_transformers_counts_them(kind):
 @pytest.mark.parametrize("config_class", [Qwen3Config, Qwen2Config, LlamaConfig])
 @pytest.mark.parametrize("nulls", [False, True])
 def test_absent_keys_mean_what_they_mean_to_transformers(config_class, nulls):
-    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 3}
     optional = {"num_key_value_heads": None} if nulls else {}
     theirs = config_class(**sizes, **optional, num_attention_heads=32)
     name = config_class.__name__.replace("Config", "ForCausalLM")
@@ -79,7 +79,7 @@ def test_what_changes_nothing_is_accepted(harmless):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'.*Qwen3ForCausalLM, Qwen2.*, LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'.*Qwen3For.*, Qwen2For.*, LlamaFor"),
         ({"architectures": None}, "architectures: .* is not supported"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantization_config: .*\(gptq\)"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
@@ -90,7 +90,7 @@ def test_what_changes_nothing_is_accepted(harmless):
             "window of 128 tokens",
         ),
         ({"layer_types": ["linear_attention"]}, "layer_types: linear_attention"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*linear, llama3, yarn"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one object for all layers"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
@@ -101,7 +101,7 @@ def test_what_changes_nothing_is_accepted(harmless):
         ({"hidden_size": 0}, "hidden_size: must be a whole number of at least 1, got 0"),
         ({"hidden_size": "1024"}, "hidden_size: must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers: must be a whole number"),
-        ({"num_key_value_heads": 5}, "5 does not divide num_attention_heads 16"),
+        ({"num_key_value_heads": 5}, "5 does not divide 16 attention heads"),
         ({"head_dim": 127}, "head_dim: must be even"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: must be a number above 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false"),

@@ -75,11 +75,10 @@ class FakeDevice:
         result = StepResult({}, {}, {}, device_seconds)
         for row in step.rows:
             new, context = self.known[row.request_id], contexts[row.request_id]
-            for position, token in enumerate(context):
+            for position in range(len(context)):
                 slot = row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
                 expected = (self.salts[row.request_id], context[: position + 1])
-                assert self.slots[slot] == expected, f"position {position} of request {row.request_id} ({token}) reads "\
-                    f"{self.slots[slot]}"  # fmt: skip
+                assert self.slots[slot] == expected, f"request {row.request_id} reads another's slot at {position}"
             num_prompt = len(new.prompt_ids)
             assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "not its own prompt"
             if row.samples:

@@ -171,6 +171,17 @@ def test_without_prefix_cache_nothing_is_kept() -> None:
     assert found(blocks, [1, 2, 3, 4, 5]) == []
 
 
+def test_a_table_is_registered_anew_after_free() -> None:
+    blocks = BlockManager(4, 2)
+    table = hold(blocks, [1, 2, 3, 4])
+    blocks.free(table)
+    blocks.flush_prefix_cache()
+    blocks.allocate(table, 4)
+    assert found(blocks, [1, 2, 3, 4, 5]) == []
+    blocks.register(table, [1, 2, 3, 4], 4)
+    assert found(blocks, [1, 2, 3, 4, 5]) == table.block_ids
+
+
 def test_a_list_handed_out_survives_free() -> None:
     blocks = BlockManager(4, 2)
     table = hold(blocks, [1, 2, 3])
@@ -200,22 +211,38 @@ def test_integrity_names_what_is_wrong() -> None:
     with pytest.raises(IntegrityError, match=r"do not exist: \[77\]"):
         blocks.check_integrity([table, stranger])
     blocks._free.append(3)
-    with pytest.raises(IntegrityError, match=r"block 3: in 2 states"):
+    with pytest.raises(IntegrityError, match=r"block 3: in 2 of the states"):
         blocks.check_integrity([table])
-    blocks._free.pop()
+    del blocks._free[-2:]
+    with pytest.raises(IntegrityError, match=r"block 2: in 0 of the states"):
+        blocks.check_integrity([table])
+
+
+def test_integrity_of_digests() -> None:
+    blocks = BlockManager(4, 2)
+    blocks.free(hold(blocks, [1, 2, 3]))
+    (digest,) = blocks._by_digest
+    blocks._by_digest[digest] = 2
+    with pytest.raises(IntegrityError, match=f"block 2: found by a digest that is not its own, {digest.hex()}"):
+        blocks.check_integrity([])
     blocks._by_digest.clear()
-    with pytest.raises(IntegrityError, match=r"block 0: its digest [0-9a-f]{32} finds None"):
-        blocks.check_integrity([table])
+    with pytest.raises(IntegrityError, match=r"blocks \[0\]: cached, but no digest finds them"):
+        blocks.check_integrity([])
+    blocks._by_digest[digest] = 0
+    blocks._digest[3] = b"other"
+    with pytest.raises(IntegrityError, match=r"a block has a digest that does not find it"):
+        blocks.check_integrity([])
+    blocks._by_digest[b"other"] = 3
+    with pytest.raises(IntegrityError, match=r"blocks \[3\]: free, but found by a digest"):
+        blocks.check_integrity([])
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+actions = st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]), st.integers(0, 9))
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    num_blocks=st.integers(1, 12), size=st.integers(1, 3),
-    steps=st.lists(st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]), st.integers(0, 9)), max_size=40),
-)  # fmt: skip
+@given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), steps=st.lists(actions, max_size=40))
 def test_shared_blocks_hold_what_their_holders_think(
     num_blocks: int, size: int, steps: list[tuple[str, list[int], str, int]]
 ) -> None:

@@ -38,11 +38,12 @@ def test_phases_are_disjoint_and_add_up() -> None:
     sequence.token_ids.append(5)
     sequence.preempt()
     sequence.admit(0, 15.0)
-    sequence.end_step(0, 1.0, 16.0)  # computes prompt and answer again: a chunk
+    sequence.end_step(0, 0.5, 15.5)  # computes prompt and answer again: chunks
+    sequence.end_step(4, 0.5, 16.0)
     sequence.token_ids.append(6)
     sequence.end_step(5, 0.5, 17.0)
     timing = sequence.timing
-    assert timing == Timing(3.5, [0.25, 0.25, 1.0], 2.0, 2.0, 1.5, 17.0)
+    assert timing == Timing(3.5, [0.25, 0.25, 0.5, 0.5], 2.0, 2.0, 1.5, 17.0)
     assert timing.queue + sum(timing.prefill_chunks) + timing.decode == timing.last_step_end - 10.0
     assert timing.device + timing.host == sum(timing.prefill_chunks) + timing.decode
 
@@ -75,7 +76,10 @@ def test_cached_tokens_are_of_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "reason"),
-    [([9], "eos"), ([8], "stop_token"), ([7], None), ([7, 7, 7, 7], "length"), ([7, 7, 7, 9], "eos"), ([7, 8], "stop_token")],
+    [
+        ([9], "eos"), ([8], "stop_token"), ([7], None), ([7, 7, 7, 7], "length"), ([7, 7, 7, 9], "eos"),
+        ([7, 8], "stop_token"),
+    ],
 )  # fmt: skip
 def test_finish_reason(tokens: list[int], reason: str | None) -> None:
     sequence = make(eos_token_ids=frozenset([9]), stop_token_ids=frozenset([8, 9]))

@@ -1,0 +1,180 @@
+"""The inference service, from the gRPC message to the last word of its answer.
+
+The life of a request here:
+
+1. `_ask` takes the message: the server must be ready, every field is checked, the chat template applied, the text
+   tokenized (in a thread, where it is long). The client learns the request's id from the initial metadata.
+2. `EngineClient.submit` hands the checked `Request` to the engine and returns its stream of outputs.
+3. `_answer` turns outputs into messages: `Answer` detokenizes them, finds stop strings, and keeps ids, logprobs and
+   text together. What comes while a message is being written is one message afterwards.
+4. A stop string ends the request in the engine too, at the token that completed it.
+5. The last message says how it ended, what it used and where the time went.
+6. Whatever ends the call early (client gone, deadline, error) closes the stream, which cancels the request.
+7. `call` makes the one reply of every error, counts it, and writes the log line.
+
+Generate is StreamGenerate put together, so that they agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, ParamSpec, TypeVar
+
+from npuserve.service import metrics, validation
+from npuserve.service.answer import REASONS, Answer
+from npuserve.service.call import Context, call
+from npuserve.service.config import ServerConfig
+from npuserve.service.engine_client import EngineClient, Stream
+from npuserve.service.errors import Reserved, Unavailable
+from npuserve.service.model_folder import ModelFolder
+from npuserve.service.validation import Ask
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG_TEXT = 20_000
+"""Characters beyond which tokenizing (some 10 ms) would hold up the other streams."""
+REASON_NAMES = {number: name for name, number in REASONS.items()}
+
+
+class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
+    """folder: None until the tokenizer is loaded. draining: takes no new requests any more."""
+
+    def __init__(self, config: ServerConfig, engine: EngineClient):
+        self.folder: ModelFolder | None = None
+        self.draining = False
+        self._config = config
+        self._engine = engine
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        async with call(context, "Generate", logging.INFO) as fields:
+            whole = pb.GenerateResponse()
+            texts = []
+            async with contextlib.aclosing(self._answer(request, context, fields)) as parts:
+                async for part in parts:
+                    texts.append(part.text)
+                    whole.token_ids.extend(part.token_ids)
+                    whole.logprobs.extend(part.logprobs)
+                    whole.prompt_logprobs.extend(part.prompt_logprobs)
+                    if part.HasField("finish"):
+                        whole.finish.CopyFrom(part.finish)
+            whole.text = "".join(texts)
+        return whole
+
+    async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
+        async with (
+            call(context, "StreamGenerate", logging.INFO) as fields,
+            contextlib.aclosing(self._answer(request, context, fields)) as parts,
+        ):
+            async for part in parts:
+                await context.write(part)
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
+        async with call(context, "ResumeStream"):
+            raise Reserved("ResumeStream")
+
+    async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
+        async with call(context, "Tokenize"):
+            folder = self._require_folder()
+            validation.check_model(request.model if request.HasField("model") else None, folder)
+            response = await _run(request.ByteSize(), validation.tokenize, request, folder.tokenizer)
+        return response
+
+    async def Detokenize(
+        self, request: tokenize_pb2.DetokenizeRequest, context: Context
+    ) -> tokenize_pb2.DetokenizeResponse:
+        async with call(context, "Detokenize"):
+            folder = self._require_folder()
+            validation.check_model(request.model if request.HasField("model") else None, folder)
+            vocabulary = self._engine.require().vocabulary_size
+            text = await _run(len(request.token_ids), validation.detokenize, request, folder.tokenizer, vocabulary)
+        return tokenize_pb2.DetokenizeResponse(text=text)
+
+    async def GetModelInfo(
+        self, request: model_pb2.GetModelInfoRequest, context: Context
+    ) -> model_pb2.GetModelInfoResponse:
+        async with call(context, "GetModelInfo"):
+            folder, info = self._require_folder(), self._engine.require()
+            tokenizer = folder.tokenizer
+            response = model_pb2.GetModelInfoResponse(
+                name=folder.name, family=info.family, vocabulary_size=info.vocabulary_size,
+                max_model_len=info.max_model_len, dtype=info.dtype, quantization=info.quantization,
+                kv_cache_dtype=info.kv_cache_dtype, backend=info.backend, has_tokenizer=tokenizer is not None,
+                has_chat_template=tokenizer is not None and tokenizer.chat is not None,
+                max_num_seqs=info.max_num_seqs, max_queue=info.max_queue, kv_cache_tokens=info.kv_cache_tokens,
+                eos_token_ids=sorted(folder.eos_token_ids), parameters=info.parameters)  # fmt: skip
+        return response
+
+    async def GetLoad(self, request: model_pb2.GetLoadRequest, context: Context) -> model_pb2.GetLoadResponse:
+        async with call(context, "GetLoad"):
+            info, load = self._engine.require(), self._engine.load
+            response = model_pb2.GetLoadResponse(
+                running=load.running, waiting=load.waiting, free_kv_ratio=load.free_kv_ratio,
+                tokens_per_second=load.tokens_per_second, max_num_seqs=info.max_num_seqs, max_queue=info.max_queue)
+        return response
+
+    async def _answer(
+        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any]
+    ) -> AsyncGenerator[pb.StreamGenerateResponse, None]:
+        """The messages of one answer; the last one has its finish."""
+        ask = await self._ask(message, context, fields)
+        assert self.folder
+        answer = Answer(ask, self.folder.tokenizer)
+        with contextlib.closing(self._engine.submit(ask.request)) as stream:
+            async for outputs in stream:
+                finish = answer.add(outputs)
+                if answer.keep is not None and finish is None:
+                    finish = await stream.stop(answer.keep)
+                if finish:
+                    last = answer.last(finish, time.monotonic())
+                    _record(last.finish, stream, fields)
+                    yield last
+                    return
+                part = answer.message()
+                if part:
+                    yield part
+
+    async def _ask(self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any]) -> Ask:
+        arrival = time.monotonic()
+        name = fields["id"] = validation.request_id(message)
+        await context.send_initial_metadata((("x-request-id", name),))
+        folder, info = self._require_folder(), self._engine.require()
+        ask = await _run(message.ByteSize(), validation.check, message, folder, info, name, arrival)
+        fields["prompt_tokens"] = len(ask.request.prompt_ids)
+        if self._config.log_prompts:
+            fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)
+        return ask
+
+    def _require_folder(self) -> ModelFolder:
+        if self.draining:
+            raise Unavailable("the server is draining; another will take the request")
+        if self.folder is None:
+            raise Unavailable("the tokenizer is loading")
+        return self.folder
+
+
+async def _run(size: int, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Calls the function, in a thread if its input is large."""
+    if size > LONG_TEXT:
+        return await asyncio.to_thread(function, *arguments, **keywords)
+    return function(*arguments, **keywords)
+
+
+def _record(finish: pb.Finish, stream: Stream, fields: dict[str, Any]) -> None:
+    """An answer's end: its metrics, and its part of the log line."""
+    arrival, generated = stream.request.arrival, finish.usage.generated_tokens
+    reason = REASON_NAMES[finish.reason]
+    metrics.request_finish_total.labels(reason).inc()
+    fields.update(reason=reason, cached_tokens=finish.usage.cached_tokens, generated_tokens=generated)
+    if stream.first_token is not None and stream.last_token is not None:
+        ttft, e2e = stream.first_token - arrival, stream.last_token - arrival
+        metrics.e2e_request_latency_seconds.observe(e2e)
+        if generated > 1:
+            metrics.time_per_output_token_seconds.observe((e2e - ttft) / (generated - 1))
+        fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))

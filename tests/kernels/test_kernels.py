@@ -1,0 +1,405 @@
+"""Every implementation against its golden function in float64, and every golden function against someone else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.models.qwen3 import modeling_qwen3
+
+from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.embedding import embedding
+from npuserve.kernels.greedy import greedy
+from npuserve.kernels.linear import linear
+from npuserve.kernels.logprobs import logprobs
+from npuserve.kernels.norm import add_rms_norm, rms_norm
+from npuserve.kernels.penalize import penalize
+from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel
+from npuserve.kernels.sample import largest, likeliest, sample
+from npuserve.kernels.swiglu import swiglu
+
+# (relative, absolute): a few roundings of the dtype for values of about 1.
+TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=generator(seed)).to(dtype)
+
+
+def cases() -> Iterator[Any]:
+    for k in KERNELS.values():
+        for label in (GOLDEN, *k.implementations):
+            for case in k.cases:
+                for dtype in k.dtypes:
+                    if not case.benchmark:
+                        name = f"{k.name}-{label}-{case.name}-{str(dtype).removeprefix('torch.')}"
+                        yield pytest.param(k, label, case, dtype, id=name)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize(("k", "label", "case", "dtype"), list(cases()))
+def test_implementation_against_golden_in_float64(
+    k: Kernel[..., Any], label: str, case: Case, dtype: torch.dtype
+) -> None:
+    """Results, and arguments that are changed in place."""
+    function = k.golden if label == GOLDEN else k.implementations[label]
+    args = case.make(generator(), dtype)
+    wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+    result, expected = (*tensors(function(*args)), *tensors(args)), (*tensors(k.golden(*wide)), *tensors(wide))
+    rtol, atol = TOLERANCE[dtype]
+    assert len(result) == len(expected)
+    for got, want in zip(result, expected, strict=True):
+        assert got.shape == want.shape
+        assert got.dtype == want.dtype or got.is_floating_point()
+        torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol)
+
+
+# Goldens against independent references
+
+
+def test_embedding_takes_rows() -> None:
+    table = randn(9, 5)
+    np.testing.assert_array_equal(embedding(torch.tensor([3, 0, 8, 3]), table).numpy(), table.numpy()[[3, 0, 8, 3]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_equal_those_of_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    x, residual = randn(2, 5, 48, seed=1, dtype=dtype)
+    theirs = modeling_qwen3.Qwen3RMSNorm(48, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(randn(48, seed=2))
+        gamma = theirs.weight.detach()
+        if dtype == torch.float64:  # Theirs rounds float64 to float32.
+            torch.testing.assert_close(rms_norm(x, gamma, 1e-5), theirs(x), rtol=1e-6, atol=1e-6)
+            return
+        assert torch.equal(rms_norm(x, gamma, 1e-5), theirs(x))
+        normed, total = add_rms_norm(x, residual, gamma, 1e-5)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, theirs(x + residual))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_is_a_matrix_product(bias: bool) -> None:
+    x, weight, b = randn(3, 20), randn(7, 20, seed=1), randn(7, seed=2)
+    expected = x.double().numpy() @ weight.double().numpy().T + (b.double().numpy() if bias else 0)
+    np.testing.assert_allclose(linear(x, weight, b if bias else None).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_swiglu_formula() -> None:
+    x = randn(4, 30).double()
+    gate, up = np.split(x.numpy(), 2, axis=1)
+    np.testing.assert_allclose(swiglu(x).numpy(), gate / (1 + np.exp(-gate)) * up, rtol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_qk_norm_rope_kv_write_against_transformers(norm: bool) -> None:
+    tokens, q_heads, kv_heads, dim, block_size = 11, 6, 2, 16, 4
+    qkv = randn(tokens, (q_heads + 2 * kv_heads) * dim)
+    positions = torch.randint(100, (tokens,), generator=generator())
+    config = Qwen3Config(head_dim=dim, hidden_size=q_heads * dim, num_attention_heads=q_heads)
+    cos, sin = modeling_qwen3.Qwen3RotaryEmbedding(config)(qkv, torch.arange(100)[None])
+    cos_sin = torch.cat([cos[0, :, : dim // 2], sin[0, :, : dim // 2]], dim=-1)
+    gammas = [randn(dim, seed=s) if norm else None for s in (3, 4)]
+    caches = randn(2, 5, block_size, kv_heads, dim, seed=5)
+    before = caches.clone()
+    slots = torch.tensor([7, 19, -1, 0, 3, 8, 11, -1, 5, 1, 2])
+    q = qk_norm_rope_kv_write(
+        qkv, gammas[0], gammas[1], 1e-6, cos_sin, positions, slots, caches[0], caches[1], q_heads
+    )
+
+    their_q, their_k, their_v = qkv.view(tokens, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
+    if norm:
+        norms = [modeling_qwen3.Qwen3RMSNorm(dim) for _ in gammas]
+        for module, gamma in zip(norms, gammas, strict=True):
+            module.weight.data = gamma
+        their_q, their_k = norms[0](their_q), norms[1](their_k)
+    their_q, their_k = modeling_qwen3.apply_rotary_pos_emb(
+        their_q[None], their_k[None], cos[:, positions], sin[:, positions], unsqueeze_dim=2
+    )
+    torch.testing.assert_close(q, their_q[0], rtol=1e-6, atol=1e-6)
+    flat, untouched = caches.view(2, -1, kv_heads, dim), before.view(2, -1, kv_heads, dim)
+    for slot in range(flat.shape[1]):
+        if slot in slots:
+            (token,) = (slots == slot).nonzero()
+            torch.testing.assert_close(flat[0, slot], their_k[0, token[0]], rtol=1e-6, atol=1e-6)
+            assert torch.equal(flat[1, slot], their_v[token[0]])
+        else:
+            assert torch.equal(flat[:, slot], untouched[:, slot])
+
+
+def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Transformers' own of one row: q [n, Hq, D], k, v [context, Hkv, D] -> [n, Hq, D]."""
+    n, context = len(q), len(k)
+    mask = torch.full((n, context), -torch.inf, dtype=q.dtype).triu(context - n + 1)
+    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, _ = modeling_qwen3.eager_attention_forward(module, q, k, v, mask[None, None], scaling=scale)
+    return out[0]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_paged_attention_against_transformers(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Decode rows, whole prompts and chunks of them in one call, over blocks in any order."""
+    (q_heads, kv_heads), dim, block_size = heads, 8, 4
+    queries, contexts = [1, 6, 3, 1, 2], [9, 6, 12, 1, 15]
+    q = randn(sum(queries), q_heads, dim, dtype=dtype)
+    rows = [randn(2, c, kv_heads, dim, seed=c, dtype=dtype) for c in contexts]
+    block_tables = torch.randperm(20, generator=generator(1)).int().view(5, 4)
+    caches = torch.full((2, 20, block_size, kv_heads, dim), torch.nan, dtype=dtype)
+    for table, row in zip(block_tables.tolist(), rows, strict=True):
+        for place in range(row.shape[1]):
+            caches[:, table[place // block_size], place % block_size] = row[:, place]
+    metadata = AttentionMetadata.from_lengths(block_tables, contexts, queries)
+    assert metadata.cu_seqlens_q.tolist() == metadata.host_cu_seqlens_q == [0, 1, 7, 10, 11, 13]
+    assert metadata.context_lens.tolist() == metadata.host_context_lens == contexts
+
+    out = paged_attention(q, caches[0], caches[1], metadata, 0.3)
+    expected = torch.cat(
+        [contiguous_attention(x, *row, 0.3) for x, row in zip(q.split(queries), rows, strict=True)]
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_paged_attention_of_a_row_does_not_depend_on_the_others() -> None:
+    case = paged_attention.cases[1]
+    q, k_cache, v_cache, metadata, scale = case.make(generator(), torch.bfloat16)
+    together = paged_attention(q, k_cache, v_cache, metadata, scale)
+    starts = metadata.host_cu_seqlens_q
+    for row, context in enumerate(metadata.host_context_lens):
+        own = slice(starts[row], starts[row + 1])
+        alone = AttentionMetadata.from_lengths(metadata.block_tables[row : row + 1], [context], [own.stop - own.start])
+        assert torch.equal(together[own], paged_attention(q[own], k_cache, v_cache, alone, scale))
+
+
+def test_paged_attention_of_padding_is_zero() -> None:
+    q, k_cache, v_cache, metadata, scale = paged_attention.cases[1].make(generator(), torch.float32)
+    padded = paged_attention(torch.cat([q, q[:3]]), k_cache, v_cache, metadata, scale)
+    assert torch.equal(padded[: len(q)], paged_attention(q, k_cache, v_cache, metadata, scale))
+    assert not padded[len(q) :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    logits = randn(40, 70, dtype=dtype).mul(2).round()
+    logits[:, 60:] = 50
+    ids = greedy(logits, 60)
+    assert ids.shape == (40, 1)
+    assert ids.dtype == torch.int64
+    np.testing.assert_array_equal(ids[:, 0].numpy(), logits[:, :60].float().numpy().argmax(axis=1))
+
+
+def test_greedy_is_safe_against_nan_and_infinities() -> None:
+    nan, inf = torch.nan, torch.inf
+    rows = [[nan, 1, 2, 9], [nan, nan, nan, 9], [-inf, nan, -inf, 9], [0, inf, inf, 9], [-inf, -5, 0, nan]]
+    logits = torch.tensor(rows)
+    assert greedy(logits, 3).tolist() == [[2], [0], [0], [1], [2]]
+
+
+def test_penalize_against_transformers_and_the_formula() -> None:
+    """Repetition as transformers applies it; presence and frequency, which it lacks, token by token."""
+    vocabulary, prompts, outputs = 30, [[1, 2, 2, 29], [5]], [[2, 7, 7, 7], [5, 5]]
+    repetition, presence, frequency = [1.3, 0.8], [0.5, -1.0], [0.25, 1.5]
+    logits = randn(2, vocabulary).mul(3)
+    expected = logits.clone()
+    for row in range(2):
+        ids = torch.tensor([prompts[row] + outputs[row]])
+        expected[row] = RepetitionPenaltyLogitsProcessor(repetition[row])(ids, logits[row : row + 1].clone())[0]
+        for token in outputs[row]:
+            expected[row, token] -= frequency[row]
+        for token in set(outputs[row]):
+            expected[row, token] -= presence[row]
+
+    in_prompt, counts = (
+        torch.stack([torch.bincount(torch.tensor(ids), minlength=vocabulary) for ids in x]) for x in (prompts, outputs)
+    )
+    penalize(logits, in_prompt > 0, counts.int(), *map(torch.tensor, (repetition, presence, frequency)))
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+def draw(
+    logits: Tensor, uniform: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """Tokens of one row of logits at each of `uniform`."""
+    n = len(uniform)
+    full = [torch.full((n,), x) for x in (temperature, top_k, top_p, min_p)]
+    return sample(logits.expand(n, -1), logits.shape[-1], *full, uniform)[:, 0]
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 5.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 1000},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 2.0, "top_p": 0.99},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.8},
+    {"temperature": 1.5, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_sample_against_transformers(filters: dict[str, Any]) -> None:
+    """At evenly spaced numbers each token is drawn as often as its probability says, give or take one."""
+    n, vocabulary = 1000, 90
+    logits = randn(1, vocabulary, seed=3).mul(2)
+    scores = logits.clone()
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    warpers = [
+        TemperatureLogitsWarper(filters["temperature"]),
+        TopKLogitsWarper(filters["top_k"]) if "top_k" in filters else None,
+        TopPLogitsWarper(filters["top_p"]) if "top_p" in filters else None,
+        MinPLogitsWarper(filters["min_p"]) if "min_p" in filters else None,
+    ]
+    for warper in filter(None, warpers):
+        scores = warper(ids, scores)
+    expected = scores.double().softmax(dim=-1)[0]
+
+    drawn = draw(logits, (torch.arange(n).double() + 0.5) / n, **filters)
+    assert torch.equal(drawn, drawn.sort().values)
+    frequency = torch.bincount(drawn, minlength=vocabulary) / n
+    assert (frequency - expected).abs().max() <= 1 / n + 1e-6
+    assert not frequency[expected == 0].any()
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
+def test_likeliest_of_a_large_vocabulary_against_transformers(spread: float, top_p: float) -> None:
+    """The same set, but for tokens within a rounding of the border."""
+    vocabulary = 20000
+    scores = randn(vocabulary, seed=5).double().mul(spread)
+    theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), scores[None])[0].isfinite()
+    kept = likeliest(scores, torch.tensor(1.0), 0, top_p)
+    assert torch.equal(scores[kept], scores.sort(descending=True).values[: len(kept)])
+    assert abs(len(kept) - int(theirs.sum())) <= 1
+
+
+def test_sample_of_random_numbers_follows_the_distribution() -> None:
+    """Chi-square over the vocabulary, five standard deviations."""
+    n, vocabulary = 20000, 40
+    logits = randn(1, vocabulary)
+    drawn = draw(logits, torch.rand(n, dtype=torch.float64, generator=generator(7)), 1.0)
+    expected = logits.double().softmax(dim=-1)[0] * n
+    chi_square = ((torch.bincount(drawn, minlength=vocabulary) - expected) ** 2 / expected).sum()
+    assert abs(chi_square - (vocabulary - 1)) < 5 * (2 * (vocabulary - 1)) ** 0.5
+
+
+def test_sample_resolves_ties_towards_smaller_ids() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0]])
+    grid = torch.linspace(0, 1 - 1e-9, 200, dtype=torch.float64)
+    assert set(draw(logits, grid, 1.0, top_k=1).tolist()) == {1}
+    assert set(draw(logits, grid, 1.0, top_k=4).tolist()) == {1, 2, 3, 4}
+    mass = logits.exp()[0] / logits.exp().sum()
+    assert set(draw(logits, grid, 1.0, top_p=float(2 * mass[1] + 0.5 * mass[2])).tolist()) == {1, 2, 3}
+    assert set(draw(torch.zeros(1, 300), grid, 1.0, top_p=0.0999).tolist()) == set(range(30))
+
+
+def test_sample_at_the_ends_of_the_unit_interval() -> None:
+    """0 is the first token with any mass, the largest number below 1 the last one."""
+    logits = torch.tensor([[-torch.inf, 0.0, -200.0, 0.0, -torch.inf]])
+    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    for filters in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 0.5}):
+        assert draw(logits, ends, 1.0, **filters).tolist() == [1, 3]
+
+
+def test_the_largest_uniform_stays_below_every_total() -> None:
+    below_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64).expand(2000)
+    totals = torch.rand(2000, dtype=torch.float64, generator=generator()) + 0.5
+    totals[:3] = torch.tensor([1.0, 1 + 2.0**-52, 2 - 2.0**-52], dtype=torch.float64)
+    assert (below_one * totals < totals).all()
+
+
+def test_sample_is_safe_against_extremes() -> None:
+    nan, inf = torch.nan, torch.inf
+    half = torch.tensor([0.5], dtype=torch.float64)
+    for filters in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert draw(torch.tensor([[nan, 1.0, nan]]), half, 1.0, **filters).tolist() == [1]
+        assert draw(torch.tensor([[3.0, inf, 5.0]]), half, 1.0, **filters).tolist() == [1]
+        assert draw(torch.tensor([[1e30, 2e30, -3e38]]), half, 1e-30, **filters).tolist() == [1]
+        assert draw(torch.tensor([[1.0, 2.0, 3.0]]), half, 1e-45, **filters).tolist() == [2]
+        assert 0 <= draw(torch.full((1, 3), -inf), half, 1.0, **filters).item() < 3
+
+
+def test_sample_never_takes_padding_and_a_row_does_not_depend_on_the_others() -> None:
+    rows, vocabulary = 24, 517
+    logits = randn(rows, vocabulary + 11).mul(3)
+    logits[:, vocabulary:] = 1000
+    temperature = torch.rand(rows, generator=generator(1)) + 0.3
+    top_k = torch.randint(-1, 40, (rows,), generator=generator(2)) * (torch.arange(rows) % 2)
+    top_p = torch.where(torch.arange(rows) % 3 == 0, 0.8, 1.0)
+    min_p = torch.where(torch.arange(rows) % 4 == 0, 0.1, 0.0)
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator(3))
+    args = (temperature, top_k, top_p, min_p, uniform)
+    before = logits.clone()
+    ids = sample(logits, vocabulary, *args)
+    assert torch.equal(logits, before)
+    assert ids.shape == (rows, 1)
+    assert (ids < vocabulary).all()
+    alone = [sample(logits[r : r + 1], vocabulary, *(a[r : r + 1] for a in args)) for r in range(rows)]
+    assert torch.equal(ids, torch.cat(alone))
+    shuffled = torch.randperm(rows, generator=generator(4))
+    assert torch.equal(ids[shuffled], sample(logits[shuffled], vocabulary, *(a[shuffled] for a in args)))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 64, 300])
+def test_largest_is_a_stable_sort(n: int) -> None:
+    scores = randn(300).mul(2).round()
+    scores[::7] = -torch.inf
+    order = np.lexsort((np.arange(300), -scores.numpy()))
+    np.testing.assert_array_equal(largest(scores, n).numpy(), order[:n])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_against_numpy(dtype: torch.dtype) -> None:
+    rows, vocabulary, n = 6, 50, 8
+    logits = randn(rows, 64, dtype=dtype).mul(2).round()
+    logits[:, vocabulary:] = 90
+    ids = torch.randint(vocabulary, (rows,), generator=generator())
+    logprob, rank, top_ids, top_logprobs = logprobs(logits, vocabulary, ids, n)
+    x = logits[:, :vocabulary].double().numpy()
+    logarithms = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(logprob.numpy(), logarithms[np.arange(rows), ids], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rank.numpy(), (x > x[np.arange(rows), ids][:, None]).sum(axis=1) + 1)
+    order = np.stack([np.lexsort((np.arange(vocabulary), -row))[:n] for row in x])
+    np.testing.assert_array_equal(top_ids.numpy(), order)
+    np.testing.assert_allclose(
+        top_logprobs.numpy(), np.take_along_axis(logarithms, order, axis=1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_logprobs_of_no_rows_and_of_nan() -> None:
+    shapes = [x.shape for x in logprobs(torch.empty(0, 9), 9, torch.empty(0, dtype=torch.int64), 3)]
+    assert shapes == [(0,), (0,), (0, 3), (0, 3)]
+    logprob, rank, top_ids, _ = logprobs(torch.tensor([[torch.nan, 0.0, 0.0]]), 3, torch.tensor([2]), 3)
+    torch.testing.assert_close(logprob, torch.tensor([0.5]).log())
+    assert rank.tolist() == [1]
+    assert top_ids.tolist() == [[1, 2, 0]]

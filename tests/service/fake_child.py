@@ -1,0 +1,59 @@
+"""A child of the supervisor that a reader can follow: NAME JOURNAL BEHAVIOUR...
+
+It writes what it lives through to the journal, a JSON array a line. The n-th life takes the n-th behaviour, later
+ones the last: live, live:SECONDS (how long SIGTERM takes it), deaf (to SIGTERM), exit:CODE.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+name, journal, behaviours = sys.argv[1], sys.argv[2], sys.argv[3:]
+
+
+def note(what: str, **facts: object) -> None:
+    with open(journal, "a") as file:
+        file.write(json.dumps([name, what, facts]) + "\n")
+
+
+def leave(*_: object) -> None:
+    note("asked")
+    time.sleep(float(argument or 0))
+    note("left")
+    os._exit(0)
+
+
+arguments = json.loads(sys.stdin.readline())
+with open(journal) as file:
+    lives = sum(json.loads(line)[:2] == [name, "started"] for line in file)
+behaviour, _, argument = behaviours[min(lives, len(behaviours) - 1)].partition(":")
+signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
+folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
+note("started", pid=os.getpid(), session=os.getsid(0), arguments=arguments, metrics=folder,
+     spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))  # fmt: skip
+if behaviour == "exit":
+    os._exit(int(argument))
+
+
+def orphaned() -> None:
+    sys.stdin.read()
+    note("orphaned")
+    os._exit(1)
+
+
+threading.Thread(target=orphaned, daemon=True).start()
+if "port" in arguments:
+    print(json.dumps({"event": "listening", "port": arguments["port"] or 4242}), flush=True)
+else:
+    print("a library's chatter", flush=True)
+    print(json.dumps({"event": "ready", "seconds": 0.1, "kv_cache_tokens": 77, "backend": "cpu"}), flush=True)
+while True:
+    # A front end is ready again after each start of the engine.
+    if "port" in arguments:
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"event": "ready"}), flush=True)
+    time.sleep(0.02)

@@ -1,0 +1,105 @@
+"""`npuserve check` on a model of a few thousand weights, whose sizes are computed by hand here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.service.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def checked(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["check", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_machine(folder: Path, capsys: Capture) -> None:
+    _, report = checked(capsys, str(folder))
+    it = report["machine"]
+    assert it["torch"] == torch.__version__
+    assert it["system"] == f"{platform.system()} {platform.machine()}"
+    assert 1 <= it["cores"] <= len(os.sched_getaffinity(0))
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert it["memory_bytes"] == int(total.split()[1]) * 1024
+    # torch asks the processor itself.
+    if platform.machine() == "x86_64":
+        assert ("avx2" in it["cpu_features"]) == torch.cpu._is_avx2_supported()
+        assert ("avx512f" in it["cpu_features"]) == torch.cpu._is_avx512_supported()
+    assert set(report["optional"]) == {"torch_npu", "transformers", "matplotlib"}
+
+
+def test_the_cpu_is_there_with_every_kernel(folder: Path, capsys: Capture) -> None:
+    _, report = checked(capsys, str(folder))
+    cpu = report["backends"]["cpu"]
+    assert cpu["present"]
+    assert cpu["available"]
+    assert 0 < cpu["memory_available_bytes"] <= report["machine"]["memory_bytes"]
+    assert {"paged_attention", "linear", "sample"} <= set(cpu["kernels"])
+    assert set(cpu["kernels"].values()) <= {"cpu", "golden"}
+
+
+def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
+    arguments = (str(folder), "--max-num-seqs", "4", "--max-model-len", "128", "--block-size", "16", "--device", "cpu")
+    code, report = checked(capsys, *arguments)
+    plan = report["model"]
+    assert code == 0
+    assert plan["fits"]
+    assert (plan["max_model_len"], plan["context_length"], plan["dtype"]) == (128, 256, "float32")
+    # Embedding; per layer q, k, v, o, the norms of q and k, gate, up and down, two norms; the last norm.
+    layer = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 2 * 8 + 3 * 32 * 64 + 2 * 32
+    assert plan["parameters"] == 128 * 32 + 2 * layer + 32
+    tokens = 4 * 128
+    assert plan["kv_cache_tokens"] == tokens
+    assert plan["bytes"]["kv_cache"] == tokens * 2 * 2 * 2 * 8 * 4
+    assert plan["bytes"]["weights"] >= plan["parameters"] * 4
+    assert plan["peak_bytes"] == sum(plan["bytes"].values())
+    assert main(["check", *arguments]) == 0
+    assert " fits: needs " in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit(folder: Path, capsys: Capture) -> None:
+    code, report = checked(capsys, str(folder), "--kv-cache-memory", "900T")
+    assert (code, report["model"]["fits"]) == (1, False)
+    assert report["model"]["peak_bytes"] > report["model"]["available_bytes"]
+    assert main(["check", str(folder), "--kv-cache-memory", "900T"]) == 1
+    assert " does NOT fit: needs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--max-model-len", "257"), "max_model_len: 257 is beyond the model's context of 256 tokens"),
+    (("--device", "npu"), "npu"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_served(
+    folder: Path, capsys: Capture, arguments: tuple[str, str], said: str
+) -> None:
+    code, report = checked(capsys, str(folder), *arguments)
+    assert code == 1
+    assert said in report["model"]["error"]
+    assert main(["check", str(folder), *arguments]) == 1
+    assert "cannot be served: " in capsys.readouterr().out
+
+
+def test_no_such_model(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["check", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"npuserve: model: there is no folder {tmp_path}/none\n"

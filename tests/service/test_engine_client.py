@@ -1,0 +1,202 @@
+"""The client against a fake engine: outputs in order, one end for each request, the engine's death and return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from npuserve.service.engine_client import EngineClient, Stream
+from npuserve.service.errors import InternalError, QueueFull, Unavailable
+from npuserve.service.messages import Cancel, Hello, Load, Output, Outputs, Request
+from tests.service import fake_engine
+from tests.service.fake_engine import INFO, FakeEngine, until
+
+
+@contextlib.asynccontextmanager
+async def connected(**options: object) -> AsyncIterator[tuple[EngineClient, FakeEngine]]:
+    async with fake_engine.engine(**options) as engine:
+        client = EngineClient(engine.address)
+        client.start()
+        await until(lambda: client.state == "ready")
+        try:
+            yield client, engine
+        finally:
+            await client.close()
+
+
+def request(max_tokens: int = 5, name: str = "r") -> Request:
+    return Request(name, [0], max_tokens, time.monotonic())
+
+
+async def ids_of(stream: Stream) -> list[int]:
+    return [token async for outputs in stream for output in outputs for token in output.token_ids]
+
+
+async def test_states_and_the_models_facts() -> None:
+    states: list[str] = []
+    async with fake_engine.engine(started=False) as engine:
+        client = EngineClient(engine.address, states.append)
+        client.start()
+        await asyncio.sleep(0.1)
+        assert (client.state, client.model_info, states) == ("starting", None, [])
+        with pytest.raises(Unavailable, match="loading"):
+            client.submit(request())
+        engine.start()
+        await until(lambda: client.state == "ready")
+        assert (client.model_info, client.epoch, len(engine.got(Hello))) == (INFO, 1, 1)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        with pytest.raises(Unavailable, match="restarting"):
+            client.submit(request())
+        engine.epoch = 2
+        engine.start()
+        await until(lambda: client.state == "ready")
+        assert (client.epoch, states) == (2, ["ready", "down", "ready"])
+        assert await ids_of(client.submit(request())) == [1, 2, 3, 4, 5]
+        await client.close()
+
+
+async def test_many_streams_at_once_each_get_their_own() -> None:
+    async with connected(delay=0.001, info=msgspec.structs.replace(INFO, max_num_seqs=64)) as (client, engine):
+        streams = [client.submit(Request(str(i), [i], 10 + i % 7, time.monotonic())) for i in range(50)]
+        answers = await asyncio.gather(*map(ids_of, streams))
+        for i, answer in enumerate(answers):
+            assert answer == [(i + 1 + k) % 26 for k in range(10 + i % 7)]
+        for stream in streams:
+            stream.close()
+        assert engine.got(Cancel) == []
+        assert client._streams == {}
+
+
+async def test_what_piles_up_comes_as_one_list() -> None:
+    async with connected() as (client, _):
+        stream = client.submit(request(8))
+        await until(lambda: stream._ended)
+        assert stream.buffered == 8
+        batches = [outputs async for outputs in stream]
+        assert [[output.token_ids for output in outputs] for outputs in batches] == [[[i] for i in range(1, 9)]]
+        assert batches[0][-1].finish.generated_tokens == 8
+        assert stream.buffered == 0
+
+
+async def test_death_ends_what_is_in_flight_after_what_had_come() -> None:
+    async with connected(delay=0.01) as (client, engine):
+        stream = client.submit(request(1000))
+        await until(lambda: stream.buffered >= 3)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        got = await stream.__anext__()
+        assert [output.token_ids for output in got[:3]] == [[1], [2], [3]]
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="died") as ended:
+                await stream.__anext__()
+        assert ended.value.retry_seconds > 0
+        stream.close()
+        assert client._streams == {}
+
+
+async def test_calls_in_flight_end_with_the_engine() -> None:
+    async with connected() as (client, engine):
+        assert engine._task
+        engine._task.cancel()  # it hears nothing any more, and still holds the connection
+        await asyncio.sleep(0.02)
+        call = asyncio.ensure_future(client.flush_prefix_cache())
+        await asyncio.sleep(0.02)
+        assert not call.done()
+        await engine.die()
+        with pytest.raises(Unavailable):
+            await call
+
+
+async def test_messages_of_a_dead_epoch_are_dropped() -> None:
+    async with connected(epoch=7) as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: engine.live == 1)
+        frontend, key = next(iter(engine._live))
+        await engine.send(frontend, Outputs(6, Load(running=99), [Output(key, [25])]))
+        await engine.send(frontend, Outputs(7, Load(running=3), [Output(key + 1000, [25])]))
+        await until(lambda: client.load.running == 3)
+        assert stream.buffered == 0
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+
+
+async def test_close_cancels_once() -> None:
+    async with connected(delay=0.005) as (client, engine):
+        stream = client.submit(request(1000))
+        await stream.__anext__()
+        stream.close()
+        stream.close()
+        await until(lambda: engine.live == 0)
+        await client.flush_prefix_cache()
+        assert [(c.key, c.keep) for c in engine.got(Cancel)] == [(stream.key, None)]
+
+
+async def test_stop_waits_for_the_engines_finish() -> None:
+    async with connected(delay=0.005) as (client, engine):
+        stream = client.submit(request(1000))
+        await stream.__anext__()
+        finish = await stream.stop(1)
+        assert (finish.reason, finish.generated_tokens) == ("stop_string", 1)
+        stream.close()
+        assert [c.keep for c in engine.got(Cancel)] == [1]
+
+
+async def test_stop_takes_a_finish_that_was_on_its_way() -> None:
+    async with connected() as (client, engine):
+        stream = client.submit(request(3))
+        await until(lambda: stream._ended)
+        finish = await stream.stop(1)
+        assert (finish.reason, finish.generated_tokens) == ("length", 3)
+        assert engine.got(Cancel) == []
+
+
+async def test_refusals_are_the_streams_error() -> None:
+    async with connected() as (client, engine):
+        engine.refuse = ("QueueFull", "8 requests wait already")
+        with pytest.raises(QueueFull, match="8 requests"):
+            await ids_of(client.submit(request()))
+        engine.refuse = ("SomethingNew", "x")
+        with pytest.raises(InternalError):
+            await ids_of(client.submit(request()))
+
+
+async def test_a_front_end_holds_a_bounded_number() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        streams = [client.submit(request(name=str(i))) for i in range(2 * (INFO.max_num_seqs + INFO.max_queue))]
+        with pytest.raises(QueueFull):
+            client.submit(request())
+        streams.pop().close()
+        streams.append(client.submit(request()))
+        for stream in streams:
+            stream.close()
+
+
+async def test_abort_and_flush() -> None:
+    async with connected(delay=0.005) as (client, _):
+        stream = client.submit(request(1000, "mine"))
+        await stream.__anext__()
+        assert await client.abort("mine")
+        assert not await client.abort("mine")
+        finishes = [outputs[-1].finish async for outputs in stream]
+        assert finishes[-1].reason == "aborted"
+        assert await client.flush_prefix_cache() == 11
+
+
+async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: engine.live == 1)
+        frontend, _ = next(iter(engine._live))
+        await engine.socket.send_multipart([frontend, b"\xc1garbage"])
+        with pytest.raises(Unavailable):
+            await ids_of(stream)
+        await until(lambda: client.state == "ready")

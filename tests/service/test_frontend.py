@@ -1,0 +1,191 @@
+"""The front-end process as the supervisor starts it, and its server's standard services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from npuserve.service.config import ServerConfig
+from npuserve.service.frontend import FrontendArgs
+from npuserve.v1 import inference_service_pb2_grpc
+from tests.service import fake_engine
+from tests.service.fake_engine import make_folder, until
+from tests.service.front_end import ask, running
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+class Process:
+    """`python -m npuserve.service.frontend`, told `args`."""
+
+    def __init__(self, args: FrontendArgs):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "npuserve.service.frontend"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(msgspec.json.encode(args).decode() + "\n")
+        self.process.stdin.flush()
+
+    def port(self) -> int:
+        assert self.process.stdout
+        return int(json.loads(self.process.stdout.readline())["port"])
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr, with stdin left open."""
+        code = self.process.wait(30)
+        assert self.process.stderr
+        return code, self.process.stderr.read()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.process.kill()
+        process.process.wait()
+        for pipe in (process.process.stdin, process.process.stdout, process.process.stderr):
+            assert pipe
+            pipe.close()
+
+
+def args(folder: Path, address: str = "ipc:///tmp/npuserve-nobody", port: int = 0, **config: object) -> FrontendArgs:
+    settings = ServerConfig(model=str(folder), **config)  # type: ignore[arg-type]
+    return FrontendArgs(settings, 0, address, port)
+
+
+async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Process]) -> None:
+    """SIGTERM during a stream, with a watcher connected: the stream ends by itself, new requests are refused."""
+    async with fake_engine.engine(started=False) as engine:
+        processes.append(Process(args(make_folder(tmp_path / "m"), engine.address)))
+        port = await asyncio.to_thread(processes[0].port)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            live = await health.Check(health_pb2.HealthCheckRequest(service="npuserve.liveness"))
+            assert live.status == SERVING
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status != SERVING
+            engine.start()
+            assert (await watch.read()).status == SERVING
+            inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            engine.delay = 0.01
+            stream = inference.StreamGenerate(ask("a", 40))
+            text = (await stream.read()).text
+            processes[0].process.send_signal(signal.SIGINT)  # the terminal's: not for this process
+            processes[0].process.send_signal(signal.SIGTERM)
+            assert (await watch.read()).status != SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await inference.Generate(ask())
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+            while part := await stream.read():
+                text += part.text
+            assert text == "".join(chr(97 + (i + 1) % 26) for i in range(40))
+        code, stderr = await asyncio.to_thread(processes[0].end)
+        assert code == 0
+        assert "Traceback" not in stderr
+
+
+def test_the_parents_end_is_its_own(tmp_path: Path, processes: list[Process]) -> None:
+    processes.append(Process(args(make_folder(tmp_path / "m"))))
+    processes[0].port()
+    assert processes[0].process.stdin
+    processes[0].process.stdin.close()
+    assert processes[0].end()[0] == 0
+
+
+def test_a_drain_ends_after_its_time(tmp_path: Path, processes: list[Process]) -> None:
+    """A stream that does not end is cut off after drain_seconds."""
+
+    async def cut() -> grpc.StatusCode:
+        async with fake_engine.engine(delay=0.2) as engine:
+            processes.append(Process(args(make_folder(tmp_path / "m"), engine.address, drain_seconds=0.3)))
+            port = await asyncio.to_thread(processes[0].port)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+                while (await watch.read()).status != SERVING:
+                    pass
+                stream = inference_service_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(ask("a", 60))
+                await stream.read()
+                processes[0].process.terminate()
+                while not stream.done():
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await stream.read()
+                return await stream.code()
+
+    assert asyncio.run(cut()) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    assert processes[0].end()[0] == 0
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        processes.append(Process(args(make_folder(tmp_path / "m"), port=port)))
+        code, stderr = processes[0].end()
+    assert code == 2
+    assert f"npuserve: port: cannot listen on 127.0.0.1:{port}; is it in use?" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_an_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
+    processes.append(Process(args(tmp_path)))
+    code, stderr = processes[0].end()
+    assert (code, stderr) == (2, f"npuserve: model: {tmp_path} has no config.json\n")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    script = "import sys, npuserve.service.frontend; print(*{m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub"} & set(done.stdout.split())
+
+
+async def test_reflection_names_the_services(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m")) as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        listed = {service.name async for answer in call for service in answer.list_services_response.service}
+        assert listed == {"npuserve.v1.InferenceService", "npuserve.v1.AdminService", "grpc.health.v1.Health",
+                          "grpc.reflection.v1alpha.ServerReflection"}  # fmt: skip
+
+
+async def test_readiness_follows_the_engine(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m")) as server:
+        readiness = health_pb2.HealthCheckRequest(service="npuserve.readiness")
+        watch = health_pb2_grpc.HealthStub(server.channel).Watch(readiness)
+        assert (await watch.read()).status == SERVING
+        await server.engine.die()
+        assert (await watch.read()).status != SERVING
+        server.engine.start()
+        assert (await watch.read()).status == SERVING
+
+
+@pytest.mark.slow
+async def test_a_client_may_ping_often_during_a_long_call(tmp_path: Path) -> None:
+    """A client pings once a second at most; without the server's leave, the fourth ends in GOAWAY too_many_pings."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        server.engine.hold.clear()
+        options = [("grpc.keepalive_time_ms", 100), ("grpc.keepalive_permit_without_calls", 1),
+                   ("grpc.http2.max_pings_without_data", 0)]  # fmt: skip
+        async with grpc.aio.insecure_channel(server.target, options=options) as channel:
+            call = inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask("a", 2))
+            await until(lambda: server.engine.live == 1)
+            await asyncio.sleep(4.5)
+            assert not call.done()
+            server.engine.hold.set()
+            assert (await call).text == "bc"

@@ -1,0 +1,92 @@
+"""Log lines as people and machines read them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from npuserve.service import logs
+from npuserve.service.config import ServerConfig
+
+log = logging.getLogger("npuserve.service.somewhere")
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers = root.handlers
+    levels = {name: logging.getLogger(name).level for name in ("root", "npuserve", "__main__")}
+    yield
+    root.handlers = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    logging.captureWarnings(False)
+
+
+def lines(capsys: Capture) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_json_has_the_record_and_its_fields(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="json"), "frontend-0")
+    logs.event(log, "request done", id="a b", tokens=3, seconds=0.5, none=None)
+    (line,) = lines(capsys)
+    when = datetime.fromisoformat(line.pop("time").replace("Z", "+00:00"))
+    assert abs(datetime.now(timezone.utc) - when) < timedelta(minutes=1)
+    assert line == {
+        "level": "info", "process": "frontend-0", "logger": "npuserve.service.somewhere", "message": "request done",
+        "id": "a b", "tokens": 3, "seconds": 0.5, "none": None,
+    }  # fmt: skip
+
+
+def test_json_keeps_a_field_that_collides(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="json"), "engine")
+    logs.event(log, "x", message="mine", time=7)
+    (line,) = lines(capsys)
+    assert line["message"] == "x"
+    assert (line["message_"], line["time_"]) == ("mine", 7)
+
+
+def test_exception_is_part_of_the_line(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="json"), "engine")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("broken")
+    (line,) = lines(capsys)
+    assert line["level"] == "error"
+    assert line["exception"].endswith("ValueError: why")
+
+
+def test_text_quotes_what_is_not_plain(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="text"), "engine")
+    logs.event(log, "done", id="x=1\nINFO forged", plain="a/b:c", seconds=0.123456789, empty="")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(r'INFO engine: done id="x=1\nINFO forged" plain=a/b:c seconds=0.123457 empty=""')
+
+
+def test_auto_is_text_on_a_terminal_alone(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs.setup(ServerConfig(), "engine")
+    logs.event(log, "to a file")
+    assert lines(capsys)[0]["message"] == "to a file"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    logs.setup(ServerConfig(), "engine")
+    logs.event(log, "to a terminal")
+    assert capsys.readouterr().err.rstrip().endswith("INFO engine: to a terminal")
+
+
+def test_level(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="json", log_level="warning"), "engine")
+    logs.event(log, "quiet")
+    logs.event(log, "loud", level=logging.WARNING)
+    logging.getLogger("somebody.else").info("foreign chatter")
+    assert [line["message"] for line in lines(capsys)] == ["loud"]

@@ -1,0 +1,187 @@
+"""What a client may get wrong: each is answered by one status that names the field, and the server goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import struct_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from npuserve.service.messages import Submit
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import prompt_pb2, tokenize_pb2
+from tests.service.fake_engine import make_folder
+from tests.service.front_end import Running, ask, running
+
+NAN, INF = float("nan"), float("inf")
+
+
+def chat(*turns: tuple[str, str], **fields: object) -> pb.GenerateRequest:
+    messages = [prompt_pb2.Message(role=role, content=content) for role, content in turns]
+    return pb.GenerateRequest(chat=prompt_pb2.Chat(messages=messages, **fields))  # type: ignore[arg-type]
+
+
+def struct(**values: object) -> struct_pb2.Struct:
+    made = struct_pb2.Struct()
+    for name, value in values.items():
+        if isinstance(value, float):
+            made.fields[name].number_value = value
+        else:
+            made[name] = value
+    return made
+
+
+INVALID = {
+    "no prompt": (pb.GenerateRequest(), "prompt: one of text, token_ids and chat"),
+    "empty text": (ask(""), "text: must be at least one token"),
+    "empty ids": (pb.GenerateRequest(token_ids=prompt_pb2.TokenIds()), "token_ids: must be at least one token"),
+    "id beyond": (ask([1, 300]), "token_ids.ids[1]: token id must be in [0, 299], got 300"),
+    "id far beyond": (ask([2**32 - 1]), "token_ids.ids[0]: token id must be in [0, 299], got 4294967295"),
+    "too many ids": (ask([1] * 64), "token_ids: 64 tokens of prompt are too many; max_model_len 64 leaves room for a"),
+    "too long a text": (ask("a" * 100), "text: 100 tokens of prompt are too many"),
+    "far too long a text": (ask("a" * 20_000), "text: 20000 characters cannot fit; max_model_len 64"),
+    "huge text": (ask("a" * (8 << 20)), "text: 8388608 characters cannot fit"),
+    "chat without turns": (chat(), "chat.messages: must be at least one message"),
+    "chat without a role": (chat(("user", "a"), ("", "b")), "chat.messages[1].role: must not be empty"),
+    "chat too long": (chat(("user", "a" * 70)), "chat: 77 tokens of prompt are too many"),
+    "template argument taken": (chat(("user", "a"), template_args=struct(messages=[])), "chat.template_args.messages"),
+    "template argument NaN": (chat(("user", "a"), template_args=struct(x=NAN)), "chat.template_args.x: must be a fin"),
+    "tool with infinity": (chat(("user", "a"), tools=[struct(), struct(x=INF)]), "chat.tools[1].x: must be a finite"),
+    "temperature below": (ask(temperature=-0.1), "sampling.temperature: must be in [0, 100], got -0.1"),
+    "temperature above": (ask(temperature=101), "sampling.temperature: must be in [0, 100], got 101"),
+    "temperature NaN": (ask(temperature=NAN), "sampling.temperature: must be in [0, 100], got nan"),
+    "temperature inf": (ask(temperature=INF), "sampling.temperature: must be in [0, 100], got inf"),
+    "top_p 0": (ask(top_p=0), "sampling.top_p: must be in (0, 1], got 0"),
+    "top_p above": (ask(top_p=1.5), "sampling.top_p: must be in (0, 1], got 1.5"),
+    "top_p NaN": (ask(top_p=NAN), "sampling.top_p: must be in (0, 1], got nan"),
+    "top_k below": (ask(top_k=-2), "sampling.top_k: must be in [-1, 2147483647], got -2"),
+    "min_p below": (ask(min_p=-1), "sampling.min_p: must be in [0, 1], got -1"),
+    "min_p above": (ask(min_p=1.01), "sampling.min_p: must be in [0, 1], got 1.01"),
+    "min_p NaN": (ask(min_p=NAN), "sampling.min_p: must be in [0, 1], got nan"),
+    "repetition_penalty 0": (ask(repetition_penalty=0), "sampling.repetition_penalty: must be in (0, 100], got 0"),
+    "repetition_penalty inf": (ask(repetition_penalty=INF), "sampling.repetition_penalty: must be in (0, 100], got i"),
+    "presence_penalty": (ask(presence_penalty=2.5), "sampling.presence_penalty: must be in [-2, 2], got 2.5"),
+    "frequency_penalty": (ask(frequency_penalty=-3), "sampling.frequency_penalty: must be in [-2, 2], got -3"),
+    "frequency_penalty NaN": (ask(frequency_penalty=NAN), "sampling.frequency_penalty: must be in [-2, 2], got nan"),
+    "bias of no token": (ask(logit_bias={300: 1}), "sampling.logit_bias[300]: token id must be in [0, 299], got 300"),
+    "bias too large": (ask(logit_bias={7: 101}), "sampling.logit_bias[7]: must be in [-100, 100], got 101"),
+    "bias -inf": (ask(logit_bias={7: -INF}), "sampling.logit_bias[7]: must be in [-100, 100], got -inf"),
+    "too many biases": (ask(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias: must have at most 1024"),
+    "allowed beyond": (ask(allowed_token_ids=[0, 999]), "sampling.allowed_token_ids[1]: token id must be in [0, 299]"),
+    "only ends allowed": (
+        ask(allowed_token_ids=[297], min_tokens=1), "sampling.allowed_token_ids: must hold a token that does not end"),
+    "max_tokens 0": (ask(max_tokens=0), "stopping.max_tokens: must be in [1, 63], as max_model_len is 64"),
+    "max_tokens above": (ask("abc", 62), "stopping.max_tokens: must be in [1, 61], as max_model_len is 64 and the pr"),
+    "max_tokens far above": (ask(max_tokens=2**32 - 1), "stopping.max_tokens: must be in [1, 63]"),
+    "min_tokens above": (ask(max_tokens=5, min_tokens=6), "stopping.min_tokens: must be in [0, 5], got 6"),
+    "min_tokens above the room": (ask(max_tokens=None, min_tokens=64), "stopping.min_tokens: must be in [0, 63], got"),
+    "empty stop": (ask(stop=["a", ""]), "stopping.stop[1]: must be 1 to 1024 characters, got 0"),
+    "long stop": (ask(stop=["a" * 1025]), "stopping.stop[0]: must be 1 to 1024 characters, got 1025"),
+    "same stop": (ask(stop=["a", "b", "a"]), "stopping.stop[2]: must differ from stopping.stop[0]"),
+    "many stops": (ask(stop=[str(i) for i in range(17)]), "stopping.stop: must be at most 16 strings, got 17"),
+    "many stop ids": (ask(stop_token_ids=list(range(129))),
+                      "stopping.stop_token_ids: must be at most 128 ids, got 129"),
+    "stop id beyond": (ask(stop_token_ids=[300]), "stopping.stop_token_ids[0]: token id must be in [0, 299], got 300"),
+    "logprobs above": (ask(logprobs=21), "output.logprobs: must be in [0, 20], got 21"),
+    "prompt_logprobs above": (ask(prompt_logprobs=21), "output.prompt_logprobs: must be in [0, 20], got 21"),
+    "priority above": (ask(priority=101), "scheduling.priority: must be in [-100, 100], got 101"),
+    "priority below": (ask(priority=-101), "scheduling.priority: must be in [-100, 100], got -101"),
+    "long salt": (ask(cache_salt="s" * 129), "scheduling.cache_salt: must be at most 128 characters, got 129"),
+    "empty id": (ask(request_id=""), "request_id: must be 1 to 128 printable ASCII characters"),
+    "long id": (ask(request_id="x" * 129), "request_id: must be 1 to 128 printable ASCII characters"),
+    "id with a newline": (ask(request_id="a\nb"), "request_id: must be 1 to 128 printable ASCII characters"),
+    "id not ASCII": (ask(request_id="né"), "request_id: must be 1 to 128 printable ASCII characters"),
+    "n 0": (ask(n=0), "n: must be 1, got 0"),
+}
+OTHERS = {
+    "other model": (ask(model="gpt-5"), grpc.StatusCode.NOT_FOUND, "model: 'gpt-5' is not served here"),
+    "empty model": (ask(model=""), grpc.StatusCode.NOT_FOUND, "model: '' is not served here"),
+    "n 2": (ask(n=2), grpc.StatusCode.UNIMPLEMENTED, "n: reserved"),
+    "schema": (ask(json_schema="{}"), grpc.StatusCode.UNIMPLEMENTED, "json_schema: reserved"),
+    "regex": (ask(regex="a*"), grpc.StatusCode.UNIMPLEMENTED, "regex: reserved"),
+    "grammar": (ask(grammar="x"), grpc.StatusCode.UNIMPLEMENTED, "grammar: reserved"),
+    "json": (ask(json_object=False), grpc.StatusCode.UNIMPLEMENTED, "json_object: reserved"),
+    "choices": (
+        pb.GenerateRequest(text="a", choices=pb.Choices(choices=["a"])), grpc.StatusCode.UNIMPLEMENTED,
+        "choices: reserved"),
+    "target": (ask(target_itl_ms=5), grpc.StatusCode.UNIMPLEMENTED, "scheduling.target_itl_ms: reserved"),
+}  # fmt: skip
+TOKENIZE = {
+    "nothing": (tokenize_pb2.TokenizeRequest(), "prompt: one of text and chat is needed"),
+    "no turns": (tokenize_pb2.TokenizeRequest(chat=prompt_pb2.Chat()), "chat.messages: must be at least one message"),
+}
+DETOKENIZE = {
+    "beyond": (tokenize_pb2.DetokenizeRequest(token_ids=[0, 300]), "token_ids[1]: token id must be in [0, 299], got "),
+}
+
+
+async def refused(call: grpc.aio.Call, code: grpc.StatusCode, said: str) -> grpc.aio.AioRpcError:
+    reply = call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await reply
+    assert failed.value.code() == code, failed.value.details()
+    assert said in failed.value.details()
+    return failed.value
+
+
+async def good(server: Running) -> None:
+    assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
+
+
+async def test_each_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
+    cases = {name: (message, grpc.StatusCode.INVALID_ARGUMENT, said) for name, (message, said) in INVALID.items()}
+    assert len(cases | OTHERS) >= 45
+    async with running(make_folder(tmp_path / "m")) as server:
+        for name, (message, code, said) in (cases | OTHERS).items():
+            error = await refused(server.inference.Generate(message), code, said)
+            if len(message.text) < 1 << 20:
+                await refused(server.inference.StreamGenerate(message), code, said)
+            if code is grpc.StatusCode.INVALID_ARGUMENT:
+                bad = error_details_pb2.BadRequest()
+                assert any(detail.Unpack(bad) for detail in rpc_status.from_call(error).details), name
+                assert said.startswith(bad.field_violations[0].field), name
+            await good(server)
+        for message, said in TOKENIZE.values():
+            await refused(server.inference.Tokenize(message), grpc.StatusCode.INVALID_ARGUMENT, said)
+        for message, said in DETOKENIZE.values():
+            await refused(server.inference.Detokenize(message), grpc.StatusCode.INVALID_ARGUMENT, said)
+        await good(server)
+        assert len(server.engine.got(Submit)) == len(cases | OTHERS) + 1  # the good ones alone
+
+
+async def test_bytes_that_are_no_message(tmp_path: Path) -> None:
+    """Not protobuf, and a message larger than the server takes."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        raw = server.channel.unary_unary("/npuserve.v1.InferenceService/Generate")
+        for data in (b"\xff\xff\xff", b"\x1a\xff\xff\xff\x7fabc", b"\x1a\x02\xc3\x28"):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await raw(data)
+            assert failed.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+            await good(server)
+        too_large = server.inference.Generate(ask("a" * (65 << 20)))
+        await refused(too_large, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than")
+        await good(server)
+
+
+async def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    async with running(make_folder(tmp_path / "m", tokenizer=False)) as server:
+        await refused(server.inference.Generate(ask("a")), code, "text: the served model has no tokenizer")
+        await refused(server.inference.Generate(chat(("user", "a"))), code, "chat: the served model has no tokenizer")
+        await refused(server.inference.Generate(ask([1], stop=["a"])), code, "stopping.stop: the served model has no")
+        await refused(server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text="a")), code, "text: the served")
+        await refused(server.inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[1])), code, "token_ids")
+        answer = await server.inference.Generate(ask([1], 3, return_token_ids=True, logprobs=1))
+        assert (answer.text, list(answer.token_ids)) == ("", [2, 3, 4])
+        assert [p.chosen.text for p in answer.logprobs] == ["", "", ""]
+
+
+async def test_a_folder_without_a_chat_template_takes_text(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m", chat=False)) as server:
+        call = server.inference.Generate(chat(("user", "a")))
+        await refused(call, grpc.StatusCode.FAILED_PRECONDITION, "chat: the served model has no chat template")
+        await good(server)

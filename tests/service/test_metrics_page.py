@@ -1,0 +1,152 @@
+"""The page over several processes: what adds up, what goes with the dead. Each page has a process of its own, since
+prometheus_client looks at its environment once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from npuserve.service.metrics_page import AGE, HEARTBEAT
+from tests.service.test_metrics import documented
+
+# A server's process: two children write, one dies. Prints its pages before and after.
+SERVER = """
+import json, os, subprocess, sys, time, urllib.request
+from pathlib import Path
+from npuserve.service.metrics_page import MetricsPage
+
+CHILD = '''
+import sys, time
+from npuserve.service import metrics
+me = int(sys.argv[1])
+metrics.requests_total.labels("Generate", "OK").inc(me)
+metrics.prompt_tokens_total.inc(10 * me)
+metrics.requests_running.set(me)
+metrics.kv_cache_blocks.labels("free").set(100 * me)
+metrics.queue_time_seconds.observe(0.3)
+if me == 2:
+    metrics.engine_heartbeat_timestamp.set(time.time() - 1000)
+    metrics.engine_heartbeat_timestamp.set(time.time())
+print("written", flush=True)
+sys.stdin.read()
+'''
+page = MetricsPage(Path(sys.argv[1]), "127.0.0.1", 0)
+scrape = lambda: urllib.request.urlopen(page.url).read().decode()
+environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": sys.argv[1]}
+pages = [scrape()]
+children = [subprocess.Popen([sys.executable, "-c", CHILD, str(me)], stdin=-1, stdout=-1, env=environment)
+            for me in (1, 2)]
+for child in children:
+    child.stdout.readline()
+page.built("cpu")
+pages.append(scrape())
+children[1].kill()
+children[1].wait()
+page.forget(children[1].pid)
+page.engine_restarted()
+pages.append(scrape())
+children[0].communicate()
+page.close()
+print(json.dumps(pages))
+"""
+
+
+def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page) for sample in family.samples
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The page before anybody wrote, of two children, and with the second one dead."""
+    folder = tmp_path_factory.mktemp("metrics")
+    # A variable left over from elsewhere must not matter.
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": "/nowhere"}
+    command = [sys.executable, "-c", SERVER, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_what_nobody_counted_is_zero(pages: list[str]) -> None:
+    first = samples(pages[0])
+    for name, (kind, labels) in documented().items():
+        if not labels:
+            key = f"{name}_count" if kind == "histogram" else name
+            if name == AGE:
+                assert 0 <= first[key, ()] < 60
+            else:
+                assert first[key, ()] == 0, name
+
+
+def test_every_metric_is_named_from_the_start(pages: list[str]) -> None:
+    for page in pages:
+        named = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")}
+        assert named == {name: kind for name, (kind, _) in documented().items()}
+
+
+def test_processes_add_up(pages: list[str]) -> None:
+    second = samples(pages[1])
+    assert second["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == 3
+    assert second["npuserve_prompt_tokens_total", ()] == 30
+    assert second["npuserve_requests_running", ()] == 3
+    assert second["npuserve_kv_cache_blocks", (("state", "free"),)] == 300
+    assert second["npuserve_queue_time_seconds_count", ()] == 2
+    assert second["npuserve_queue_time_seconds_bucket", (("le", "0.25"),)] == 0
+    assert second["npuserve_queue_time_seconds_bucket", (("le", "0.5"),)] == 2
+    assert 0 <= second[AGE, ()] < 60
+    (build,) = [(labels, value) for (name, labels), value in second.items() if name == "npuserve_build_info"]
+    assert (dict(build[0])["backend"], build[1]) == ("cpu", 1)
+
+
+def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> None:
+    third = samples(pages[2])
+    assert third["npuserve_prompt_tokens_total", ()] == 30
+    assert third["npuserve_queue_time_seconds_count", ()] == 2
+    assert third["npuserve_requests_running", ()] == 1
+    assert third["npuserve_kv_cache_blocks", (("state", "free"),)] == 100
+    assert third["npuserve_engine_restarts_total", ()] == 1
+    # Seen before it died: the age goes on from there.
+    assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
+
+
+def test_only_the_age_of_the_heartbeat_is_shown(pages: list[str]) -> None:
+    assert not any(HEARTBEAT in page for page in pages)
+
+
+def test_promtool_finds_nothing(pages: list[str]) -> None:
+    promtool = shutil.which("promtool")
+    if not promtool:
+        pytest.skip("no promtool")
+    for page in pages:
+        done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_taken_port_is_said(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    script = """
+import sys
+from pathlib import Path
+from npuserve.service.config import ConfigError
+from npuserve.service.metrics_page import MetricsPage
+first = MetricsPage(Path(sys.argv[1]), "127.0.0.1", int(sys.argv[2]))
+try:
+    MetricsPage(Path(sys.argv[1]), "127.0.0.1", int(sys.argv[2]))
+except ConfigError as error:
+    print(error)
+first.close()
+"""
+    port = str(free_port())
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), port], capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.strip() == f"metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"

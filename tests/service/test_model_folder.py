@@ -1,0 +1,121 @@
+"""Where a model is found, and what its folder says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from npuserve.npu import storyteller
+from npuserve.service.config import ConfigError
+from npuserve.service.model_folder import open_folder, resolve
+from tests.service.fake_engine import EOS, make_folder
+
+
+def test_resolve_the_built_in_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("") == storyteller.FOLDER
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    assert resolve("~/m") == tmp_path / "m"
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./gone", "../gone/too", "~/gone", "a/b/c"])
+def test_resolve_says_that_there_is_no_folder(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        resolve(name)
+
+
+def test_resolve_refuses_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve(str(tmp_path / "model.gguf"))
+
+
+def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hub's client itself, offline: first not there, then in its cache."""
+    import huggingface_hub.constants
+
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    with pytest.raises(ConfigError) as missing:
+        resolve("Qwen/Qwen3-0.6B")
+    assert str(missing.value).startswith("model: Qwen/Qwen3-0.6B is no folder here and cannot be had from the hub")
+    assert "\n" not in str(missing.value)
+    with pytest.raises(ConfigError, match="neither a folder here nor a model on the hub"):
+        resolve("not a name!")
+    repository, commit = cache / "models--Qwen--Qwen3-0.6B", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    make_folder(repository / "snapshots" / commit)
+    assert resolve("Qwen/Qwen3-0.6B") == repository / "snapshots" / commit
+    found = open_folder(resolve("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B", "")
+    assert (found.name, found.names) == ("Qwen/Qwen3-0.6B", {"Qwen/Qwen3-0.6B"})
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "counting")
+    assert open_folder(folder, str(folder), "").names == {"counting", str(folder)}
+    named = open_folder(folder, str(folder), "mine")
+    assert (named.name, named.names) == ("mine", {"mine", str(folder)})
+    built_in = open_folder(folder, "", "")
+    assert (built_in.name, built_in.names) == ("storyteller", {"storyteller"})
+    monkeypatch.chdir(folder)
+    assert open_folder(Path("."), ".", "").name == "counting"
+
+
+@pytest.mark.parametrize(("generation", "config", "eos"), [
+    ({"eos_token_id": [151645, 151643]}, {"eos_token_id": 151645}, {151645, 151643}),
+    ({"eos_token_id": 2}, {"eos_token_id": 3}, {2, 3}),
+    ({}, {"eos_token_id": [7]}, {7}),
+    ({"eos_token_id": None}, {"eos_token_id": None}, {EOS}),
+    ({"eos_token_id": -1}, {}, {EOS}),
+])  # fmt: skip
+def test_ends_of_text(
+    tmp_path: Path, generation: dict[str, object], config: dict[str, object], eos: set[int]
+) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert open_folder(folder, "m", "").eos_token_ids == eos
+
+
+@pytest.mark.parametrize(("generation", "defaults"), [
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9},
+     {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+    ({"temperature": 0.6, "min_p": None}, {"temperature": 0.6}),
+    ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {}),
+    ({}, {}),
+])  # fmt: skip
+def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaults: dict[str, float]) -> None:
+    assert open_folder(make_folder(tmp_path / "m", **generation), "m", "").defaults == defaults
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("config.json", None, "has no config.json"),
+    ("config.json", "{", "config.json cannot be read"),
+    ("config.json", "[]", "config.json is not a JSON object"),
+    ("generation_config.json", '{"top_p": 0}', r"top_p in generation_config.json is 0, not in \(0, 1\]"),
+    ("generation_config.json", '{"temperature": NaN}', "temperature in generation_config.json is nan"),
+    ("generation_config.json", '{"top_k": true}', "top_k in generation_config.json is True"),
+    ("tokenizer.json", "{}", "tokenizer"),
+])  # fmt: skip
+def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    folder = make_folder(tmp_path / "m")
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        open_folder(folder, "m", "")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("name", "chat"), [("stories260K-qwen3", False), ("minimind2-small", True)])
+def test_real_folders(models_folder: Path, name: str, chat: bool) -> None:
+    found = open_folder(models_folder / name, name, "")
+    assert (found.eos_token_ids, found.defaults) == ({2}, {})
+    assert found.tokenizer
+    assert (found.tokenizer.chat is not None) == chat

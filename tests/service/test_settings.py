@@ -1,0 +1,148 @@
+"""Flags, variables and the file: who wins, and how errors read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from npuserve.service import settings
+from npuserve.service.config import ConfigError, ServerConfig
+
+DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
+
+
+def load(flags: str = "", environ: dict[str, str] | None = None) -> ServerConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    settings.add_arguments(parser)
+    return settings.load(parser.parse_args(flags.split()), environ or {})
+
+
+def test_nothing_said_is_the_defaults() -> None:
+    assert load() == ServerConfig()
+
+
+def test_the_table_has_every_setting_once() -> None:
+    named = [name for group in settings.SETTINGS.values() for name in group]
+    assert sorted(named) == sorted(f.name for f in msgspec.structs.fields(ServerConfig))
+
+
+@pytest.mark.parametrize(("flags", "variable", "in_file", "result"), [
+    ("", None, None, 64),
+    ("", None, 3, 3),
+    ("", "2", None, 2),
+    ("", "2", 3, 2),
+    ("--max-num-seqs 1", None, None, 1),
+    ("--max-num-seqs 1", None, 3, 1),
+    ("--max-num-seqs 1", "2", None, 1),
+    ("--max-num-seqs 1", "2", 3, 1),
+    ("", "", 3, 3),
+])  # fmt: skip
+def test_precedence(tmp_path: Path, flags: str, variable: str | None, in_file: int | None, result: int) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("" if in_file is None else f"max_num_seqs = {in_file}\n")
+    environ = {} if variable is None else {"NPUSERVE_MAX_NUM_SEQS": variable}
+    assert load(f"{flags} --config {file}", environ).max_num_seqs == result
+    assert load(flags, environ | {"NPUSERVE_CONFIG": str(file)}).max_num_seqs == result
+
+
+def test_every_type_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('''
+        model = "/m"
+        port = 1
+        drain_seconds = 2
+        prefix_cache = false
+        dtype = "float32"
+        kv_cache_memory = "1KiB"
+    ''')
+    wanted = ServerConfig(
+        model="/m", port=1, drain_seconds=2.0, prefix_cache=False, dtype="float32", kv_cache_memory=1024)  # fmt: skip
+    assert load(f"--config {file}") == wanted
+    assert isinstance(load(f"--config {file}").drain_seconds, float)
+    assert wanted == load("", {
+        "NPUSERVE_MODEL": "/m", "NPUSERVE_PORT": "1", "NPUSERVE_DRAIN_SECONDS": "2", "NPUSERVE_PREFIX_CACHE": "off",
+        "NPUSERVE_DTYPE": "float32", "NPUSERVE_KV_CACHE_MEMORY": "1024",
+    })  # fmt: skip
+    assert wanted == load("/m --port 1 --drain-seconds 2 --no-prefix-cache --dtype float32 --kv-cache-memory 1k")
+
+
+def test_a_flag_turns_on_again_what_a_variable_turned_off() -> None:
+    off = {"NPUSERVE_PREFIX_CACHE": "0"}
+    assert not load("", off).prefix_cache
+    assert load("--prefix-cache", off).prefix_cache
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("0", 0), ("123", 123), ("123B", 123), ("1K", 1 << 10), ("512M", 512 << 20), ("4GiB", 4 << 30), ("4 Gi", 4 << 30),
+    ("1.5g", 3 << 29), ("2TiB", 2 << 40), ("4GB", 4 * 10**9), ("1kb", 1000),
+])  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert settings.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "4GiBB", "four", "1 2"])
+def test_not_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        settings.parse_size(text)
+
+
+@pytest.mark.parametrize(("flags", "environ", "message"), [
+    ("--max-num-seqs many", {}, "max_num_seqs: 'many' is not a whole number (from --max-num-seqs)"),
+    ("--max-num-seqs 1.5", {}, "max_num_seqs: '1.5' is not a whole number (from --max-num-seqs)"),
+    ("--max-num-seqs 0", {}, "max_num_seqs: 0 is not in [1, 65536] (from --max-num-seqs)"),
+    ("", {"NPUSERVE_PORT": "99999"}, "port: 99999 is not in [0, 65535] (from NPUSERVE_PORT)"),
+    ("--drain-seconds nan", {}, "drain_seconds: nan is not in [0, 86400] (from --drain-seconds)"),
+    ("--device tpu", {}, "device: 'tpu' is not one of auto, npu, cuda, cpu (from --device)"),
+    ("--kv-cache-memory lots", {}, "kv_cache_memory: 'lots' is not a size such as 4GiB (from --kv-cache-memory)"),
+    ("", {"NPUSERVE_LOG_PROMPTS": "maybe"}, "log_prompts: 'maybe' is not true or false (from NPUSERVE_LOG_PROMPTS)"),
+    ("", {"NPUSERVE_MAX_NUM_SEQ": "1"}, "NPUSERVE_MAX_NUM_SEQ: no such setting; did you mean NPUSERVE_MAX_NUM_SEQS?"),
+    ("", {"NPUSERVE_port": "1"}, "NPUSERVE_port: no such setting"),
+    ("--kv-cache-dtype int8", {}, "kv_cache_dtype: 'int8' is reserved"),
+    ("--config /no/such/file.toml", {}, "/no/such/file.toml: cannot be read: No such file or directory"),
+])  # fmt: skip
+def test_errors_name_their_source(flags: str, environ: dict[str, str], message: str) -> None:
+    devices = re.escape("auto, npu, cuda, cpu")
+    pattern = re.escape(message).replace(devices, "auto, .*")
+    with pytest.raises(ConfigError, match=f"^{pattern}"):
+        load(flags, environ)
+
+
+@pytest.mark.parametrize(("toml", "message"), [
+    ("max_num_seq = 1", "max_num_seq: no such setting; did you mean max_num_seqs?"),
+    ("[server]\nport = 1", "server: no such setting"),
+    ("port = ", "not a TOML file"),
+    ('port = "a"', "port: 'a' is not a whole number (from {file}:port)"),
+    ("port = true", "port: True is not a whole number (from {file}:port)"),
+    ("port = 1.5", "port: 1.5 is not a whole number (from {file}:port)"),
+    ("model = 1", "model: 1 is not text (from {file}:model)"),
+    ("prefix_cache = 1", "prefix_cache: 1 is not true or false (from {file}:prefix_cache)"),
+    ("device = []", "device: [] is not one of"),
+    ("port = -1", "port: -1 is not in [0, 65535] (from {file}:port)"),
+])  # fmt: skip
+def test_errors_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError, match=re.escape(message.format(file=file))):
+        load(f"--config {file}")
+
+
+def test_variables_of_others_are_let_be() -> None:
+    others = {
+        "NPUSERVE_TEST_MODELS": "/models", "PATH": "/bin",
+        # Kubernetes, for services named npuserve and npuserve-canary.
+        "NPUSERVE_SERVICE_HOST": "10.0.0.1", "NPUSERVE_SERVICE_PORT": "50051", "NPUSERVE_SERVICE_PORT_GRPC": "50051",
+        "NPUSERVE_PORT": "tcp://10.0.0.1:50051", "NPUSERVE_PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "NPUSERVE_PORT_50051_TCP_ADDR": "10.0.0.1", "NPUSERVE_CANARY_SERVICE_HOST": "10.0.0.2",
+        "NPUSERVE_CANARY_PORT": "tcp://10.0.0.2:50051",
+    }  # fmt: skip
+    assert load("", others) == ServerConfig()
+
+
+def test_the_document_has_every_setting_with_its_default() -> None:
+    cells = [[cell.strip(" `") for cell in line.split("|")] for line in DOCUMENT.read_text().splitlines()]
+    rows = {cell[1]: cell[3] for cell in cells if len(cell) == 6 and cell[1] not in ("setting", "---")}
+    assert rows == {f.name: settings._show(f.default) for f in msgspec.structs.fields(ServerConfig)}

@@ -1,0 +1,237 @@
+"""The supervisor with children that live, die and obey as told (fake_child.py), in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.service.supervisor import Restarts
+
+FAKE = Path(__file__).with_name("fake_child.py")
+
+DRIVER = """
+import asyncio, json, sys
+from npuserve.service import logs, supervisor
+from npuserve.service.config import ServerConfig
+journal, fake, front, engine, settings = sys.argv[1:]
+config = ServerConfig(model=".", metrics_port=0, log_format="json", **json.loads(settings))
+logs.setup(config, "supervisor")
+supervisor.FRONTEND_MARGIN = supervisor.ENGINE_PATIENCE = 0.5
+command = lambda name, behaviour: [sys.executable, "-S", fake, name, journal, *behaviour.split()]
+sys.exit(asyncio.run(supervisor.Supervisor(
+    config, frontend=command("front", front), engine=command("engine", engine),
+    restarts=supervisor.Restarts(first=0.01, longest=0.04, healthy=60, deaths=5)).run()))
+"""
+
+
+class Run:
+    """A supervisor at work; its log and its children's journal."""
+
+    def __init__(self, folder: Path, front: str, engine: str, settings: dict[str, Any]):
+        self.journal_file, self.log_file = folder / "journal", folder / "log"
+        self.journal_file.touch()
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, self.journal_file, FAKE, front, engine, json.dumps(settings)],
+                stderr=log, stdout=log)  # fmt: skip
+
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log_file.read_text().splitlines()]
+
+    def said(self, pattern: str) -> list[dict[str, Any]]:
+        return [line for line in self.log() if re.search(pattern, line["message"])]
+
+    def journal(self, name: str = "", what: str = "") -> list[tuple[str, str, dict[str, Any]]]:
+        entries = [tuple(json.loads(line)) for line in self.journal_file.read_text().splitlines()]
+        return [entry for entry in entries if entry[0].startswith(name) and entry[1].startswith(what)]
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 30
+        while True:
+            # Its last line may be half written.
+            with contextlib.suppress(json.JSONDecodeError):
+                if found := condition():
+                    return found
+            assert time.monotonic() < deadline, (self.log_file.read_text(), self.journal_file.read_text())
+            time.sleep(0.01)
+
+    def until_up(self, fronts: int = 1) -> None:
+        self.until(lambda: self.said("ready in") and self.said("listening on"))
+        self.until(lambda: len(self.journal("front", "started")) >= fronts)
+
+    def folder(self) -> Path:
+        return Path(self.journal("", "started")[0][2]["metrics"])
+
+    def alive(self) -> list[int]:
+        return [facts["pid"] for _, _, facts in self.journal("", "started") if Path(f"/proc/{facts['pid']}").exists()]
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs = []
+
+    def start(front: str = "live", engine: str = "live", **settings: Any) -> Run:
+        runs.append(Run(tmp_path, front, engine, {"port": 0, "drain_seconds": 5} | settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        if run.journal("", "started"):
+            shutil.rmtree(run.folder(), ignore_errors=True)
+
+
+def test_pauses_double_up_to_the_longest_and_end() -> None:
+    restarts = Restarts(first=0.5, longest=30, healthy=60, deaths=10)
+    assert [restarts.pause(n) for n in range(1, 11)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, None]
+
+
+def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[..., Run]) -> None:
+    run = supervise(max_num_seqs=3)
+    run.until_up()
+    (_, _, front), (_, _, engine) = run.journal("front", "started")[0], run.journal("engine", "started")[0]
+    address = f"ipc://{run.folder()}/engine.sock"
+    config = front["arguments"].pop("config")
+    assert config["max_num_seqs"] == 3
+    assert front["arguments"] == {"index": 0, "engine_address": address, "port": 0}
+    assert engine["arguments"] == {"config": config, "folder": ".", "address": address, "epoch": 1}
+    assert front["mode"] == "0o40700"
+    assert front["metrics"] == engine["metrics"]
+    assert (front["spin"], engine["spin"]) == (None, "0")
+    # The terminal's Ctrl-C goes to the supervisor's session alone.
+    assert all(facts["session"] == facts["pid"] for facts in (front, engine))
+    assert run.said("listening on 127.0.0.1:4242$")
+    assert run.said(r"ready in \d+\.\d s")[0]["kv_cache_tokens"] == 77
+    assert run.said("engine said")[0]["text"] == "a library's chatter"
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(20) == 0
+    assert not run.folder().exists()
+
+
+def test_drain_ends_the_front_ends_before_the_engine(supervise: Callable[..., Run]) -> None:
+    run = supervise(front="live:0.3")
+    run.until_up()
+    run.process.terminate()
+    assert run.process.wait(20) == 0
+    assert [entry[:2] for entry in run.journal() if entry[1] != "started"] == [
+        ("front", "asked"), ("front", "left"), ("engine", "asked"), ("engine", "left")]  # fmt: skip
+
+
+def test_an_engine_that_dies_is_started_again(supervise: Callable[..., Run]) -> None:
+    run = supervise(engine="exit:1 exit:-9 live")
+    run.until_up()
+    assert [facts["arguments"]["epoch"] for _, _, facts in run.journal("engine", "started")] == [1, 2, 3]
+    assert len(run.journal("front", "started")) == 1
+    assert [line["pause"] for line in run.said("engine died")] == [0.01, 0.02]
+    page = urllib.request.urlopen(run.said("listening on")[0]["metrics"]).read().decode()
+    assert "npuserve_engine_restarts_total 2.0" in page
+    assert re.search(r'npuserve_build_info\{backend="cpu",torch="[\d.]+.*",version="[\d.]+"\} 1.0', page)
+
+
+def test_a_front_end_that_dies_gets_its_port_back(supervise: Callable[..., Run]) -> None:
+    run = supervise()
+    run.until_up()
+    os.kill(run.journal("front", "started")[0][2]["pid"], signal.SIGKILL)
+    run.until(lambda: len(run.journal("front", "started")) == 2)
+    assert [facts["arguments"]["port"] for _, _, facts in run.journal("front", "started")] == [0, 4242]
+    assert run.said("frontend-0 died")[0]["code"] == -signal.SIGKILL
+    assert len(run.journal("engine", "started")) == 1
+
+
+def test_gives_up_after_quick_deaths_in_a_row(supervise: Callable[..., Run]) -> None:
+    run = supervise(engine="exit:3")
+    assert run.process.wait(30) == 1
+    assert len(run.journal("engine", "started")) == 5
+    assert [line["pause"] for line in run.said("engine died")] == [0.01, 0.02, 0.04, 0.04]
+    (last,) = run.said("giving up")
+    assert (last["level"], last["code"]) == ("error", 3)
+    assert not run.alive()
+
+
+@pytest.mark.parametrize("children", [{"engine": "exit:2"}, {"front": "exit:2"}])
+def test_a_wrong_configuration_stops_everything(supervise: Callable[..., Run], children: dict[str, str]) -> None:
+    run = supervise(**children)
+    assert run.process.wait(20) == 2
+    assert all(len(run.journal(name, "started")) <= 1 for name in ("front", "engine"))
+    assert not run.alive()
+
+
+def test_who_does_not_leave_is_killed(supervise: Callable[..., Run]) -> None:
+    run = supervise(front="deaf", engine="deaf", drain_seconds=0.1)
+    run.until_up()
+    run.process.terminate()
+    assert run.process.wait(20) == 1
+    assert not run.alive()
+    assert not run.folder().exists()
+
+
+def test_a_second_signal_kills(supervise: Callable[..., Run]) -> None:
+    run = supervise(front="live:600", drain_seconds=600)
+    run.until_up()
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: run.journal("front", "asked"))
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(20) == 1
+    assert not run.alive()
+
+
+def test_a_signal_during_a_pause_or_a_start(supervise: Callable[..., Run]) -> None:
+    run = supervise(engine="exit:1")
+    run.until(lambda: run.journal("engine", "started"))
+    run.process.terminate()
+    assert run.process.wait(20) == 0
+    assert not run.alive()
+
+
+def test_children_see_their_parent_die(supervise: Callable[..., Run]) -> None:
+    run = supervise(frontends=2)
+    run.until_up(fronts=2)
+    run.process.kill()
+    run.until(lambda: len(run.journal("", "orphaned")) == 3)
+    run.until(lambda: not run.alive())
+
+
+def test_later_front_ends_take_the_first_ones_port(supervise: Callable[..., Run]) -> None:
+    run = supervise(frontends=3)
+    run.until_up(fronts=3)
+    ports = {facts["arguments"]["index"]: facts["arguments"]["port"] for _, _, facts in run.journal("front", "started")}
+    assert ports == {0: 0, 1: 4242, 2: 4242}
+    assert len(run.said("listening on")) == 1
+    run.process.terminate()
+    assert run.process.wait(20) == 0
+    assert len(run.journal("front", "left")) == 3
+
+
+def serve(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and stderr's lines of `npuserve serve`, without log lines."""
+    command = [sys.executable, "-m", "npuserve.service.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("{")]
+
+
+def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
+    code, lines = serve(str(tmp_path / "none"), "--metrics-port", "0")
+    assert code == 2
+    assert f"npuserve: model: there is no folder {tmp_path}/none" in lines
+
+
+def test_a_taken_metrics_port_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, lines = serve(str(tmp_path), "--metrics-port", str(port))
+    assert (code, lines) == (2, [f"npuserve: metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"])
