@@ -37,7 +37,7 @@ def read_seconds(folder: Path) -> float:
 def memory(pid: int) -> dict[str, int]:
     status = Path(f"/proc/{pid}/status").read_text()
     return {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
-            for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}  # fmt: skip
+            for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}
 
 
 def main() -> None:
@@ -46,15 +46,15 @@ def main() -> None:
     port = 50977
     reading = read_seconds(folder)
     check = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "check", *arguments, "--json"],
-                           capture_output=True, text=True)  # fmt: skip
+                           capture_output=True, text=True)
     began = time.monotonic()
     server = subprocess.Popen(
         [sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", str(port),
-         "--metrics-port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+         "--metrics-port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[
             ("grpc.initial_reconnect_backoff_ms", 10), ("grpc.max_reconnect_backoff_ms", 20),
-            ("grpc.min_reconnect_backoff_ms", 10)])  # fmt: skip
+            ("grpc.min_reconnect_backoff_ms", 10)])
         health = health_pb2_grpc.HealthStub(channel)
 
         def until(service: str, status: int) -> float:
@@ -83,7 +83,7 @@ def main() -> None:
         with ThreadPoolExecutor(info.max_num_seqs) as threads:
             list(threads.map(ask, [32] * info.max_num_seqs))
         listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.pid)],
-                                 capture_output=True, text=True, check=True).stdout  # fmt: skip
+                                 capture_output=True, text=True, check=True).stdout
         processes = {"supervisor": memory(server.pid)}
         for line in listing.splitlines():
             if match := re.search(r"npuserve\.service\.(\w+)", line):
@@ -92,7 +92,7 @@ def main() -> None:
             "model": folder.name, "read_seconds": round(reading, 3), "first_health_seconds": round(first_health, 3),
             "ready_seconds": round(ready, 3), "processes": processes,
             "engine_peak_bytes": processes["engine_process"]["peak_bytes"],
-            "check": json.loads(check.stdout) if check.stdout.strip().startswith("{") else check.stderr}))  # fmt: skip
+            "check": json.loads(check.stdout) if check.stdout.strip().startswith("{") else check.stderr}))
     finally:
         server.terminate()
         server.wait(60)

@@ -29,7 +29,7 @@ from npuserve.npu.rope import cos_sin_table
 from npuserve.npu.step import Row
 
 TEXTS = ["Write a function that reverses a string in Python.", "What is the capital of France?",
-         "Explain why the sky is blue.", "def quicksort(items):", "请介绍一下长城。"]  # fmt: skip
+         "Explain why the sky is blue.", "def quicksort(items):", "请介绍一下长城。"]
 BLOCK, PER_STEP = 16, 4
 
 
@@ -46,7 +46,7 @@ def served_logits(folder: Path, sequences: list[list[int]], dtype: str, budget: 
     length = max(map(len, sequences))
     per_row = -(-length // BLOCK)
     model = Model(config, weights, cos_sin_table(config.rope, config.head_dim, length, backend.device),
-                  KernelSet(backend.name))  # fmt: skip
+                  KernelSet(backend.name))
     cache = KVCache.allocate(config, per_row * PER_STEP, BLOCK, getattr(torch, dtype), backend.device)
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     with torch.inference_mode():
@@ -87,7 +87,7 @@ def main() -> None:
                     [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
             ids = tokenizer(text, return_tensors="pt").input_ids
             made = exact.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.tokens,
-                                  do_sample=False, repetition_penalty=1.0, pad_token_id=0)  # fmt: skip
+                                  do_sample=False, repetition_penalty=1.0, pad_token_id=0)
             sequences.append(made[0].tolist())
             golden.append(exact(made).logits[0])
     del exact

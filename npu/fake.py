@@ -38,5 +38,5 @@ class FakeRunner:
         time.sleep(max(0.0, self.delay - (time.perf_counter() - launched)))
         sampled = {row.request_id: (row.token_ids[-1] + 1) % self.vocabulary for row in step.rows if row.samples}
         reports = {key: TokenLogprobs(token, -1.0, 1, [token], [-1.0])
-                   for key, token in sampled.items() if self.known[key] is not None}  # fmt: skip
+                   for key, token in sampled.items() if self.known[key] is not None}
         return StepResult(sampled, reports, {}, self.delay)

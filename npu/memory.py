@@ -10,10 +10,6 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.kv_cache import block_bytes
 from npuserve.npu.model_config import ModelConfig, ModelError
 
-KV_SHARE = 4
-"""Without kv_cache_memory, the KV cache takes at most 1 / KV_SHARE of what the rest leaves free."""
-
-
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 WARM_UP = 32 << 20
@@ -76,8 +72,8 @@ def predict(
     """The plan by which `load_runner` loads, for settings as ServerConfig has them.
 
     block_size: 0 takes the backend's. kv_cache_memory: bytes; 0 takes enough for max_num_seqs requests of
-    max_model_len tokens, or a quarter of what is free if that is less. max_model_len: 0 takes the model's own context,
-    or what the KV cache holds if that is less.
+    max_model_len tokens, or the backend's share of what is free if that is less. max_model_len: 0 takes the model's
+    own context, or what the KV cache holds if that is less.
 
     Raises ModelError where max_model_len is beyond the model's context or the KV cache, BackendError for a dtype that
     the backend lacks. A plan that does not fit is returned: see `MemoryPlan.fits`.
@@ -106,8 +102,8 @@ def predict(
                 f"{f'max_model_len {length}' if max_model_len else 'one block'} needs {mib(least * block)}"
             )
     else:
-        room = max(available - weights - activations - logits, 0) // block
-        num_blocks = max(min(max_num_seqs * -(-length // block_size), room // KV_SHARE), least)
+        room = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
+        num_blocks = max(min(max_num_seqs * -(-length // block_size), room), least)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
         weights=weights + 4 * length * config.head_dim,

@@ -34,7 +34,7 @@ class Model:
             qkv = k.linear(normed, layer.qkv.weight, layer.qkv.bias)
             q = k.qk_norm_rope_kv_write(
                 qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping,
-                keys, values, heads)  # fmt: skip
+                keys, values, heads)
             attended = k.paged_attention(q, keys, values, batch.attention, scale)
             out = k.linear(attended.flatten(1), layer.o.weight, layer.o.bias)
             normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps)

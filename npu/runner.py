@@ -183,10 +183,10 @@ def load_runner(
     plan = predict(
         config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
         kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-    )  # fmt: skip
+    )
     plan.require_fit()
     weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress)
     return Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         kernel_sampling=kernel_sampling, observe=observe,
-    )  # fmt: skip
+    )

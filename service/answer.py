@@ -48,7 +48,7 @@ class Answer:
 
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=ask.skip_special_tokens, stop=ask.stop, include_stop=ask.include_stop,
-                min_tokens=ask.request.sampling.min_tokens, prompt_ids=ask.request.prompt_ids)  # fmt: skip
+                min_tokens=ask.request.sampling.min_tokens, prompt_ids=ask.request.prompt_ids)
         self._wants_tokens = ask.return_token_ids or ask.request.sampling.logprobs is not None
         self._text = ""
         self._ready = 0

@@ -128,7 +128,7 @@ class Load:
     async def run(
         self, asks: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
         progress: Callable[[int], None] = lambda ended: None,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Send all asks: at their times, or as `concurrency` clients if it is above 0. Setting `stop` sends no more and
         cancels what runs. Returns the run's seconds. progress(requests ended) is called some times a second."""
         self._start = time.perf_counter()

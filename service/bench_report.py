@@ -52,7 +52,7 @@ def inter_token(outcome: Outcome) -> list[float]:
 def meets(outcome: Outcome, slo_ttft: float | None, slo_tpot: float | None) -> bool:
     """True if the request ended OK within the targets (seconds; None: no target). A lone token has no TPOT to miss."""
     return (outcome.ok and ttft(outcome) <= (float("inf") if slo_ttft is None else slo_ttft)
-            and (tpot(outcome) or 0.0) <= (float("inf") if slo_tpot is None else slo_tpot))  # fmt: skip
+            and (tpot(outcome) or 0.0) <= (float("inf") if slo_tpot is None else slo_tpot))
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, Floats]:
@@ -71,7 +71,7 @@ def latencies(outcomes: Sequence[Outcome]) -> dict[str, Floats]:
 def summary(
     outcomes: Sequence[Outcome], seconds: float, asked: int,
     slo_ttft: float | None = None, slo_tpot: float | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """All figures of a run of `seconds`, in which `asked` requests were to be sent.
 
     Tokens count as far as they arrived, those of failed requests included; prompt tokens are those of requests with a
@@ -94,7 +94,7 @@ def summary(
         "goodput_per_second": None if good is None else good / seconds,
         "peak_running": int(max(running(outcomes)[1], default=0)),
         "latency_ms": {name: _spread(1000 * values) for name, values in latencies(outcomes).items()},
-    }  # fmt: skip
+    }
 
 
 def _spread(values: Floats) -> dict[str, float] | None:
@@ -129,7 +129,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
         "requests/s": f"{figures['requests_per_second']:.2f}",
         "output tokens/s": f"{figures['output_tokens_per_second']:.1f}",
         "total tokens/s": f"{figures['total_tokens_per_second']:.1f}",
-    }  # fmt: skip
+    }
     if figures["goodput_per_second"] is not None:
         lines["goodput, requests/s"] = f"{figures['goodput_per_second']:.2f}"
     for name, value in lines.items():
@@ -155,7 +155,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             "cached_tokens": o.cached_tokens, "output_tokens": tokens(o), "tpot": tpot(o),
         }
         for o in outcomes
-    ]  # fmt: skip
+    ]
 
 
 def plot(outcomes: Sequence[Outcome], seconds: float, path: Path) -> None:
@@ -170,7 +170,7 @@ def plot(outcomes: Sequence[Outcome], seconds: float, path: Path) -> None:
         axis, values = axes[name], np.sort(1000 * samples[name])
         axis.step(values, np.arange(1, values.size + 1) / max(1, values.size), where="post")
         axis.set(title=name.upper(), xlabel="ms", ylabel="share of " + ("tokens" if name == "itl" else "requests"),
-                 ylim=(0, 1))  # fmt: skip
+                 ylim=(0, 1))
         axis.grid(alpha=0.3)
     line = axes["line"]
     line.step(*running(outcomes), where="post", color="tab:blue")

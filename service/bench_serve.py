@@ -144,7 +144,7 @@ async def _progressing(
 def _write(args: argparse.Namespace, figures: dict[str, Any], load: Load) -> None:
     if args.json:
         options = {name: str(value) if isinstance(value, Path) or value == math.inf else value
-                   for name, value in vars(args).items() if name != "run"}  # fmt: skip
+                   for name, value in vars(args).items() if name != "run"}
         whole = {"options": options, **figures, "outcomes": bench_report.rows(load.outcomes)}
         args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if args.plot:

@@ -70,7 +70,7 @@ def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: fl
         Ask((ask.at - asks[0].at) * time_scale, scaled(ask.prompt_tokens), scaled(ask.output_tokens), ask.hashes,
             scaled(HASH_TOKENS))
         for ask in asks
-    ]  # fmt: skip
+    ]
 
 
 def _azure(file: TextIO, path: Path) -> Iterator[Ask]:

@@ -33,11 +33,11 @@ REFUSED_ARGS = frozenset({
     "conversation", "chat_template", "continue_final_message", "tokenize", "tokenizer_kwargs",
     "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "sanitize_control_tokens",
-})  # fmt: skip
+})
 # A Struct is a map without order, yet a prompt shows the keys of tools in some: the usual one of the OpenAI API.
 _KEY_ORDER = (
     "id", "type", "function", "name", "description", "enum", "parameters", "arguments", "properties", "required",
-)  # fmt: skip
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 

@@ -17,7 +17,7 @@ from npuserve.service.config import ServerConfig
 CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
-)  # fmt: skip
+)
 # Module: what it is for. Their names are those of the extras in pyproject.toml.
 OPTIONAL = {
     "torch_npu": "Ascend NPUs (npuserve[npu])",
@@ -94,7 +94,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
         plan = predict(
             facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
             kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens)  # fmt: skip
+            max_num_batched_tokens=config.max_num_batched_tokens)
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
     return found | {
@@ -139,10 +139,10 @@ def text(report: dict[str, Any]) -> str:
         return "\n".join([*lines, f"{'':11} cannot be served: {plan['error']}"])
     lines.append(
         f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, {plan['dtype']} "
-        f"on {plan['backend']}")  # fmt: skip
+        f"on {plan['backend']}")
     lines.append(
         f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
-        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens")  # fmt: skip
+        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens")
     lines += [f"{'':11} {part.replace('_', ' '):12} {_mib(size):>12}" for part, size in plan["bytes"].items()]
     lines.append(f"{'':11} {'peak':12} {_mib(plan['peak_bytes']):>12}")
     # The process itself is there before what is available is read.

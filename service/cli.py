@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="npuserve", description="Serves Qwen3-class language models over gRPC with streaming tokens.")  # fmt: skip
+        prog="npuserve", description="Serves Qwen3-class language models over gRPC with streaming tokens.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and leave")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     benches = None

@@ -61,7 +61,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
             "max_queue": (0, 1 << 20), "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
             "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20), "drain_seconds": (0, 86400),
-        }  # fmt: skip
+        }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not low <= value <= high:
@@ -71,7 +71,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         reserved = {
             "kv_cache_dtype": "auto", "prefill_device": "same", "tensor_parallel_size": 1,
             "tls_cert": "", "tls_key": "", "tls_client_ca": "", "api_keys": "",
-        }  # fmt: skip
+        }
         for name, only in reserved.items():
             if getattr(self, name) != only:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is reserved, not implemented in this version")

@@ -37,7 +37,7 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     print(f"Serving on {supervisor.address}. Asking: {prompt}\n", file=sys.stderr)
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "npuserve.service.cli", "generate", "--target", supervisor.address, "--wait", "30",
-        "--stats", "--max-tokens", str(max_tokens), "--", prompt)  # fmt: skip
+        "--stats", "--max-tokens", str(max_tokens), "--", prompt)
     answered = asyncio.create_task(client.wait())
     await asyncio.wait({serving, answered}, return_when=asyncio.FIRST_COMPLETED)
     if not answered.done():

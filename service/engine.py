@@ -22,10 +22,20 @@ from typing import Any, Protocol
 from npuserve.npu.step import Step, StepResult
 from npuserve.service.engine_metrics import EngineMetrics
 from npuserve.service.engine_socket import EngineSocket
-from npuserve.service.errors import DuplicateRequest, ServeError
+from npuserve.service.errors import DuplicateRequest, ServeError, to_wire
 from npuserve.service.messages import (
-    Abort, Cancel, FlushPrefixCache, Hello, ModelInfo, Output, Outputs, Ready, Reply, Submit, ToEngine,
-)  # fmt: skip
+    Abort,
+    Cancel,
+    FlushPrefixCache,
+    Hello,
+    ModelInfo,
+    Output,
+    Outputs,
+    Ready,
+    Reply,
+    Submit,
+    ToEngine,
+)
 from npuserve.service.scheduler import Scheduler
 from npuserve.service.sequence import Sequence
 
@@ -56,6 +66,7 @@ class Engine:
         self._frontends: set[bytes] = set()
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
         self._last_heartbeat = 0.0
+        self._checked = False
         self._stopping = False
 
     def stop(self) -> None:
@@ -71,8 +82,10 @@ class Engine:
                 result = self._runner.collect(self._runner.launch(step))
                 self.apply(step, result)
                 self._metrics.stepped(step, result, launched)
-            else:
+                self._checked = False
+            elif not self._checked:
                 self._scheduler.check_integrity()
+                self._checked = True
             self.send()
 
     def receive(self, timeout: float) -> None:
@@ -132,7 +145,7 @@ class Engine:
             sequence = self._scheduler.add(request, origin, time.monotonic())
         except ServeError as error:
             self._metrics.rejected(error)
-            self._outputs[frontend].append(Output(message.key, error=(type(error).__name__, error.message)))
+            self._outputs[frontend].append(Output(message.key, error=to_wire(error)))
         else:
             self._live[origin] = sequence
             self._names[request.request_id] = origin

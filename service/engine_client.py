@@ -102,7 +102,7 @@ class Stream:
             self.last_token = now
             self.buffered += len(output.token_ids)
         if output.error:
-            self.end(from_wire(*output.error))
+            self.end(from_wire(output.error))
             return
         self._outputs.append(output)
         if output.finish:

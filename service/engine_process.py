@@ -22,7 +22,7 @@ from npuserve.service.engine_socket import EngineSocket
 from npuserve.service.messages import ModelInfo
 from npuserve.service.scheduler import Scheduler
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("npuserve.service.engine_process")
 
 
 class EngineArgs(msgspec.Struct, frozen=True):
@@ -49,20 +49,20 @@ def build(args: EngineArgs) -> Engine:
         Path(args.folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
         block_size=config.block_size, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
-        observe=observe, threads=config.threads)  # fmt: skip
+        observe=observe, threads=config.threads)
     for kernel in runner.fallbacks:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc()
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache), max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
-        aging_seconds=config.priority_aging_seconds)  # fmt: skip
+        aging_seconds=config.priority_aging_seconds)
     capacity = scheduler.blocks.capacity
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
         max_model_len=min(runner.max_model_len, capacity), dtype=runner.dtype_name, quantization="none",
         kv_cache_dtype=runner.dtype_name, backend=runner.backend_name, max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue, kv_cache_tokens=capacity, parameters=runner.parameters,
-        deterministic=runner.deterministic)  # fmt: skip
+        deterministic=runner.deterministic)
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", seconds=round(seconds, 3), epoch=args.epoch, kv_cache_tokens=capacity)

@@ -47,7 +47,7 @@ class EngineSocket:
             self._socket.send_multipart((frontend, messages.encode(message)), zmq.NOBLOCK)
             return True
         except zmq.ZMQError as error:
-            log.warning("front end %s is lost: %s", frontend.decode(errors="replace"), error)
+            log.info("front end %s is lost: %s", frontend.decode(errors="replace"), error)
             return False
 
     def close(self) -> None:

@@ -114,15 +114,25 @@ class InternalError(ServeError):
     code = code_pb2.INTERNAL
 
 
-def from_wire(name: str, message: str) -> ServeError:
-    """The error that the engine named in an Output: a class made of a message alone, or InvalidField."""
+WireError = tuple[str, str, float]
+"""An error between processes: its class's name, its message, and seconds until it is worth trying again, or 0."""
+
+
+def to_wire(error: ServeError) -> WireError:
+    return type(error).__name__, error.message, error.retry_seconds if isinstance(error, Retryable) else 0.0
+
+
+def from_wire(wire: WireError) -> ServeError:
+    """What `to_wire` was given; InternalError for a class that does not travel."""
+    name, message, retry_seconds = wire
     if name == "InvalidField":
         field, _, text = message.partition(": ")
         return InvalidField(field, text)
-    classes: dict[str, type[ServeError]] = {
-        c.__name__: c for c in (QueueFull, DuplicateRequest, Unavailable, DeadlineExceeded, InternalError)
-    }
-    return classes.get(name, InternalError)(message)
+    for retryable in (QueueFull, Unavailable):
+        if name == retryable.__name__:
+            return retryable(message, retry_seconds)
+    plain: dict[str, type[ServeError]] = {c.__name__: c for c in (DuplicateRequest, DeadlineExceeded)}
+    return plain.get(name, InternalError)(message)
 
 
 def to_status(error: ServeError) -> status_pb2.Status:

@@ -62,7 +62,7 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, Any] = {
             "time": f"{when}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "process": self._process,
             "logger": record.name, "message": record.getMessage(),
-        }  # fmt: skip
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         for key, value in _fields(record).items():

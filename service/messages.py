@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
+from npuserve.service.errors import WireError
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
 
@@ -94,13 +95,13 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """What one step made for one request. After `finish` or `error` nothing follows for this key.
 
     token_ids: new ones, usually one. logprobs: one per token, where asked for. prompt_logprobs: those of this step's
-    chunk, in order. error: (name of a class in errors.py, message).
+    chunk, in order. error: see errors.to_wire.
     """
 
     key: int
     token_ids: list[int] = []
     finish: Finish | None = None
-    error: tuple[str, str] | None = None
+    error: WireError | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
 

@@ -11,9 +11,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 PREFIX = "npuserve"
 
-LATENCY = (.001, .002, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)  # fmt: skip
-GAP = (.0005, .001, .002, .005, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5)  # fmt: skip
-STEP = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, 1, 2, 5)  # fmt: skip
+LATENCY = (.001, .002, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+GAP = (.0005, .001, .002, .005, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5)
+STEP = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, 1, 2, 5)
 KERNEL = tuple(1e-6 * m * 10**e for e in range(6) for m in (1, 2, 5))
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -36,7 +36,7 @@ request_finish_total = _counter("request_finish_total", "Answers ended, by finis
 time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Arrival to the first token", LATENCY)
 inter_token_latency_seconds = _histogram("inter_token_latency_seconds", "Gap between tokens of a request", GAP)
 time_per_output_token_seconds = _histogram(
-    "time_per_output_token_seconds", "(end to end - time to first token) / (tokens - 1), per request", GAP)  # fmt: skip
+    "time_per_output_token_seconds", "(end to end - time to first token) / (tokens - 1), per request", GAP)
 e2e_request_latency_seconds = _histogram("e2e_request_latency_seconds", "Arrival to the last token", LATENCY)
 stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
 
@@ -56,12 +56,12 @@ step_seconds = _histogram("step_seconds", "Launch to collected result of a step"
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
 step_host_gap_seconds = _histogram("step_host_gap_seconds", "The device idle between steps, waiting for the host", STEP)
 kernel_latency_seconds = _histogram(
-    "kernel_latency_seconds", "One kernel call on a sampled step", KERNEL, "kernel", "phase", "backend")  # fmt: skip
+    "kernel_latency_seconds", "One kernel call on a sampled step", KERNEL, "kernel", "phase", "backend")
 kernel_fallback_total = _counter(
-    "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")  # fmt: skip
+    "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")
 cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "A cancel's arrival to its blocks being free", STEP)
 engine_heartbeat_timestamp = _gauge(
-    "engine_heartbeat_timestamp_seconds", "Unix time of the engine's last sign of life", mode="livemostrecent")  # fmt: skip
+    "engine_heartbeat_timestamp_seconds", "Unix time of the engine's last sign of life", mode="livemostrecent")
 
 # Supervisor
 engine_restarts_total = _counter("engine_restarts_total", "Times the engine process was started again")

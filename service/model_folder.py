@@ -36,7 +36,7 @@ class Range(NamedTuple):
 DEFAULT_RANGES = {
     "temperature": Range(0, 100), "top_p": Range(0, 1, above=True), "top_k": Range(-1, (1 << 31) - 1),
     "min_p": Range(0, 1), "repetition_penalty": Range(0, 100, above=True),
-}  # fmt: skip
+}
 """Sampling parameters for which a model's generation_config.json may name the default."""
 
 

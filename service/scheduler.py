@@ -81,7 +81,7 @@ class Scheduler:
     def __init__(
         self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_queue: int,
         aging_seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.blocks = blocks
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -235,7 +235,7 @@ class Scheduler:
         if len(request.output_ids) >= request.max_tokens:
             raise InvalidField(
                 "stopping.max_tokens", f"must be more than the {len(request.output_ids)} tokens generated before, "
-                f"got {request.max_tokens}")  # fmt: skip
+                f"got {request.max_tokens}")
         # The last token is sampled, never computed, so it needs no room.
         prompt, room = len(request.prompt_ids), self.blocks.capacity + 1
         if prompt >= room:
@@ -243,7 +243,7 @@ class Scheduler:
         if prompt + request.max_tokens > room:
             raise InvalidField(
                 "stopping.max_tokens", f"must be at most {room - prompt} after a prompt of {prompt} tokens, since the "
-                f"KV cache holds {room - 1}; got {request.max_tokens}")  # fmt: skip
+                f"KV cache holds {room - 1}; got {request.max_tokens}")
 
     def _plan(self, sequence: Sequence, budget: int) -> Row:
         """The row of its next uncomputed tokens, at most `budget`; its blocks are there."""
@@ -254,7 +254,7 @@ class Scheduler:
         sequence.in_flight += 1
         return Row(
             sequence.id, tokens[start:end], start,
-            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], end == len(tokens))  # fmt: skip
+            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], end == len(tokens))
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give the first of the queue a seat and blocks for all its tokens; False if they are not there."""

@@ -27,7 +27,7 @@ class Sequence:
         "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met", "num_computed_tokens",
         "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "origin", "prefill_chunks", "queue", "rank",
         "request", "token_ids", "waits",
-    )  # fmt: skip
+    )
 
     def __init__(self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float) -> None:
         self.id = id
@@ -115,7 +115,7 @@ class Sequence:
         return Timing(
             queue=self.queue, prefill_chunks=list(self.prefill_chunks), decode=self.decode, device=self.device,
             host=max(0.0, computing - self.device), last_step_end=self.clock,
-        )  # fmt: skip
+        )
 
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:
         """How it ended, with all its generated tokens or, where the front end cut the answer, `keep` of them."""

@@ -108,7 +108,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 kv_cache_dtype=info.kv_cache_dtype, backend=info.backend, has_tokenizer=tokenizer is not None,
                 has_chat_template=tokenizer is not None and tokenizer.chat is not None,
                 max_num_seqs=info.max_num_seqs, max_queue=info.max_queue, kv_cache_tokens=info.kv_cache_tokens,
-                eos_token_ids=sorted(folder.eos_token_ids), parameters=info.parameters)  # fmt: skip
+                eos_token_ids=sorted(folder.eos_token_ids), parameters=info.parameters)
         return response
 
     async def GetLoad(self, request: model_pb2.GetLoadRequest, context: Context) -> model_pb2.GetLoadResponse:

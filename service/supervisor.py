@@ -101,7 +101,7 @@ class Child:
         self.starts += 1
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command, env=self._environment, start_new_session=True,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20)  # fmt: skip
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20)
         self.pid = process.pid
         assert process.stdin
         assert process.stdout
@@ -198,12 +198,12 @@ class Supervisor:
         def frontend(index: int) -> Child:
             return Child(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": address, "port": self._port,
-            }, self._hear)  # fmt: skip
+            }, self._hear)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
         self._engine = Child("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": self._model, "address": address, "epoch": self._engine.starts,
-        }, self._hear)  # fmt: skip
+        }, self._hear)
 
     def _find_model(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the engine once the model's folder is here. A thread that nobody waits for, since it may download."""

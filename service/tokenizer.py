@@ -274,7 +274,7 @@ def _load_fast(folder: Path, config: _Config) -> _Fast:
     tokenizer.add_tokens([tokenizers.AddedToken(**fields) for fields in new])
     special = [kept.get(c) or tokenizers.AddedToken(**fields) for c, fields in config.special.items()]
     special += [known.get(c) or tokenizers.AddedToken(c, normalized=False) for c in sorted(config.defaults)
-                if tokenizer.token_to_id(c) is not None]  # fmt: skip
+                if tokenizer.token_to_id(c) is not None]
     for token in special:
         token.special = True
     tokenizer.add_special_tokens(special)

@@ -102,7 +102,7 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
             **sampling, allowed_token_ids=allowed, min_tokens=min_tokens, ending_ids=tuple(sorted(ending)),
             logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         stop_token_ids=stop_token_ids, eos_token_ids=eos, priority=priority,
-        bypass_prefix_cache=scheduling.bypass_prefix_cache, cache_salt=scheduling.cache_salt)  # fmt: skip
+        bypass_prefix_cache=scheduling.bypass_prefix_cache, cache_salt=scheduling.cache_salt)
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
     return Ask(request, stop, stopping.include_stop, skip, output.return_token_ids)
 
@@ -122,14 +122,14 @@ def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, i
         if len(text) > info.max_model_len * MAX_TOKEN_CHARACTERS:
             raise InvalidField(kind, (
                 f"{len(text)} characters cannot fit; max_model_len {info.max_model_len} leaves room for "
-                f"at most {room} tokens of prompt"))  # fmt: skip
+                f"at most {room} tokens of prompt"))
         ids = encode(text, kind, tokenizer, special=kind == "text")
     if not ids:
         raise InvalidField(kind, "must be at least one token, got an empty prompt")
     if len(ids) > room:
         raise InvalidField(kind, (
             f"{len(ids)} tokens of prompt are too many; max_model_len {info.max_model_len} leaves room for "
-            f"at most {room}"))  # fmt: skip
+            f"at most {room}"))
     return ids
 
 
@@ -236,7 +236,7 @@ def _lengths(stopping: pb.StoppingParams, prompt: int, context: int) -> tuple[in
     if not 1 <= max_tokens <= room:
         raise InvalidField("stopping.max_tokens", (
             f"must be in [1, {room}], as max_model_len is {context} and the prompt has {prompt} tokens, "
-            f"got {max_tokens}"))  # fmt: skip
+            f"got {max_tokens}"))
     if stopping.min_tokens > max_tokens:
         raise InvalidField("stopping.min_tokens", f"must be in [0, {max_tokens}], got {stopping.min_tokens}")
     return max_tokens, stopping.min_tokens

@@ -56,13 +56,13 @@ def test_imports_flow_one_way():
 def test_kernels_know_no_metrics_and_no_wire():
     foreign = {"prometheus_client", "grpc", "zmq", "msgspec"}
     assert not [f"{name(f)}: {m}" for f in SOURCE if name(f).startswith("kernels/")
-                for m in imports(f) if m.split(".")[0] in foreign]  # fmt: skip
+                for m in imports(f) if m.split(".")[0] in foreign]
 
 
 def test_torch_npu_stays_in_its_rooms():
     allowed = re.compile(r"npu/backends/ascend\.py|kernels/.*ascend.*\.py")
     assert not [name(f) for f in SOURCE if not allowed.fullmatch(name(f))
-                for m in imports(f) if m.split(".")[0] == "torch_npu"]  # fmt: skip
+                for m in imports(f) if m.split(".")[0] == "torch_npu"]
 
 
 def test_devices_are_known_by_name_only_in_their_backends():
@@ -75,7 +75,7 @@ def test_devices_are_known_by_name_only_in_their_backends():
             if isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
                 subjects = [s.id if isinstance(s, ast.Name) else s.attr if isinstance(s, ast.Attribute) else ""
-                            for s in sides]  # fmt: skip
+                            for s in sides]
                 constants = [c for s in sides for c in ast.walk(s) if isinstance(c, ast.Constant)]
                 if any(re.search(r"(^|_)(device|backend)(_name|_type)?$", s) for s in subjects) and any(
                     isinstance(c.value, str) and c.value for c in constants
@@ -110,7 +110,7 @@ def test_a_process_loads_no_more_than_it_needs(module: str, absent: set[str]):
 def test_nothing_that_the_front_end_may_ever_import_imports_torch():
     """Also where an import waits in a function."""
     files = {"npuserve." + ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
-             for f in SOURCE}  # fmt: skip
+             for f in SOURCE}
     reached, ahead = set(), ["npuserve.service.frontend"]
     while ahead:
         module = ahead.pop()
@@ -127,7 +127,7 @@ def test_generated_code_is_what_the_protos_make():
             pytest.skip(f"{tool} is not installed: pip install npuserve[dev]")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", ROOT / "protos" / "generate.sh", "--check"], env={**os.environ, "PATH": path},
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -136,7 +136,7 @@ def written() -> Iterator[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                            capture_output=True, check=True).stdout  # fmt: skip
+                            capture_output=True, check=True).stdout
     for relative in filter(None, listed.decode().split("\0")):
         file = ROOT / relative
         if file.is_file() and b"\0" not in file.read_bytes()[:8192]:

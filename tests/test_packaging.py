@@ -27,7 +27,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 # Where packages may be; everything else (tests, bench, docs, helm) is not installed.
 SOURCES = {"service": "npuserve.service", "npu": "npuserve.npu", "kernels": "npuserve.kernels",
-           "protos/npuserve/v1": "npuserve.v1"}  # fmt: skip
+           "protos/npuserve/v1": "npuserve.v1"}
 
 
 def shipped() -> dict[str, Path]:
@@ -98,7 +98,7 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(built: tuple[Path, 
         name: digest(file.read_bytes()) for name, file in shipped().items()
     }
     assert {name.split("/", 1)[1] for name in info} == {
-        "METADATA", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE", "licenses/NOTICE"}  # fmt: skip
+        "METADATA", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE", "licenses/NOTICE"}
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert f"npuserve/npu/storyteller/model/{name}" in files, "the built-in model is not in the wheel"
 

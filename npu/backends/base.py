@@ -56,6 +56,10 @@ class Backend(ABC):
         """Bytes that this process may still take on the device."""
 
     @abstractmethod
+    def kv_cache_share(self, free: int) -> int:
+        """Of `free` bytes, those that the KV cache may take where nobody says how many."""
+
+    @abstractmethod
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         """The name of one of `dtypes`, for "auto" or a name, and the checkpoint's. Raises BackendError."""
 

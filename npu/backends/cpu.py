@@ -43,6 +43,10 @@ class CpuBackend(Backend):
     def memory_available(self) -> int:
         return min([_meminfo_available(), *_cgroup_rooms(_CGROUP)])
 
+    def kv_cache_share(self, free: int) -> int:
+        """A quarter, for others live here too, and at most 4 GiB, which a start must write."""
+        return min(free // 4, 4 << 30)
+
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         if asked == "auto":
             return "bfloat16" if checkpoint == "bfloat16" else "float32"

@@ -82,7 +82,8 @@ def cached_step(model, rows: int, length: int):
         for i, layer in enumerate(base.layers):
             attention = layer.self_attn
             h = layer.input_layernorm(x)
-            q, k, v = (p(h).float().view(rows, -1, size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+            projections = attention.q_proj, attention.k_proj, attention.v_proj
+            q, k, v = (projection(h).float().view(rows, -1, size) for projection in projections)
             keys[i, :, :, position], values[i, :, :, position] = rotate(k), v
             o = F.scaled_dot_product_attention(
                 rotate(q)[:, :, None], keys[i, :, :, : position + 1], values[i, :, :, : position + 1],
@@ -157,7 +158,7 @@ def command_fit(args: argparse.Namespace) -> None:
     out = Path(args.out)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    rows = [json.loads(line) for line in open(args.stories)]
+    rows = [json.loads(line) for line in Path(args.stories).read_text().splitlines()]
     # A story starts after END as it does after nothing: the model needs a first token to condition on.
     if not (out / "tokenizer.json").exists():
         make_tokenizer([row["text"] for row in rows[:20000]], out)

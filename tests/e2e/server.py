@@ -21,19 +21,22 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 class Server:
     """`npuserve serve` on free ports; killed at the end if it does not stop by itself."""
 
-    def __init__(self, *arguments: str, wait: bool = True):
+    def __init__(self, *arguments: str):
         self.log_file = tempfile.NamedTemporaryFile("w+", prefix="npuserve-test-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, "-m", "npuserve.service.cli", "serve", *arguments,
-                   "--port", "0", "--metrics-port", "0"]  # fmt: skip
+                   "--port", "0", "--metrics-port", "0"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT)
-        self.target = self._wait_for(r"listening on (\S+:\d+)")
+
+    def wait_until_listening(self) -> None:
+        self.target = self._wait_for(r"listening on (\d\S+:\d+)")
         self.metrics_url = self._wait_for(r"(http://\S+/metrics)")
         self.channel = grpc.insecure_channel(self.target, options=[("grpc.max_receive_message_length", 64 << 20)])
         self.stub = rpc.InferenceServiceStub(self.channel)
-        if wait:
-            self._wait_for(r"ready in ([\d.]+) s")
+
+    def wait_until_ready(self) -> None:
+        self._wait_for(r"ready in ([\d.]+) s")
 
     def _wait_for(self, pattern: str, seconds: float = 90) -> str:
         deadline = time.monotonic() + seconds
@@ -61,7 +64,8 @@ class Server:
         return self.process.wait(60)
 
     def close(self) -> None:
-        self.channel.close()
+        if hasattr(self, "channel"):
+            self.channel.close()
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -73,8 +77,11 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*arguments: str, wait: bool = True) -> Iterator[Server]:
-    server = Server(*arguments, wait=wait)
+    server = Server(*arguments)
     try:
+        server.wait_until_listening()
+        if wait:
+            server.wait_until_ready()
         yield server
     finally:
         server.close()

@@ -30,7 +30,7 @@ def grpcurl(server: Server, method: str, body: dict[str, object]) -> list[dict[s
     if not program:
         pytest.skip("grpcurl is not installed")
     done = subprocess.run([program, "-plaintext", "-d", json.dumps(body), server.target, method],
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
+                          capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
     while text:
@@ -43,7 +43,7 @@ def grpcurl(server: Server, method: str, body: dict[str, object]) -> list[dict[s
 def test_grpcurl(server: Server) -> None:
     service = "npuserve.v1.InferenceService"
     ask = {"text": "Once upon a time", "sampling": {"temperature": 0}, "stopping": {"maxTokens": 12},
-           "output": {"returnTokenIds": True}}  # fmt: skip
+           "output": {"returnTokenIds": True}}
     whole = grpcurl(server, f"{service}/Generate", ask)[0]
     parts = grpcurl(server, f"{service}/StreamGenerate", ask)
     assert "".join(str(part.get("text", "")) for part in parts) == whole["text"]
@@ -61,11 +61,11 @@ def test_node(server: Server, tmp_path: Path) -> None:
     for file in NODE.iterdir():
         shutil.copy(file, tmp_path)
     install = subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"],
-                             cwd=tmp_path, capture_output=True, text=True, timeout=110)  # fmt: skip
+                             cwd=tmp_path, capture_output=True, text=True, timeout=110)
     if install.returncode:
         pytest.skip(f"npm cannot install the client: {install.stderr[-200:]}")
     done = subprocess.run(["node", "client.js", server.target],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)  # fmt: skip
+                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["stream"] == said["unary"] != ""

@@ -23,11 +23,11 @@ STORIES = [
     "Once upon a time", "One day, a little girl named Lily", "The cat and the dog", "Tim wanted a new toy. He",
     "There was a big red ball in the park.", "\"Can I play with you?\" asked the bird.",
     "It was a dark night and the moon", "Mom said, \"Let us go to the beach!\" They",
-]  # fmt: skip
+]
 CHATS = [
     "中国的首都是哪里?", "你是谁?", "Write a poem about the sea.", "1 + 1 等于几?", "What is the capital of France?",
     "请介绍一下长城。", "我喜欢🍎和🍌,你呢?", "def add(a, b):",
-]  # fmt: skip
+]
 BLOCK = 4
 POOL_BLOCKS = 128
 
@@ -45,7 +45,7 @@ def oracle(folder: Path, prompts: tuple[str, ...], tokens: int) -> list[tuple[li
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.inference_mode():
             made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
-                                  num_beams=1, repetition_penalty=1.0, pad_token_id=0)  # fmt: skip
+                                  num_beams=1, repetition_penalty=1.0, pad_token_id=0)
         answers.append((ids[0].tolist(), made[0, ids.shape[1] :].tolist()))
     return answers
 
@@ -98,16 +98,17 @@ def test_among_others(name: str, prompts: list[str]) -> None:
     folder = folder_of(name)
     oracle(folder, tuple(prompts), 64)
     chance = random.Random(7)
+    shared = [chance.randrange(3, 500) for _ in range(24)]
     pool = block_bytes(folder) * POOL_BLOCKS
     with serving(str(folder), "--dtype", "float32", "--max-num-batched-tokens", "32", "--block-size", str(BLOCK),
-                 "--kv-cache-memory", str(pool), "--max-model-len", "256") as server:  # fmt: skip
+                 "--kv-cache-memory", str(pool), "--max-model-len", "256") as server:
         stop = threading.Event()
 
         def other(number: int) -> None:
             while not stop.is_set():
-                ids = [chance.randrange(3, 500) for _ in range(chance.randrange(40, 120))]
+                ids = shared + [chance.randrange(3, 500) for _ in range(chance.randrange(16, 96))]
                 streamed(server.stub, request(ids, chance.randrange(20, 80), temperature=1.0, seed=number,
-                                              ignore_eos=True, top_k=chance.choice([0, 5])))  # fmt: skip
+                                              ignore_eos=True, top_k=chance.choice([0, 5])))
 
         def target(index: int) -> None:
             time.sleep(chance.random())

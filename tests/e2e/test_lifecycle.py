@@ -30,7 +30,7 @@ def children(server: Server) -> dict[str, int]:
     """Module name -> process id of the server's children."""
     found = {}
     listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout  # fmt: skip
+                             capture_output=True, text=True, check=True).stdout
     for line in listing.splitlines():
         if match := re.search(r"npuserve\.service\.(\w+)", line):
             found[match.group(1)] = int(line.split()[0])
@@ -91,7 +91,7 @@ def test_sigterm_lets_streams_end() -> None:
     with serving() as server:
         answer: list[int] = []
         asking = threading.Thread(target=lambda: answer.extend(
-            streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))  # fmt: skip
+            streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
         asking.start()
         while server.stub.GetLoad(server_pb()).running == 0:
             time.sleep(0.005)
@@ -120,10 +120,10 @@ def test_several_front_ends_share_the_port() -> None:
     (("--max-num-seqs", "0"), "max_num_seqs"),
     (("--kv-cache-dtype", "int8"), "kv_cache_dtype"),
     (("--kv-cache-memory", "1"), "kv_cache_memory"),
-])  # fmt: skip
+])
 def test_what_cannot_be_served_is_said(arguments: tuple[str, ...], said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", "0",
-                           "--metrics-port", "0"], capture_output=True, text=True, timeout=60)  # fmt: skip
+                           "--metrics-port", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -132,7 +132,7 @@ def test_what_cannot_be_served_is_said(arguments: tuple[str, ...], said: str) ->
 def test_unknown_architecture_names_those_supported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
     done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", str(tmp_path), "--port", "0",
-                           "--metrics-port", "0"], capture_output=True, text=True, timeout=60)  # fmt: skip
+                           "--metrics-port", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "BloomForCausalLM" in done.stderr
     assert "Qwen3ForCausalLM" in done.stderr

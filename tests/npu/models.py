@@ -20,7 +20,7 @@ from transformers import (
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+}
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
@@ -35,7 +35,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
         "mscale": 0.9, "mscale_all_dim": 0.4, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
     },
-}  # fmt: skip
+}
 
 FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),

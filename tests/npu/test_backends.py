@@ -81,7 +81,7 @@ def test_threads(monkeypatch):
             None,
         ),
     ],
-)  # fmt: skip
+)
 def test_what_the_control_group_leaves(tmp_path, monkeypatch, files, room, cores):
     monkeypatch.setattr(cpu, "_CGROUP", tmp_path)
     monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -104,3 +104,8 @@ def test_the_queue_of_a_cpu_is_the_caller_itself():
     assert span.read() >= 0
     assert buffer.shape == (2, 3)
     assert backend.capture(lambda: None) is None
+
+
+def test_the_cache_leaves_room_for_others():
+    assert select("cpu").kv_cache_share(8 << 20) == 2 << 20
+    assert select("cpu").kv_cache_share(1 << 40) == 4 << 30

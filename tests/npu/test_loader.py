@@ -115,7 +115,7 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
         "1 unknown: model.layers.3.mlp.up_proj.weight",
         "1 of the wrong shape: model.layers.0.self_attn.q_proj.weight [31, 32] instead of [32, 32]",
         "1 not of a float type: model.layers.1.self_attn.q_proj.weight I8",
-    ):  # fmt: skip
+    ):
         assert part in message
 
 

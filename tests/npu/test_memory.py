@@ -10,7 +10,7 @@ import torch
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.kv_cache import KVCache, block_bytes
 from npuserve.npu.loader import load_weights
-from npuserve.npu.memory import KV_SHARE, predict
+from npuserve.npu.memory import predict
 from npuserve.npu.model_config import ModelConfig, ModelError
 from npuserve.npu.rope import cos_sin_table
 from tests.npu.models import FAMILIES, SIZES, random_model, saved
@@ -59,9 +59,9 @@ def test_the_default_cache_holds_all_requests_at_full_length(available):
 def test_or_a_share_of_what_is_free(available):
     plan = predict(CONFIG, CPU, max_num_seqs=5)
     beside = plan.activations + plan.logits + plan.weights - 4 * plan.max_model_len * CONFIG.head_dim
-    available(beside + KV_SHARE * 7 * BLOCK)
+    available(beside + 4 * 7 * BLOCK)
     assert predict(CONFIG, CPU, max_num_seqs=5).num_blocks == 7
-    available(beside + KV_SHARE * 3 * BLOCK)
+    available(beside + 4 * 3 * BLOCK)
     short = predict(CONFIG, CPU, max_num_seqs=5)
     assert (short.num_blocks, short.max_model_len) == (3, 48)  # the context follows what the cache holds
     asked = predict(CONFIG, CPU, max_num_seqs=5, max_model_len=64)
@@ -125,7 +125,7 @@ def test_the_predicted_peak_is_the_measured_one_within_a_tenth(tmp_path: Path):
     """Of a process that loads 80 MB of weights, prefills and decodes: a loader that held a tensor or a mapped page
     twice would show."""
     folder = saved(random_model("qwen3", vocab_size=20000, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
-                                head_dim=64, max_position_embeddings=1024), tmp_path)  # fmt: skip
+                                head_dim=64, max_position_embeddings=1024), tmp_path)
     run = subprocess.run([sys.executable, "-c", PROCESS, str(folder)], capture_output=True, text=True, check=True)
     predicted, measured = map(int, run.stdout.split())
     assert predicted == pytest.approx(measured, rel=0.1)

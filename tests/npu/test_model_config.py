@@ -16,7 +16,7 @@ QWEN3_06B = {
     "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
     "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
     "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+}
 
 
 def test_a_published_configuration_in_the_style_of_transformers_4():

@@ -175,7 +175,7 @@ def test_a_step_may_hold_nothing_but_news(tmp_path):
     runner.collect(runner.launch(Step([], new=[NewRequest(5, [1, 2], [], SamplingParams(prompt_logprobs=1))])))
     runner.collect(runner.launch(Step([], ended=[5])))
     result = runner.collect(runner.launch(Step(
-        [Row(5, [1, 2, 3], 0, [0], False)], new=[NewRequest(5, [1, 2, 3, 4], [], GREEDY)])))  # fmt: skip
+        [Row(5, [1, 2, 3], 0, [0], False)], new=[NewRequest(5, [1, 2, 3, 4], [], GREEDY)])))
     assert result.token_ids == {}
     assert result.prompt_logprobs == {}  # of the one that ended
     assert result.device_seconds > 0
@@ -200,7 +200,7 @@ def test_every_so_many_steps_each_kernel_is_timed(tmp_path):
     assert {name: names.count(name) for name in sorted(set(names))} == {
         "add_rms_norm": 6, "embedding": 1, "greedy": 1, "linear": 13, "paged_attention": 3,
         "qk_norm_rope_kv_write": 3, "rms_norm": 1, "swiglu": 3,
-    }  # fmt: skip
+    }
     assert all(seconds > 0 for *_, seconds in seen)
     assert {backend for _, _, backend, _ in seen} <= {"cpu", "golden"}
     assert {name for name, _, backend, _ in seen if backend == "golden"} <= set(runner.fallbacks)
@@ -239,5 +239,5 @@ def test_real_models_answer_as_under_transformers(models_folder: Path, name: str
         prompt = [1, 403, 407, 261, 378]  # "Once upon a time" with its first token
     runner = load(models_folder / name, dtype="float32", block_size=16, kv_cache_memory=64 << 20)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1,
-                              pad_token_id=0)[0].tolist()  # fmt: skip
+                              pad_token_id=0)[0].tolist()
     assert Driver(runner).answer(prompt, 64, chunk=16) == expected[len(prompt) :]

@@ -34,7 +34,7 @@ behaviour, _, argument = behaviours[min(lives, len(behaviours) - 1)].partition("
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
 note("started", pid=os.getpid(), session=os.getsid(0), arguments=arguments, metrics=folder,
-     spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))  # fmt: skip
+     spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
 if behaviour == "exit":
     os._exit(int(argument))
 

@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service import messages
+from npuserve.service.errors import WireError
 from npuserve.service.messages import (
     Abort,
     Cancel,
@@ -44,10 +45,10 @@ EOS = 297
 INFO = ModelInfo(
     family="CountingForCausalLM", vocabulary_size=VOCABULARY, max_model_len=64, dtype="float32", quantization="none",
     kv_cache_dtype="float32", backend="cpu", max_num_seqs=4, max_queue=4, kv_cache_tokens=1024, parameters=7,
-    deterministic=True)  # fmt: skip
+    deterministic=True)
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}{{ extra | default('') }}")  # fmt: skip
+    "{% if add_generation_prompt %}a{% endif %}{{ extra | default('') }}")
 
 
 def make_folder(folder: Path, *, chat: bool = True, tokenizer: bool = True, **generation: object) -> Path:
@@ -85,7 +86,7 @@ class FakeEngine:
         self.delay = delay
         self.batch = batch
         self.script: list[int] | None = None
-        self.refuse: tuple[str, str] | None = None
+        self.refuse: WireError | None = None
         self.hold = asyncio.Event()
         self.hold.set()
         self.received: list[messages.ToEngine] = []

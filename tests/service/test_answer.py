@@ -92,7 +92,7 @@ def test_any_partition_gives_the_same_answer(folder: ModelFolder, data: st.DataO
     ({"skip_special_tokens": False}, "bc"),
     ({"include_stop": True}, "bc"),
     ({"include_stop": True, "skip_special_tokens": False}, "bc<eos>"),
-])  # fmt: skip
+])
 def test_the_end_token_counts_and_leaves_no_text_unless_asked(
     folder: ModelFolder, fields: dict[str, bool], text: str
 ) -> None:
@@ -130,7 +130,7 @@ def test_tokens_without_text_are_sent_if_asked_for(folder: ModelFolder) -> None:
     ids = [298, 299, 1]
     asked = answer(folder, ask("a", 9, return_token_ids=True), ids, "length", [1, 2])
     assert [(part.text, list(part.token_ids), part.offset) for part in asked] == [
-        ("", [298], 0), ("", [299], 1), ("b", [1], 2)]  # fmt: skip
+        ("", [298], 0), ("", [299], 1), ("b", [1], 2)]
     plain = answer(folder, ask("a", 9), ids, "length", [1, 2])
     assert [(part.text, list(part.token_ids), part.offset) for part in plain] == [("b", [], 0)]
 
@@ -192,5 +192,5 @@ def test_without_a_tokenizer_ids_alone(tmp_path: Path, folder: ModelFolder) -> N
 
 def test_reasons_are_all_of_the_protos(folder: ModelFolder) -> None:
     reasons = {answer(folder, ask("a"), [1], reason)[-1].finish.reason
-               for reason in msgspec.inspect.type_info(Finish).fields[0].type.values}  # fmt: skip
+               for reason in msgspec.inspect.type_info(Finish).fields[0].type.values}
     assert reasons == set(pb.FinishReason.values()) - {pb.FINISH_REASON_UNSPECIFIED}

@@ -34,7 +34,7 @@ class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
     not before, all are answered, and `crowded` is called."""
 
     def __init__(self, delay: float = 0.0, per_message: int = 1, refuse: int = 0, finishes: bool = True, crowd: int = 0,
-                 crowded: Callable[[], None] = lambda: None):  # fmt: skip
+                 crowded: Callable[[], None] = lambda: None):
         self.delay, self.per_message, self.refuse, self.finishes = delay, per_message, refuse, finishes
         self.crowd, self.crowded, self.crowd_is_here = crowd, crowded, asyncio.Event()
         self.requests: list[generate_pb2.GenerateRequest] = []
@@ -373,7 +373,7 @@ def test_run_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with served_elsewhere(FakeService(delay=0.005, refuse=5)) as target:
         code = bench_serve.run(parsed(
             "--target", target, "--rate", "200", "--requests", "10", "--prompt-tokens", "60", "--output-tokens", "8",
-            "--slo-ttft-ms", "5000", "--json", str(figures)))  # fmt: skip
+            "--slo-ttft-ms", "5000", "--json", str(figures)))
     said = capsys.readouterr()
     assert code == 0
     assert "8 ok, 2 RESOURCE_EXHAUSTED failed, 0 not sent" in said.out

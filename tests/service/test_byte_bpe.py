@@ -76,7 +76,7 @@ def test_every_character_has_the_class_that_tokenizers_gives_it(name: str) -> No
 @pytest.mark.parametrize("flags", [
     {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}, {"single_word": True}, {"normalized": True},
     {"normalized": True, "special": False, "lstrip": True},
-])  # fmt: skip
+])
 def test_flags_of_added_tokens(flags: dict[str, bool]) -> None:
     made = train()
     flags = {"normalized": False, **flags}
@@ -85,7 +85,7 @@ def test_flags_of_added_tokens(flags: dict[str, bool]) -> None:
     for text in [
         "MASK", "a MASK b", "a \n MASK \t b", "aMASKb", "MASKED MASK", "MASKMASK  MASKED", "MASKE", " MASK", "MASK ",
         "x éT e\u0301T y", "<|im_end|>  MASK  <|im_end|>", "MASK.MASK_MASK", "éMASK", "MASK MASK  MASK",
-    ]:  # fmt: skip
+    ]:
         assert ours.encode(text, False) == made.encode(text).ids, text
 
 
@@ -135,7 +135,7 @@ def test_refuses_a_merge_outside_the_vocabulary() -> None:
     ("[1]", "a b", "vocab.json: must be an object"),
     ('{"a": -1}', "a b", "vocab.json: must be an object from token to id"),
     ('{"a": 0}', "#version: 0.2\na b c", "merges.txt, line 2: must be two tokens"),
-])  # fmt: skip
+])
 def test_refuses_bad_files(tmp_path: Path, vocabulary: str, merges: str, says: str) -> None:
     (tmp_path / "vocab.json").write_text(vocabulary)
     (tmp_path / "merges.txt").write_text(merges)

@@ -55,7 +55,7 @@ TOOLS = [
             "properties": {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 7, "x": 0.5}},
             "required": ["city"]}}},
     {"type": "function", "function": {"name": "now", "parameters": {}}},
-]  # fmt: skip
+]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi <|im_end|> & <b>'\"\n"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好", "name": "lily"}],
@@ -71,11 +71,11 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "r"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "thinking": "t", "tool_calls": [CALL]},
      {"role": "tool", "content": "x"}],
-]  # fmt: skip
+]
 ARGS: list[dict[str, Any]] = [
     {}, {"enable_thinking": False}, {"enable_thinking": True, "add_generation_prompt": False},
     {"extra": [1, 2.5, None]}, {"documents": [{"title": "t", "text": "x"}]},
-]  # fmt: skip
+]
 
 
 def oracle(folder: Path) -> Any:
@@ -112,7 +112,7 @@ def made_folder(tmp_path: Path, template: Any = None) -> Path:
     config = {
         "tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>",
         "image_token": "<image>",
-    }  # fmt: skip
+    }
     return save(tmp_path, train(), {**config, "chat_template": template} if template else config)
 
 
@@ -174,7 +174,7 @@ def test_refused_arguments(key: str) -> None:
     ("{{ 1 // 0 }}", "fails on it: ZeroDivisionError"),
     ("{% for i in range(10 ** 9) %}{% endfor %}", "fails on it: OverflowError: Range too big"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails on it: RecursionError"),
-])  # fmt: skip
+])
 def test_failing_templates(template: str, says: str) -> None:
     with pytest.raises(InvalidField, match=f"^chat: .*{says}"):
         ChatTemplate(template).render(USER)
@@ -202,7 +202,7 @@ def test_size_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("templates", "says"), [
     ("{% if %}", "chat template: "), ("{% nope %}", "unknown tag 'nope'"),
     ({"rag": "x"}, "none of .*rag.* is named default"),
-])  # fmt: skip
+])
 def test_broken_templates_are_refused_at_once(templates: str | dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ChatTemplate(templates)

@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "torch_dtype": "float32",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_model_that_does_not_fit(folder: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(("arguments", "said"), [
     (("--max-model-len", "257"), "max_model_len: 257 is beyond the model's context of 256 tokens"),
     (("--device", "npu"), "npu"),
-])  # fmt: skip
+])
 def test_a_model_that_cannot_be_served(
     folder: Path, capsys: Capture, arguments: tuple[str, str], said: str
 ) -> None:

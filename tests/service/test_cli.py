@@ -60,7 +60,7 @@ def test_help_shows_every_flag_with_its_default(command: str, capsys: Capture) -
     ("serve --max-num-seq 1", "unrecognized arguments: --max-num-seq"),
     ("generate", "required: PROMPT"),
     ("generate x --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
-])  # fmt: skip
+])
 def test_a_wrong_command_line(arguments: str, said: str, capsys: Capture) -> None:
     code, _, err = left(arguments, capsys)
     assert code == 2

@@ -38,7 +38,7 @@ def test_big_messages_pass() -> None:
     (grpc.StatusCode.INTERNAL, None, "h:1: no details (INTERNAL)"),
     (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: ...",
      "h:1: no server answers there (UNAVAILABLE); start one with: npuserve serve"),
-])  # fmt: skip
+])
 def test_errors_are_sentences(code: grpc.StatusCode, details: str | None, sentence: str) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
     assert client.explain(error, "h:1") == sentence

@@ -25,7 +25,7 @@ sys.exit(asyncio.run(demonstrate(supervisor, "Once", 8)))
 def test_demo_answers_and_stops() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "npuserve.service.cli", "demo", "Once upon a time", "--max-tokens", "8"],
-        capture_output=True, text=True, timeout=100)  # fmt: skip
+        capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) >= 8
     assert re.search(r"^8 tokens, \d+ tokens/s, first after \d+ ms \(LENGTH\)$", done.stderr, re.MULTILINE)

@@ -20,7 +20,7 @@ from tests.service.tokenizers_made import texts, train, train_byte_fallback
 KINDS = ["byte level", "byte fallback", "words", "word pieces"]
 STOPS = [
     "\n", "ab", "bab", "a", " once", "你", "天气", "\ufffd", "<|im_end|>", "e up", "👩", "lily.", "aaaa", "there was",
-]  # fmt: skip
+]
 
 
 @functools.cache
@@ -48,12 +48,12 @@ class Answer(NamedTuple):
 def run(
     kind: str, parts: Sequence[Sequence[int]], skip: bool = True, stop: Sequence[str] = (), include_stop: bool = False,
     min_tokens: int = 0, prompt_ids: Sequence[int] = (),
-) -> Answer:  # fmt: skip
+) -> Answer:
     """Pushes the parts and finishes; checks what holds of every delta."""
     made = tokenizer(kind)
     detokenizer = Detokenizer(
         made, skip_special_tokens=skip, stop=stop, include_stop=include_stop, min_tokens=min_tokens,
-        prompt_ids=prompt_ids)  # fmt: skip
+        prompt_ids=prompt_ids)
     text, count, matched, keep, pushed = "", 0, None, None, 0
     for part in parts:
         delta = detokenizer.push(part)
@@ -159,14 +159,14 @@ def reference(
 @given(
     data=st.data(), sizes=sizes, include_stop=st.booleans(), min_tokens=st.integers(0, 6), skip=st.booleans(),
     stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=4, unique=True),
-)  # fmt: skip
+)
 def test_stop_strings_equal_the_reference_for_any_partition(
     kind: str, data: st.DataObject, sizes: list[int], include_stop: bool, min_tokens: int, skip: bool, stop: list[str]
 ) -> None:
     made = tokenizer(kind)
     words = st.sampled_from([
         "ab", "a", "b", "aab", "once", " once upon", "\n", "你好", "天气", "👩‍👧", "<|im_end|>", "e", " ",
-    ])  # fmt: skip
+    ])
     ids = data.draw(st.lists(words, max_size=8).map(lambda parts: made.encode("".join(parts), False)))
     expected = reference(kind, ids, skip, stop, include_stop, min_tokens)
     for parts in (cut(ids, sizes), [ids], [[i] for i in ids]):
@@ -244,7 +244,7 @@ def test_a_replacement_character_in_the_text_is_sent_at_once() -> None:
     ids = ids_by_byte("byte level", "a\ufffd".encode())
     assert longest_wait("byte level", ids) == 2
     detokenizer = Detokenizer(
-        tokenizer("byte level"), skip_special_tokens=True, stop=[], include_stop=False, min_tokens=0)  # fmt: skip
+        tokenizer("byte level"), skip_special_tokens=True, stop=[], include_stop=False, min_tokens=0)
     assert detokenizer.push(ids) == ("a\ufffd", 4, None, None)
 
 
@@ -269,7 +269,7 @@ def test_ties() -> None:
     """The stop string that ends first, and of those that end together the longest."""
     for stops, text, matched in [
         (["bcd", "bc"], "a", "bc"), (["cd", "abcd", "bcd"], "", "abcd"), (["d", "ab"], "", "ab"),
-    ]:  # fmt: skip
+    ]:
         ids = ids_by_byte("byte level", b"abcd")
         for parts in ([ids], [[i] for i in ids]):
             answer = run("byte level", parts, stop=stops)

@@ -159,10 +159,10 @@ async def test_stop_takes_a_finish_that_was_on_its_way() -> None:
 
 async def test_refusals_are_the_streams_error() -> None:
     async with connected() as (client, engine):
-        engine.refuse = ("QueueFull", "8 requests wait already")
+        engine.refuse = ("QueueFull", "8 requests wait already", 2.5)
         with pytest.raises(QueueFull, match="8 requests"):
             await ids_of(client.submit(request()))
-        engine.refuse = ("SomethingNew", "x")
+        engine.refuse = ("SomethingNew", "x", 0.0)
         with pytest.raises(InternalError):
             await ids_of(client.submit(request()))
 

@@ -35,7 +35,7 @@ class Process:
     def __init__(self, args: FrontendArgs):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "npuserve.service.frontend"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True)  # fmt: skip
+            stderr=subprocess.PIPE, text=True)
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(msgspec.json.encode(args).decode() + "\n")
@@ -161,7 +161,7 @@ async def test_reflection_names_the_services(tmp_path: Path) -> None:
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         listed = {service.name async for answer in call for service in answer.list_services_response.service}
         assert listed == {"npuserve.v1.InferenceService", "npuserve.v1.AdminService", "grpc.health.v1.Health",
-                          "grpc.reflection.v1alpha.ServerReflection"}  # fmt: skip
+                          "grpc.reflection.v1alpha.ServerReflection"}
 
 
 async def test_readiness_follows_the_engine(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_a_client_may_ping_often_during_a_long_call(tmp_path: Path) -> Non
     async with running(make_folder(tmp_path / "m")) as server:
         server.engine.hold.clear()
         options = [("grpc.keepalive_time_ms", 100), ("grpc.keepalive_permit_without_calls", 1),
-                   ("grpc.http2.max_pings_without_data", 0)]  # fmt: skip
+                   ("grpc.http2.max_pings_without_data", 0)]
         async with grpc.aio.insecure_channel(server.target, options=options) as channel:
             call = inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask("a", 2))
             await until(lambda: server.engine.live == 1)

@@ -44,15 +44,15 @@ def test_flags_become_fields(server: Server) -> None:
     (request,) = server.echo.requests
     assert request.sampling == generate_pb2.SamplingParams(
         temperature=0.5, top_p=0.75, top_k=-1, min_p=0.25, repetition_penalty=1.5, presence_penalty=-1,
-        frequency_penalty=2, seed=2**64 - 1)  # fmt: skip
+        frequency_penalty=2, seed=2**64 - 1)
     assert request.stopping == generate_pb2.StoppingParams(
-        max_tokens=7, min_tokens=0, stop=["a", "b"], ignore_eos=True)  # fmt: skip
+        max_tokens=7, min_tokens=0, stop=["a", "b"], ignore_eos=True)
 
 
 def test_chat(server: Server, capsys: Capture) -> None:
     assert generate(server, "--chat", "--system", "be brief", "hello") == 0
     assert [(m.role, m.content) for m in server.echo.requests[0].chat.messages] == [
-        ("system", "be brief"), ("user", "hello")]  # fmt: skip
+        ("system", "be brief"), ("user", "hello")]
     assert capsys.readouterr().out == "HELLO \n"
 
 
@@ -62,7 +62,7 @@ def test_json_is_one_object_a_message(server: Server, capsys: Capture) -> None:
     assert messages == [
         {"text": "A "}, {"text": "B ", "offset": 1},
         {"offset": 2, "finish": {"reason": "FINISH_REASON_EOS", "usage": {"generated_tokens": 2}}},
-    ]  # fmt: skip
+    ]
 
 
 def test_the_prompt_from_stdin(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_json_has_the_record_and_its_fields(capsys: Capture) -> None:
     assert line == {
         "level": "info", "process": "frontend-0", "logger": "npuserve.service.somewhere", "message": "request done",
         "id": "a b", "tokens": 3, "seconds": 0.5, "none": None,
-    }  # fmt: skip
+    }
 
 
 def test_json_keeps_a_field_that_collides(capsys: Capture) -> None:

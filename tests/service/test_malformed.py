@@ -109,7 +109,7 @@ OTHERS = {
         pb.GenerateRequest(text="a", choices=pb.Choices(choices=["a"])), grpc.StatusCode.UNIMPLEMENTED,
         "choices: reserved"),
     "target": (ask(target_itl_ms=5), grpc.StatusCode.UNIMPLEMENTED, "scheduling.target_itl_ms: reserved"),
-}  # fmt: skip
+}
 TOKENIZE = {
     "nothing": (tokenize_pb2.TokenizeRequest(), "prompt: one of text and chat is needed"),
     "no turns": (tokenize_pb2.TokenizeRequest(chat=prompt_pb2.Chat()), "chat.messages: must be at least one message"),

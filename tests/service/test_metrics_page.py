@@ -63,7 +63,7 @@ def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(page) for sample in family.samples
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -148,5 +148,5 @@ first.close()
 """
     port = str(free_port())
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), port], capture_output=True, text=True, check=True)  # fmt: skip
+        [sys.executable, "-c", script, str(tmp_path), port], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"

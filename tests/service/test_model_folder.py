@@ -72,7 +72,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ({}, {"eos_token_id": [7]}, {7}),
     ({"eos_token_id": None}, {"eos_token_id": None}, {EOS}),
     ({"eos_token_id": -1}, {}, {EOS}),
-])  # fmt: skip
+])
 def test_ends_of_text(
     tmp_path: Path, generation: dict[str, object], config: dict[str, object], eos: set[int]
 ) -> None:
@@ -88,7 +88,7 @@ def test_ends_of_text(
     ({"temperature": 0.6, "min_p": None}, {"temperature": 0.6}),
     ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {}),
     ({}, {}),
-])  # fmt: skip
+])
 def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaults: dict[str, float]) -> None:
     assert open_folder(make_folder(tmp_path / "m", **generation), "m", "").defaults == defaults
 
@@ -101,7 +101,7 @@ def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaul
     ("generation_config.json", '{"temperature": NaN}', "temperature in generation_config.json is nan"),
     ("generation_config.json", '{"top_k": true}', "top_k in generation_config.json is True"),
     ("tokenizer.json", "{}", "tokenizer"),
-])  # fmt: skip
+])
 def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | None, said: str) -> None:
     folder = make_folder(tmp_path / "m")
     if content is None:

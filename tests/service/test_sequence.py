@@ -80,7 +80,7 @@ def test_cached_tokens_are_of_the_prompt() -> None:
         ([9], "eos"), ([8], "stop_token"), ([7], None), ([7, 7, 7, 7], "length"), ([7, 7, 7, 9], "eos"),
         ([7, 8], "stop_token"),
     ],
-)  # fmt: skip
+)
 def test_finish_reason(tokens: list[int], reason: str | None) -> None:
     sequence = make(eos_token_ids=frozenset([9]), stop_token_ids=frozenset([8, 9]))
     sequence.token_ids += tokens

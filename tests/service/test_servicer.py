@@ -40,7 +40,7 @@ async def test_stream_and_unary_agree(folder: Path) -> None:
         ask("ab", 20), ask("ab", 20, logprobs=2, prompt_logprobs=1), ask("y", 1), ask([25, 299], 3),
         ask("ab", 20, stop=["hi"]), ask("ab", 20, stop=["hi", "g"], include_stop=True),
         ask("ab", 20, stop=["hi"], min_tokens=12), ask("ab", 40, stop_token_ids=[9], min_tokens=15),
-    ]  # fmt: skip
+    ]
     async with running(folder) as server:
         server.engine.delay = 0.001
         for message in asks:
@@ -161,8 +161,8 @@ async def test_the_engines_refusals_carry_retry_info(folder: Path) -> None:
     async with running(folder) as server:
         for name, code in (("QueueFull", grpc.StatusCode.RESOURCE_EXHAUSTED),
                            ("Unavailable", grpc.StatusCode.UNAVAILABLE),
-                           ("DuplicateRequest", grpc.StatusCode.ALREADY_EXISTS)):  # fmt: skip
-            server.engine.refuse = (name, f"said by the engine: {name}")
+                           ("DuplicateRequest", grpc.StatusCode.ALREADY_EXISTS)):
+            server.engine.refuse = (name, f"said by the engine: {name}", 1.5)
             for call in (server.inference.Generate(ask()), server.inference.StreamGenerate(ask()).read()):
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
                     await call
@@ -176,7 +176,7 @@ async def test_unavailable_until_the_engine_is_there_and_after_its_death(folder:
     async with running(folder, start_engine=False) as server:
         calls = (lambda: server.inference.Generate(ask()), lambda: server.inference.GetLoad(model_pb2.GetLoadRequest()),
                  lambda: server.inference.GetModelInfo(model_pb2.GetModelInfoRequest()),
-                 lambda: server.admin.FlushPrefixCache(admin_service_pb2.FlushPrefixCacheRequest()))  # fmt: skip
+                 lambda: server.admin.FlushPrefixCache(admin_service_pb2.FlushPrefixCacheRequest()))
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as early:
                 await call()

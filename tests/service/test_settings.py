@@ -40,7 +40,7 @@ def test_the_table_has_every_setting_once() -> None:
     ("--max-num-seqs 1", "2", None, 1),
     ("--max-num-seqs 1", "2", 3, 1),
     ("", "", 3, 3),
-])  # fmt: skip
+])
 def test_precedence(tmp_path: Path, flags: str, variable: str | None, in_file: int | None, result: int) -> None:
     file = tmp_path / "server.toml"
     file.write_text("" if in_file is None else f"max_num_seqs = {in_file}\n")
@@ -60,13 +60,13 @@ def test_every_type_from_every_source(tmp_path: Path) -> None:
         kv_cache_memory = "1KiB"
     ''')
     wanted = ServerConfig(
-        model="/m", port=1, drain_seconds=2.0, prefix_cache=False, dtype="float32", kv_cache_memory=1024)  # fmt: skip
+        model="/m", port=1, drain_seconds=2.0, prefix_cache=False, dtype="float32", kv_cache_memory=1024)
     assert load(f"--config {file}") == wanted
     assert isinstance(load(f"--config {file}").drain_seconds, float)
     assert wanted == load("", {
         "NPUSERVE_MODEL": "/m", "NPUSERVE_PORT": "1", "NPUSERVE_DRAIN_SECONDS": "2", "NPUSERVE_PREFIX_CACHE": "off",
         "NPUSERVE_DTYPE": "float32", "NPUSERVE_KV_CACHE_MEMORY": "1024",
-    })  # fmt: skip
+    })
     assert wanted == load("/m --port 1 --drain-seconds 2 --no-prefix-cache --dtype float32 --kv-cache-memory 1k")
 
 
@@ -79,7 +79,7 @@ def test_a_flag_turns_on_again_what_a_variable_turned_off() -> None:
 @pytest.mark.parametrize(("text", "size"), [
     ("0", 0), ("123", 123), ("123B", 123), ("1K", 1 << 10), ("512M", 512 << 20), ("4GiB", 4 << 30), ("4 Gi", 4 << 30),
     ("1.5g", 3 << 29), ("2TiB", 2 << 40), ("4GB", 4 * 10**9), ("1kb", 1000),
-])  # fmt: skip
+])
 def test_sizes(text: str, size: int) -> None:
     assert settings.parse_size(text) == size
 
@@ -103,7 +103,7 @@ def test_not_sizes(text: str) -> None:
     ("", {"NPUSERVE_port": "1"}, "NPUSERVE_port: no such setting"),
     ("--kv-cache-dtype int8", {}, "kv_cache_dtype: 'int8' is reserved"),
     ("--config /no/such/file.toml", {}, "/no/such/file.toml: cannot be read: No such file or directory"),
-])  # fmt: skip
+])
 def test_errors_name_their_source(flags: str, environ: dict[str, str], message: str) -> None:
     devices = re.escape("auto, npu, cuda, cpu")
     pattern = re.escape(message).replace(devices, "auto, .*")
@@ -122,7 +122,7 @@ def test_errors_name_their_source(flags: str, environ: dict[str, str], message: 
     ("prefix_cache = 1", "prefix_cache: 1 is not true or false (from {file}:prefix_cache)"),
     ("device = []", "device: [] is not one of"),
     ("port = -1", "port: -1 is not in [0, 65535] (from {file}:port)"),
-])  # fmt: skip
+])
 def test_errors_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
     file = tmp_path / "server.toml"
     file.write_text(toml)
@@ -138,7 +138,7 @@ def test_variables_of_others_are_let_be() -> None:
         "NPUSERVE_PORT": "tcp://10.0.0.1:50051", "NPUSERVE_PORT_50051_TCP": "tcp://10.0.0.1:50051",
         "NPUSERVE_PORT_50051_TCP_ADDR": "10.0.0.1", "NPUSERVE_CANARY_SERVICE_HOST": "10.0.0.2",
         "NPUSERVE_CANARY_PORT": "tcp://10.0.0.2:50051",
-    }  # fmt: skip
+    }
     assert load("", others) == ServerConfig()
 
 

@@ -47,7 +47,7 @@ class Run:
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", DRIVER, self.journal_file, FAKE, front, engine, json.dumps(settings)],
-                stderr=log, stdout=log)  # fmt: skip
+                stderr=log, stdout=log)
 
     def log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log_file.read_text().splitlines()]
@@ -129,7 +129,7 @@ def test_drain_ends_the_front_ends_before_the_engine(supervise: Callable[..., Ru
     run.process.terminate()
     assert run.process.wait(20) == 0
     assert [entry[:2] for entry in run.journal() if entry[1] != "started"] == [
-        ("front", "asked"), ("front", "left"), ("engine", "asked"), ("engine", "left")]  # fmt: skip
+        ("front", "asked"), ("front", "left"), ("engine", "asked"), ("engine", "left")]
 
 
 def test_an_engine_that_dies_is_started_again(supervise: Callable[..., Run]) -> None:

@@ -24,11 +24,11 @@ from tests.service.tokenizers_made import (
     texts,
     train,
     train_byte_fallback,
-)  # fmt: skip
+)
 
 TEXTS = [
     *CORPUS.splitlines(keepends=True), "", " ", "  a", "\n", "<|im_start|>user\nHi<|im_end|>", "<s> a</s>", "你好👩‍👧",
-]  # fmt: skip
+]
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 QWEN = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None, "pad_token": SPECIAL[0]}
 
@@ -69,7 +69,7 @@ def check_equal(folder: Path) -> None:
     {**LLAMA, "additional_special_tokens": ["<extra>"], "pad_token": "</s>"},
     {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True},
     {**LLAMA, "image_token": "<image>", "extra_special_tokens": {"audio_token": "<audio>"}},
-])  # fmt: skip
+])
 def test_byte_fallback_equals_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     check_equal(save(tmp_path, train_byte_fallback(), config))
 
@@ -78,7 +78,7 @@ def test_byte_fallback_equals_transformers(tmp_path: Path, config: dict[str, Any
     QWEN,
     {**QWEN, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
     {**QWEN, "extra_special_tokens": ["<think>"]},  # special by the configuration only
-])  # fmt: skip
+])
 @pytest.mark.parametrize("decoder", [True, False])
 def test_byte_level_equals_transformers(tmp_path: Path, config: dict[str, Any], decoder: bool) -> None:
     made = train()
@@ -138,7 +138,7 @@ def test_vocab_and_merges_defaults_of_the_class(tmp_path: Path) -> None:
     ({**QWEN, "add_prefix_space": True}, "add_prefix_space is not supported for Qwen2Tokenizer"),
     ({**QWEN, "added_tokens_decoder": {"5": {"content": "<x>"}}}, "an id has two tokens"),
     ({**QWEN, "added_tokens_decoder": {"5": {}}}, "malformed: KeyError: 'content'"),
-])  # fmt: skip
+])
 def test_vocab_and_merges_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_tokenizer(save(tmp_path, train(), config, "vocab"))
@@ -155,7 +155,7 @@ def test_no_tokenizer_files(tmp_path: Path) -> None:
     ("tokenizer_config.json", "[]", r"tokenizer_config\.json: must be an object"),
     ("tokenizer_config.json", "{", r"tokenizer_config\.json: "),
     ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template: "),
-])  # fmt: skip
+])
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str, says: str) -> None:
     save(tmp_path, train_byte_fallback())
     (tmp_path / name).write_text(content)

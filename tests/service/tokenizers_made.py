@@ -35,7 +35,7 @@ def train(split: str = "Qwen2Tokenizer", vocabulary: int = 700) -> tokenizers.To
         made.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(QWEN2_REGEX), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ])  # fmt: skip
+        ])
     else:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def train_byte_fallback(vocabulary: int = 400) -> tokenizers.Tokenizer:
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     made.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    ])  # fmt: skip
+    ])
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=tokens, show_progress=False)
     made.train_from_iterator(["once upon a time there was a little girl named lily. they play all day"] * 9, trainer)
