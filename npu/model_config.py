@@ -142,7 +142,7 @@ class ModelConfig:
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
         """From the contents of a config.json, in transformers' style 4 or 5. Raises ModelError."""
         names = data.get("architectures") or []
-        architecture = next((name for name in names if name in FAMILIES), None)
+        architecture = next((name for name in FAMILIES if isinstance(names, list) and name in names), None)
         if architecture is None:
             raise ModelError(f"config.json: architectures: {names} is not supported; supported: {', '.join(FAMILIES)}")
         family = FAMILIES[architecture]
@@ -192,14 +192,19 @@ def _refuse_unsupported(data: Mapping[str, Any], family: _Family) -> None:
     activation = data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act: {activation!r} is not supported; supported: silu")
-    layers = data.get("num_hidden_layers", 0)
-    kinds = data.get("layer_types")
+    kinds = data.get("layer_types") or []
     window = data.get("sliding_window") if family.sliding_window and data.get("use_sliding_window") else None
-    unknown = sorted(set(kinds or []) - {"full_attention", "sliding_attention"})
+    if not isinstance(kinds, list):
+        raise ModelError(f"config.json: layer_types: must be a list, got {kinds!r}")
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
         raise ModelError(f"config.json: layer_types: {', '.join(unknown)} is not supported; supported: full_attention")
-    windowed = "sliding_attention" in kinds if kinds else data.get("max_window_layers", 28) < layers
-    if window is not None and windowed:
+    if window is None:
+        return
+    full = data.get("max_window_layers", 28)
+    if isinstance(full, bool) or not isinstance(full, int):
+        raise ModelError(f"config.json: max_window_layers: must be a whole number, got {full!r}")
+    if "sliding_attention" in kinds if kinds else full < _whole(data, "num_hidden_layers"):
         raise ModelError(f"config.json: use_sliding_window: attention in a window of {window} tokens is not supported")
 
 
@@ -227,10 +232,12 @@ def _rope(data: Mapping[str, Any], context: int) -> RopeConfig:
         if low == high:
             raise ModelError(f"config.json: {key}: low_freq_factor and high_freq_factor must differ, both are {low}")
         return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
-    attention = values.get("attention_factor")
-    mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
-    if attention is None and mscale and mscale_all:
-        attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+    if theta == 1.0:
+        raise ModelError("config.json: rope_theta: must not be 1 under yarn")
+    attention = _yarn_mscale(factor, 1.0)
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        attention = _yarn_mscale(factor, _number(values, "mscale")) / _yarn_mscale(
+            factor, _number(values, "mscale_all_dim"))
     return RopeConfig(
         kind,
         theta,
@@ -239,7 +246,7 @@ def _rope(data: Mapping[str, Any], context: int) -> RopeConfig:
         beta_fast=_number(values, "beta_fast", 32.0),
         beta_slow=_number(values, "beta_slow", 1.0),
         truncate=_flag(values, "truncate", True),
-        attention_factor=_yarn_mscale(factor, 1.0) if attention is None else float(attention),
+        attention_factor=_number(values, "attention_factor", attention),
     )
 
 

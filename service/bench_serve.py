@@ -89,6 +89,13 @@ def _check_outputs(args: argparse.Namespace) -> None:
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path and not path.absolute().parent.is_dir():
             raise BenchError(f"{option}: there is no folder {path.absolute().parent}")
+        if path and path.is_dir():
+            raise BenchError(f"{option}: {path} is a folder")
+    if args.plot and (kind := args.plot.suffix.removeprefix(".").lower()):
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        if kind not in (known := FigureCanvasBase.get_supported_filetypes()):
+            raise BenchError(f"--plot: no picture of kind {kind!r}; known: {', '.join(sorted(known))}")
     if not args.trace and not args.requests:
         raise BenchError("--requests: must be at least 1 without --trace")
 

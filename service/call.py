@@ -30,12 +30,13 @@ async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncI
     beside the traceback in the log. A cancel passes through: the client is gone, or its deadline.
     """
     began = time.monotonic()
+    allowed = context.time_remaining()
     fields: dict[str, Any] = {"rpc": rpc}
     code = "OK"
     try:
         yield fields
     except asyncio.CancelledError:
-        code = _gone(context)
+        code = gone(context.time_remaining(), allowed)
         raise
     except ServeError as error:
         code = code_pb2.Code.Name(error.code)
@@ -43,7 +44,7 @@ async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncI
         await _abort(context, error)
     except Exception:
         if context.cancelled() or context.done():
-            code = _gone(context)
+            code = gone(context.time_remaining(), allowed)
             raise asyncio.CancelledError from None
         code = "INTERNAL"
         bug = uuid.uuid4().hex
@@ -59,6 +60,10 @@ async def _abort(context: Any, error: ServeError) -> None:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
-def _gone(context: Context) -> str:
-    left = context.time_remaining()
-    return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
+def gone(left: float | None, allowed: float | None) -> str:
+    """What a call ended of that was not ours to end. left, allowed: seconds to its deadline, now and at its start.
+
+    A client ends a call at its own deadline, a little before ours: the timeout on the wire is rounded up by up to 1 %.
+    """
+    late = left is not None and allowed is not None and left <= max(0.02, 0.01 * allowed)
+    return "DEADLINE_EXCEEDED" if late else "CANCELLED"

@@ -34,9 +34,11 @@ REFUSED_ARGS = frozenset({
     "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "sanitize_control_tokens",
 })
-# A Struct is a map without order, yet a prompt shows the keys of tools in some: the usual one of the OpenAI API.
+# A Struct is a map without order, yet a prompt shows the keys of tools in some: that of the OpenAI API and of
+# transformers' get_json_schema.
 _KEY_ORDER = (
-    "id", "type", "function", "name", "description", "enum", "parameters", "arguments", "properties", "required",
+    "id", "type", "function", "name", "items", "nullable", "enum", "description", "parameters", "arguments",
+    "properties", "required",
 )
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -167,15 +169,25 @@ def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = No
     return ChatTemplate(templates, named_tokens) if templates else None
 
 
-def from_struct(struct: struct_pb2.Struct, field: str = "chat") -> dict[str, Any]:
+def from_struct(
+    struct: struct_pb2.Struct, field: str = "chat", first: Sequence[str] = _KEY_ORDER
+) -> dict[str, Any]:
     """A Struct as plain values. Its numbers are all floats: whole ones up to 2**53 become ints again.
 
-    Keys come in the usual order of a tool's JSON schema, others after them by name, whatever the order on the wire.
+    Keys come in the order of `first`, others after them by name, whatever the order on the wire. The properties of a
+    JSON schema come in the order of its `required`, which schemas made of functions keep.
     Raises InvalidField, naming `field`, for a NaN or an infinity, which JSON has not.
     """
-    known = [key for key in _KEY_ORDER if key in struct.fields]
-    keys = known + sorted(struct.fields.keys() - set(known))
-    return {key: _plain(struct.fields[key], f"{field}.{key}") for key in keys}
+    known = [key for key in dict.fromkeys(first) if key in struct.fields]
+    plain: dict[str, Any] = {}
+    for key in known + sorted(struct.fields.keys() - set(known)):
+        value, path = struct.fields[key], f"{field}.{key}"
+        if key == "properties" and "required" in struct.fields and value.HasField("struct_value"):
+            required = [item.string_value for item in struct.fields["required"].list_value.values]
+            plain[key] = from_struct(value.struct_value, path, required)
+        else:
+            plain[key] = _plain(value, path)
+    return plain
 
 
 def _plain(value: struct_pb2.Value, field: str) -> Any:

@@ -66,6 +66,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name}: {value} is not in [{low}, {high}]")
+        if not self.host:
+            raise ConfigError("host: must not be empty; 0.0.0.0 is all addresses")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
         reserved = {
@@ -79,7 +81,3 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_json(config: ServerConfig) -> bytes:
     return msgspec.json.encode(config)
-
-
-def from_json(data: bytes) -> ServerConfig:
-    return msgspec.json.decode(data, type=ServerConfig)

@@ -86,6 +86,7 @@ class Engine:
             elif not self._checked:
                 self._scheduler.check_integrity()
                 self._checked = True
+                self._last_heartbeat = 0.0  # all front ends hear now that nothing runs
             self.send()
 
     def receive(self, timeout: float) -> None:

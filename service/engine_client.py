@@ -1,8 +1,9 @@
 """The front end's end of the local socket: hands requests to the engine and its outputs back to them.
 
 One connection is one socket, so that nothing of a dead engine is left in it. While there is none, requests are refused;
-when it breaks, every request in flight ends with Unavailable. Each request ends in exactly one way: with the engine's
-finish, with an error, or with `Stream.close`, which cancels it.
+when it breaks, every request in flight ends with Unavailable. An engine that is there but says nothing, not even its
+heartbeat, is stalled: new requests are refused, those in flight wait for it. Each request ends in exactly one way:
+with the engine's finish, with an error, or with `Stream.close`, which cancels it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from npuserve.service.messages import Abort, Cancel, FlushPrefixCache, Load, Mod
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "down"]
+State = Literal["starting", "ready", "stalled", "down"]
+REFUSALS = {
+    "starting": "the model is loading", "down": "the engine is restarting", "stalled": "the engine does not answer",
+}
+
+STALL_SECONDS = 15
+"""Of silence. An engine beats twice a second, but not within a step."""
 
 RECONNECT_MS = 50
 ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -134,6 +141,7 @@ class EngineClient:
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_key = 0
+        self._silence = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -151,7 +159,7 @@ class EngineClient:
     def require(self) -> ModelInfo:
         """The model's facts, if the engine takes requests; Unavailable otherwise."""
         if self.state != "ready" or self.model_info is None:
-            raise Unavailable("the model is loading" if self.state == "starting" else "the engine is restarting")
+            raise Unavailable(REFUSALS[self.state])
         return self.model_info
 
     def submit(self, request: Request) -> Stream:
@@ -217,7 +225,8 @@ class EngineClient:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.IDENTITY, f"{os.getpid()}-{uuid.uuid4().hex[:8]}".encode())
         monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED)
-        tasks = [asyncio.ensure_future(self._read(socket)), asyncio.ensure_future(self._watch(socket, monitor))]
+        tasks = [
+            asyncio.ensure_future(task) for task in (self._read(socket), self._watch(socket, monitor), self._listen())]
         try:
             socket.connect(self._address)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -240,9 +249,20 @@ class EngineClient:
                 return
             socket.send(messages.encode(messages.Hello()))
 
+    async def _listen(self) -> None:
+        """Count the seconds of silence: those in which this process ran, its own pauses not being the engine's."""
+        while True:
+            await asyncio.sleep(1)
+            self._silence += 1
+            if self._silence >= STALL_SECONDS and self.state == "ready":
+                self._set_state("stalled")
+
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             message = messages.decode_to_frontend(await socket.recv())
+            self._silence = 0
+            if self.state == "stalled":
+                self._set_state("ready")
             match message:
                 case messages.Ready(epoch=epoch, model=model):
                     self._lose()
@@ -273,7 +293,7 @@ class EngineClient:
             if not reply.done():
                 reply.set_exception(Unavailable("the engine died before it answered"))
         self.load = Load()
-        if self.state == "ready":
+        if self.state in ("ready", "stalled"):
             self._set_state("down")
 
     def _set_state(self, state: State) -> None:

@@ -6,7 +6,7 @@ import time
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
-from npuserve.service.errors import QueueFull, ServeError
+from npuserve.service.errors import DuplicateRequest, QueueFull, ServeError
 from npuserve.service.messages import Load
 from npuserve.service.scheduler import Scheduler
 
@@ -55,7 +55,8 @@ class EngineMetrics:
         self._report()
 
     def rejected(self, error: ServeError) -> None:
-        metrics.queue_rejections_total.labels("queue_full" if isinstance(error, QueueFull) else "duplicate").inc()
+        why = {QueueFull: "queue_full", DuplicateRequest: "duplicate"}.get(type(error), "too_large")
+        metrics.queue_rejections_total.labels(why).inc()
 
     def heartbeat(self) -> None:
         metrics.engine_heartbeat_timestamp.set(time.time())

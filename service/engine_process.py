@@ -86,4 +86,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # at once: the interpreter would take torch apart first, for a second or more

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     try:
         request = base_request(args)
+        if args.system is not None and not args.chat:
+            raise client.CallFailed("--system: is for --chat only")
         if args.chat:
             if args.system is not None:
                 request.chat.messages.append(prompt_pb2.Message(role="system", content=args.system))

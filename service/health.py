@@ -16,7 +16,7 @@ NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
 UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVENESS = "npuserve.liveness"
-READINESS = ("", "npuserve.readiness", "npuserve.v1.InferenceService")
+READINESS = ("", "npuserve.readiness", "npuserve.v1.InferenceService", "npuserve.v1.AdminService")
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -43,7 +43,8 @@ class MetricsPage:
             self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
     def collect(self) -> Iterator[object]:
         """For prometheus_client, at each scrape: the sums, and what nobody has counted yet by name alone."""

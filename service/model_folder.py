@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from npuserve.service.tokenizer import Tokenizer
 
 BUILT_IN = "storyteller"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
 
 
 class Range(NamedTuple):
@@ -124,6 +124,10 @@ def _defaults(generation: dict[str, Any]) -> dict[str, float]:
             continue
         if isinstance(value, bool) or value not in allowed:
             raise ConfigError(f"model: {name} in generation_config.json is {value!r}, not in {allowed}")
+        if name == "top_k":
+            if value != int(value):
+                raise ConfigError(f"model: top_k in generation_config.json is {value!r}, not a whole number")
+            value = int(value)
         found[name] = value
     return found
 
@@ -138,6 +142,10 @@ def _download(model: str) -> Path:
         raise ConfigError(f"model: {model} is gated; accept its terms on the hub and set HF_TOKEN") from error
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         raise ConfigError(f"model: {model} is neither a folder here nor a model on the hub") from error
+    except hub.LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"model: {model} is no folder here, was not downloaded before, and the hub cannot be reached (offline?); "
+            "give a folder, or set HF_ENDPOINT to a mirror") from error
     except Exception as error:  # the hub's client raises whatever its transport does
         raise ConfigError(
             f"model: {model} is no folder here and cannot be had from the hub ({type(error).__name__})") from error

@@ -11,6 +11,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -42,7 +43,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "drain_seconds": "how long running requests may still take after SIGTERM",
     },
     "batching": {
-        "max_num_seqs": "requests computed at once",
+        "max_num_seqs": "requests computed at once; no more than max_num_batched_tokens take effect",
         "max_num_batched_tokens": "tokens computed in one step: the budget that cuts prompts into chunks",
         "max_queue": "requests that may wait; more are refused",
         "priority_aging_seconds": "seconds of waiting that count as one step of priority",
@@ -63,7 +64,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "logs": {
         "log_format": "auto: text on a terminal, JSON otherwise",
         "log_level": "the least that is logged",
-        "log_prompts": "log prompts and answers",
+        "log_prompts": "log the prompt of each request",
     },
     "security (reserved)": {
         "tls_cert": "file of the server's certificate",
@@ -127,7 +128,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 4GiB, 512M or a number of bytes")
     number, unit, suffix = match.groups()
     base = 1000 if (suffix or "").upper() == "B" else 1024
-    return int(float(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
+    return int(Decimal(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:

@@ -69,7 +69,6 @@ class Tokenizer:
         self.chat = chat
         self.vocabulary_size = backend.vocabulary_size
         self.special_ids = backend.special_ids
-        self.bos_id = self.id_of(self.named_tokens.get("bos_token", ""))
         self.eos_id = self.id_of(self.named_tokens.get("eos_token", ""))
         self._fallback = _byte_fallback(backend.decoder)
         self._token_bytes = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_bytes)
@@ -161,7 +160,8 @@ class _Fast:
         self.vocabulary_size = max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch, since `tokenizers` lets other threads run only then: a long text would stop the whole front end.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

@@ -52,14 +52,10 @@ class Ask:
 
 
 def request_id(message: pb.GenerateRequest) -> str:
-    """The client's, or a new one. It travels as metadata, hence its characters."""
-    if not message.HasField("request_id"):
-        return uuid.uuid4().hex
+    """The client's, or a new one if there is none, or none that can travel as metadata: `check` refuses that."""
     found = message.request_id
-    if not 1 <= len(found) <= MAX_REQUEST_ID or not all("!" <= c <= "~" for c in found):
-        raise InvalidField(
-            "request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, got {_cut(found)}")
-    return found
+    fits = 1 <= len(found) <= MAX_REQUEST_ID and all("!" <= c <= "~" for c in found)
+    return found if fits else uuid.uuid4().hex
 
 
 def check_model(name: str | None, folder: ModelFolder) -> None:
@@ -73,6 +69,10 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
 
     Raises InvalidField, ModelNotFound, Reserved, NoTokenizer.
     """
+    if message.HasField("request_id") and message.request_id != name:
+        raise InvalidField("request_id", (
+            f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
+            f"got {_cut(message.request_id)}"))
     check_model(message.model if message.HasField("model") else None, folder)
     _check_reserved(message)
     vocabulary, context = info.vocabulary_size, info.max_model_len
@@ -245,14 +245,10 @@ def _lengths(stopping: pb.StoppingParams, prompt: int, context: int) -> tuple[in
 def _stop(strings: Sequence[str], tokenizer: Tokenizer | None) -> tuple[str, ...]:
     if len(strings) > MAX_STOP:
         raise InvalidField("stopping.stop", f"must be at most {MAX_STOP} strings, got {len(strings)}")
-    first: dict[str, int] = {}
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise InvalidField(
                 f"stopping.stop[{index}]", f"must be 1 to {MAX_STOP_LENGTH} characters, got {len(string)}")
-        if string in first:
-            raise InvalidField(f"stopping.stop[{index}]", f"must differ from stopping.stop[{first[string]}]")
-        first[string] = index
     if strings and tokenizer is None:
         raise NoTokenizer("stopping.stop: the served model has no tokenizer; use stop_token_ids")
     return tuple(strings)

@@ -23,20 +23,21 @@ import torch.nn.functional as F
 END = "<|endoftext|>"
 VOCABULARY = 2048
 CONTEXT = 512
+HELD_OUT = 200
 
 
-def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed: int, length: int | None = None):
+def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed: int, opening: int = 0):
     """Yield (text, ended) of `count` stories from the teacher, from its beginning-of-text token alone.
 
-    temperature: of the teacher's softmax. length: tokens at most (default: the teacher's context).
-    `ended` is False where the story was cut off by the length.
+    temperature: of the teacher's softmax, after the first `opening` tokens, which are drawn at temperature 1 so that
+    stories begin in many ways. `ended` is False where the story was cut off by the teacher's context.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    length = min(length or 10**9, model.config.max_position_embeddings) - 1
+    length = model.config.max_position_embeddings - 1
     torch.manual_seed(seed)
     while count > 0:
         rows = min(batch, count)
@@ -46,7 +47,8 @@ def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed
         done = torch.zeros(rows, dtype=torch.bool)
         for position in range(length):
             top, candidates = step(ids, position).topk(128, dim=-1)
-            choice = torch.multinomial((top.float() / temperature).softmax(-1), 1)
+            sharpness = 1.0 if position < opening else 1.0 / temperature
+            choice = torch.multinomial((top.float() * sharpness).softmax(-1), 1)
             ids = candidates.gather(1, choice)[:, 0]
             ids[done] = eos
             story[:, position] = ids
@@ -98,8 +100,11 @@ def cached_step(model, rows: int, length: int):
 def command_sample(args: argparse.Namespace) -> None:
     began, written = time.time(), 0
     with open(args.out, "a") as out:
-        for text, ended in sample_teacher(args.teacher, args.stories, args.temperature, args.batch, args.seed):
-            out.write(json.dumps({"text": text, "ended": ended}) + "\n")
+        for text, ended in sample_teacher(
+            args.teacher, args.stories, args.temperature, args.batch, args.seed, args.opening
+        ):
+            if not loops(text):
+                out.write(json.dumps({"text": text, "ended": ended}) + "\n")
             written += 1
             if written % args.batch == 0:
                 out.flush()
@@ -139,11 +144,22 @@ def make_student():
         bos_token_id=None, eos_token_id=0, pad_token_id=0, attention_bias=False))
 
 
-def pack(stories: list[list[int]], length: int, seed: int):
-    """Yield endless [length + 1] windows of whole stories one after the other, the last one cut off."""
+def read_stories(file: str, tokenizer) -> list[list[int]]:
+    """The stories' ids; one starts after END as it does after nothing, since a first token needs one before it."""
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    encoded = tokenizer.encode_batch([row["text"] for row in rows])
+    return [[0, *e.ids, 0] if row["ended"] else [0, *e.ids] for e, row in zip(encoded, rows, strict=True)]
+
+
+def pack(read, length: int, seed: int):
+    """Yield endless [length + 1] windows of whole stories one after the other, the last one cut off.
+
+    read: gives the stories anew for each epoch, so that the file may grow meanwhile.
+    """
     generator = torch.Generator().manual_seed(seed)
     row: list[int] = []
     while True:
+        stories = read()
         for index in torch.randperm(len(stories), generator=generator).tolist():
             row = row + stories[index]
             if len(row) > length:
@@ -158,23 +174,26 @@ def command_fit(args: argparse.Namespace) -> None:
     out = Path(args.out)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    rows = [json.loads(line) for line in Path(args.stories).read_text().splitlines()]
-    # A story starts after END as it does after nothing: the model needs a first token to condition on.
-    if not (out / "tokenizer.json").exists():
-        make_tokenizer([row["text"] for row in rows[:20000]], out)
+    if args.base:
+        from transformers import Qwen3ForCausalLM
+
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (out / name).write_bytes((Path(args.base) / name).read_bytes())
+        model = Qwen3ForCausalLM.from_pretrained(args.base, dtype=torch.float32)
+    else:
+        texts = [json.loads(line)["text"] for line in Path(args.stories).read_text().splitlines()[:20000]]
+        make_tokenizer(texts, out)
+        model = make_student()
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    encoded = tokenizer.encode_batch([row["text"] for row in rows])
-    stories = [[0, *e.ids, 0] if row["ended"] else [0, *e.ids] for e, row in zip(encoded, rows, strict=True)]
-    held, stories = stories[:200], stories[200:]
-    print(f"{len(stories)} stories, {sum(map(len, stories)) / 1e6:.1f} M tokens", flush=True)
-    model = make_student()
+    held = read_stories(args.stories, tokenizer)[:HELD_OUT]
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=0.01),
                   torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)]
     base = [args.muon_lr, args.lr]
-    windows = pack(stories, args.length, args.seed)
-    validation = pack(held, args.length, 0)
+    windows = pack(lambda: read_stories(args.stories, tokenizer)[HELD_OUT:], args.length, args.seed)
+    validation = pack(lambda: held, args.length, 0)
     check = torch.tensor([next(validation) for _ in range(48)])
 
     def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -186,7 +205,7 @@ def command_fit(args: argparse.Namespace) -> None:
     while (done := (time.time() - began) / (args.minutes * 60)) < 1:
         for optimizer, rate in zip(optimizers, base, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / 50, max(0.02, (1 - done) / 0.5))
+                group["lr"] = rate * min(1.0, (step + 1) / 50, (1 - done) / args.decay)
         batch = torch.tensor([next(windows) for _ in range(args.rows)])
         loss = loss_of(batch)
         loss.backward()
@@ -264,11 +283,14 @@ def main() -> None:
     sample.add_argument("--stories", type=int, default=40000)
     sample.add_argument("--batch", type=int, default=512)
     sample.add_argument("--temperature", type=float, default=0.8)
+    sample.add_argument("--opening", type=int, default=0, help="first tokens, drawn at temperature 1")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=command_sample)
     fit = commands.add_parser("fit", help="train the student on sampled stories")
     fit.add_argument("--stories", required=True)
     fit.add_argument("--out", required=True)
+    fit.add_argument("--base", help="go on from this model")
+    fit.add_argument("--decay", type=float, default=0.5, help="share of the time at the end in which rates fall to 0")
     fit.add_argument("--minutes", type=float, default=60)
     fit.add_argument("--rows", type=int, default=16, help="windows a step")
     fit.add_argument("--length", type=int, default=400, help="tokens a window")

@@ -60,6 +60,9 @@ def test_yarn_stretches_the_context_that_was_trained():
     assert config.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 @pytest.mark.parametrize(
     "harmless",
     [
@@ -101,6 +104,17 @@ def test_what_changes_nothing_is_accepted(harmless):
         ({"hidden_size": 0}, "hidden_size: must be a whole number of at least 1, got 0"),
         ({"hidden_size": "1024"}, "hidden_size: must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers: must be a whole number"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: is missing"),
+        ({"num_hidden_layers": "28"}, "num_hidden_layers: must be a whole number"),
+        ({"architectures": 5}, "architectures: 5 is not supported"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures: .* is not supported"),
+        ({"layer_types": "full_attention"}, "layer_types: must be a list, got 'full_attention'"),
+        ({"layer_types": ["linear_attention", None]}, "layer_types: None, linear_attention is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": "21"}, "max_window_layers: must be"),
+        ({"rope_scaling": {**YARN, "attention_factor": "1"}}, "attention_factor: must be a number above 0, got '1'"),
+        ({"rope_scaling": {**YARN, "attention_factor": -1}}, "attention_factor: must be a number above 0, got -1"),
+        ({"rope_scaling": {**YARN, "mscale": "1", "mscale_all_dim": 1}}, "mscale: must be a number above 0, got '1'"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta: must not be 1 under yarn"),
         ({"num_key_value_heads": 5}, "5 does not divide 16 attention heads"),
         ({"head_dim": 127}, "head_dim: must be even"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: must be a number above 0"),

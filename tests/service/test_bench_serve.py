@@ -394,6 +394,12 @@ def test_run_draws(tmp_path: Path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_of_an_unknown_kind_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    assert bench_serve.run(parsed("--plot", "out.xyz")) == 1
+    assert "--plot: no picture of kind 'xyz'" in capsys.readouterr().err
+
+
 def test_ctrl_c_prints_what_there_is(capsys: pytest.CaptureFixture[str]):
     service = FakeService(delay=60, crowd=2, crowded=lambda: os.kill(os.getpid(), signal.SIGINT))
     with served_elsewhere(service) as target:
@@ -407,6 +413,8 @@ def test_run_refuses_what_cannot_work(
 ):
     assert bench_serve.run(parsed("--json", str(tmp_path / "no" / "x.json"))) == 1
     assert "--json: there is no folder" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--json", str(tmp_path))) == 1
+    assert f"--json: {tmp_path} is a folder" in capsys.readouterr().err
     assert bench_serve.run(parsed("--requests", "0")) == 1
     assert "--requests" in capsys.readouterr().err
     assert bench_serve.run(parsed("--trace", str(tmp_path / "absent"))) == 1

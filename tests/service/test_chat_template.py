@@ -260,6 +260,29 @@ def test_from_struct_has_the_usual_order() -> None:
             assert json.dumps(from_struct(struct)) == json.dumps(value)
 
 
+def test_tools_made_of_functions_keep_their_order() -> None:
+    """Those of transformers' get_json_schema: the parameters without a default, which stand first, are `required`."""
+    transformers_utils = pytest.importorskip("transformers.utils")
+
+    def find(query: str, limit: int, place: str, tags: list[str], unit: str = "c") -> str:
+        """
+        Finds things.
+
+        Args:
+            query: What to find.
+            limit: At most so many.
+            place: Where.
+            tags: Of what kind.
+            unit: Of degrees. (choices: ["c", "f"])
+        """
+        return query + place + unit + str(limit) + str(tags)
+
+    schema = transformers_utils.get_json_schema(find)
+    struct = json_format.ParseDict(schema, struct_pb2.Struct())
+    parameters = from_struct(struct)["function"]["parameters"]
+    assert json.dumps(parameters) == json.dumps(schema["function"]["parameters"])
+
+
 def test_from_struct_numbers() -> None:
     struct = struct_pb2.Struct()
     struct.update({"one": 1.0, "half": 0.5, "big": 1e300, "negative": -3.0})

@@ -15,7 +15,7 @@ from npuserve.npu.fake import FakeRunner
 from npuserve.npu.step import SamplingParams
 from npuserve.service import messages as m
 from npuserve.service.block_manager import BlockManager
-from npuserve.service.engine import Engine
+from npuserve.service.engine import HEARTBEAT_SECONDS, Engine
 from npuserve.service.engine_socket import EngineSocket
 from npuserve.service.scheduler import Scheduler
 
@@ -260,6 +260,21 @@ def test_idle_engine_beats(tmp_path: Path) -> None:
         assert isinstance(beat, m.Outputs)
         assert beat.outputs == []
         assert beat.load.free_kv_ratio == 1.0
+
+
+def test_all_hear_at_once_that_nothing_runs(tmp_path: Path) -> None:
+    with running(tmp_path, delay=0.005) as engine:
+        peers = Peer(engine.address, b"a"), Peer(engine.address, b"b")
+        peers[0].submit(1, [1], 200)
+        for peer in peers:
+            while not (isinstance(message := peer.receive(), m.Outputs) and message.load.running):
+                pass
+        peers[0].send(m.Cancel(1))
+        cancelled = time.monotonic()
+        for peer in peers:
+            while not (isinstance(message := peer.receive(), m.Outputs) and not message.load.running):
+                pass
+        assert time.monotonic() - cancelled < HEARTBEAT_SECONDS / 2
 
 
 def test_logprobs_when_asked(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from npuserve.service import engine_client
 from npuserve.service.engine_client import EngineClient, Stream
 from npuserve.service.errors import InternalError, QueueFull, Unavailable
 from npuserve.service.messages import Cancel, Hello, Load, Output, Outputs, Request
@@ -59,6 +60,22 @@ async def test_states_and_the_models_facts() -> None:
         assert (client.epoch, states) == (2, ["ready", "down", "ready"])
         assert await ids_of(client.submit(request())) == [1, 2, 3, 4, 5]
         await client.close()
+
+
+async def test_a_silent_engine_is_stalled_until_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "STALL_SECONDS", 1)
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: client.state == "stalled")
+        with pytest.raises(Unavailable, match="does not answer"):
+            client.submit(request())
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        assert client.state == "ready"
+        await until(lambda: client.state == "stalled")
+        await engine.die()
+        await until(lambda: client.state == "down")
 
 
 async def test_many_streams_at_once_each_get_their_own() -> None:

@@ -56,6 +56,12 @@ def test_chat(server: Server, capsys: Capture) -> None:
     assert capsys.readouterr().out == "HELLO \n"
 
 
+def test_system_without_chat_is_refused(server: Server, capsys: Capture) -> None:
+    assert generate(server, "--system", "be brief", "hello") == 1
+    assert capsys.readouterr() == ("", "npuserve: --system: is for --chat only\n")
+    assert not server.echo.requests
+
+
 def test_json_is_one_object_a_message(server: Server, capsys: Capture) -> None:
     assert generate(server, "--json", "a b") == 0
     messages = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -30,7 +30,8 @@ async def served() -> AsyncIterator[tuple[Health, health_pb2_grpc.HealthStub, gr
 
 
 def test_the_services_of_the_contract() -> None:
-    assert {LIVENESS, *READINESS} == {"", "npuserve.readiness", "npuserve.liveness", "npuserve.v1.InferenceService"}
+    assert {LIVENESS, *READINESS} == {
+        "", "npuserve.readiness", "npuserve.liveness", "npuserve.v1.InferenceService", "npuserve.v1.AdminService"}
 
 
 async def test_check_follows_readiness() -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from npuserve.service import metrics
+from npuserve.service.block_manager import BlockManager
+from npuserve.service.engine_metrics import EngineMetrics
+from npuserve.service.errors import DuplicateRequest, InvalidField, QueueFull, ServeError
 from npuserve.service.metrics_page import AGE, HEARTBEAT
+from npuserve.service.scheduler import Scheduler
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 
@@ -48,3 +53,17 @@ def test_buckets_rise() -> None:
 def test_gauges_are_of_the_living() -> None:
     gauges = [m for m in defined().values() if isinstance(m, Gauge)]
     assert all(gauge._multiprocess_mode.startswith("live") for gauge in gauges)
+
+
+@pytest.mark.parametrize(("error", "why"), [
+    (QueueFull("full"), "queue_full"),
+    (DuplicateRequest("again"), "duplicate"),
+    (InvalidField("prompt", "too long"), "too_large"),
+])
+def test_refusals_are_told_apart(error: ServeError, why: str) -> None:
+    scheduler = Scheduler(BlockManager(4, 4), max_num_seqs=1, max_num_batched_tokens=4, max_queue=1, aging_seconds=1)
+    counter = metrics.queue_rejections_total.labels(why)
+    before = counter._value.get()
+    EngineMetrics(scheduler).rejected(error)
+    assert counter._value.get() == before + 1
+    assert why in DOCUMENT.read_text()

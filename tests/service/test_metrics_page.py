@@ -133,6 +133,15 @@ def test_promtool_finds_nothing(pages: list[str]) -> None:
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
+    script = (
+        "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.metrics_page import MetricsPage\n"
+        "page = MetricsPage(Path(sys.argv[1]), '::1', 0); urllib.request.urlopen(page.url).read(); page.close()\n"
+        "print(page.url)")
+    url = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert url.stdout.startswith("http://[::1]:")
+
+
 def test_a_taken_port_is_said(tmp_path: Path, free_port: Callable[[], int]) -> None:
     script = """
 import sys

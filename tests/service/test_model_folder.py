@@ -42,7 +42,7 @@ def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     with pytest.raises(ConfigError) as missing:
         resolve("Qwen/Qwen3-0.6B")
-    assert str(missing.value).startswith("model: Qwen/Qwen3-0.6B is no folder here and cannot be had from the hub")
+    assert str(missing.value).startswith("model: Qwen/Qwen3-0.6B is no folder here, was not downloaded before, and")
     assert "\n" not in str(missing.value)
     with pytest.raises(ConfigError, match="neither a folder here nor a model on the hub"):
         resolve("not a name!")
@@ -100,6 +100,7 @@ def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaul
     ("generation_config.json", '{"top_p": 0}', r"top_p in generation_config.json is 0, not in \(0, 1\]"),
     ("generation_config.json", '{"temperature": NaN}', "temperature in generation_config.json is nan"),
     ("generation_config.json", '{"top_k": true}', "top_k in generation_config.json is True"),
+    ("generation_config.json", '{"top_k": 1.5}', "top_k in generation_config.json is 1.5, not a whole number"),
     ("tokenizer.json", "{}", "tokenizer"),
 ])
 def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | None, said: str) -> None:

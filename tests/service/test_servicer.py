@@ -108,6 +108,15 @@ async def test_ids_are_made_where_none_is_given(folder: Path) -> None:
         assert made == {message.request.request_id for message in server.engine.got(Submit)}
 
 
+async def test_errors_carry_an_id_too(folder: Path) -> None:
+    async with running(folder) as server:
+        for given, sent in (("mine", "mine"), ("not mine", None), (None, None)):
+            call = server.inference.Generate(ask("", **({"request_id": given} if given else {})))
+            found = dict(await call.initial_metadata())["x-request-id"]
+            assert found == sent or (sent is None and found != given and len(found) == 32)
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_client_that_leaves_cancels(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.delay = 0.005

@@ -14,6 +14,8 @@ from npuserve.service.config import ConfigError, ServerConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
 
+HUGE = 10**400  # more than a float holds
+
 
 def load(flags: str = "", environ: dict[str, str] | None = None) -> ServerConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -79,6 +81,7 @@ def test_a_flag_turns_on_again_what_a_variable_turned_off() -> None:
 @pytest.mark.parametrize(("text", "size"), [
     ("0", 0), ("123", 123), ("123B", 123), ("1K", 1 << 10), ("512M", 512 << 20), ("4GiB", 4 << 30), ("4 Gi", 4 << 30),
     ("1.5g", 3 << 29), ("2TiB", 2 << 40), ("4GB", 4 * 10**9), ("1kb", 1000),
+    ("9007199254740993", 2**53 + 1),
 ])
 def test_sizes(text: str, size: int) -> None:
     assert settings.parse_size(text) == size
@@ -97,6 +100,8 @@ def test_not_sizes(text: str) -> None:
     ("", {"NPUSERVE_PORT": "99999"}, "port: 99999 is not in [0, 65535] (from NPUSERVE_PORT)"),
     ("--drain-seconds nan", {}, "drain_seconds: nan is not in [0, 86400] (from --drain-seconds)"),
     ("--device tpu", {}, "device: 'tpu' is not one of auto, npu, cuda, cpu (from --device)"),
+    ("--host=", {}, "host: must not be empty; 0.0.0.0 is all addresses (from --host)"),
+    (f"--kv-cache-memory {HUGE}", {}, f"kv_cache_memory: {HUGE} is not in [0, {1 << 50}] (from --kv-cache-memory)"),
     ("--kv-cache-memory lots", {}, "kv_cache_memory: 'lots' is not a size such as 4GiB (from --kv-cache-memory)"),
     ("", {"NPUSERVE_LOG_PROMPTS": "maybe"}, "log_prompts: 'maybe' is not true or false (from NPUSERVE_LOG_PROMPTS)"),
     ("", {"NPUSERVE_MAX_NUM_SEQ": "1"}, "NPUSERVE_MAX_NUM_SEQ: no such setting; did you mean NPUSERVE_MAX_NUM_SEQS?"),

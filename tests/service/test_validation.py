@@ -88,6 +88,10 @@ def test_bounds_are_inclusive(folder: ModelFolder) -> None:
     assert validation.request_id(ask(request_id="~" * 128)) == "~" * 128
 
 
+def test_a_stop_string_may_be_given_twice(folder: ModelFolder) -> None:
+    assert check(ask(stop=["a", "b", "a"]), folder).stop == ("a", "b", "a")
+
+
 def test_the_models_defaults_stand_for_absent_fields(tmp_path: Path) -> None:
     path = make_folder(tmp_path / "m", temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1)
     folder = open_folder(path, str(path), "")
@@ -120,5 +124,5 @@ def test_tokenize_reads_text_as_generate_does(folder: ModelFolder) -> None:
 
 def test_messages_do_not_repeat_long_input(folder: ModelFolder) -> None:
     with pytest.raises(InvalidField) as bad:
-        validation.request_id(ask(request_id="x" * 100_000))
+        validation.check(ask(request_id="x" * 100_000), folder, INFO, "made", 0.0)
     assert len(bad.value.message) < 200

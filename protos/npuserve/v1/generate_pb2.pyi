@@ -83,8 +83,8 @@ class GenerateRequest(_message.Message):
     SCHEDULING_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique among live requests, 1 to 128 characters; made by the server when absent, and returned in the
-    initial metadata as x-request-id.
+    """Unique among live requests, 1 to 128 printable ASCII characters without spaces; made by the server when absent,
+    and returned in the initial metadata as x-request-id.
     """
     model: _builtins.str
     """The served model's name; NOT_FOUND if it is another. Absent: the served model."""
@@ -192,7 +192,7 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy; at most 100. Default 1."""
+    """0 is greedy; at most 100; between 0 and 0.01 counts as 0.01. Default 1."""
     top_p: _builtins.float
     """(0, 1]. Default 1, which is off."""
     top_k: _builtins.int

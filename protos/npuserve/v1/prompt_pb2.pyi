@@ -60,7 +60,9 @@ class Chat(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
-        """Functions that the model may call, each a JSON schema as in the OpenAI API."""
+        """Functions that the model may call, each a JSON schema as in the OpenAI API. A Struct keeps no order, so the prompt
+        shows keys in the usual one, and properties in the order of `required`, then by name.
+        """
 
     def __init__(
         self,
@@ -99,7 +101,9 @@ class Message(_message.Message):
     """For a role of assistant: its thinking, where the template knows reasoning_content."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
-        """For a role of assistant: calls that it made, each as in the OpenAI API."""
+        """For a role of assistant: calls that it made, each as in the OpenAI API. Their arguments may be an object, shown in
+        the order of its names, or a string of JSON, shown as it is, where the template takes both.
+        """
 
     def __init__(
         self,
