@@ -34,12 +34,6 @@ REFUSED_ARGS = frozenset({
     "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "sanitize_control_tokens",
 })
-# A Struct is a map without order, yet a prompt shows the keys of tools in some: that of the OpenAI API and of
-# transformers' get_json_schema.
-_KEY_ORDER = (
-    "id", "type", "function", "name", "items", "nullable", "enum", "description", "parameters", "arguments",
-    "properties", "required",
-)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -169,25 +163,25 @@ def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = No
     return ChatTemplate(templates, named_tokens) if templates else None
 
 
-def from_struct(
-    struct: struct_pb2.Struct, field: str = "chat", first: Sequence[str] = _KEY_ORDER
-) -> dict[str, Any]:
-    """A Struct as plain values. Its numbers are all floats: whole ones up to 2**53 become ints again.
+def from_json(text: str, field: str) -> dict[str, Any]:
+    """A JSON object's text as plain values, its keys in their order. InvalidField, naming `field`, if it is none."""
 
-    Keys come in the order of `first`, others after them by name, whatever the order on the wire. The properties of a
-    JSON schema come in the order of its `required`, which schemas made of functions keep.
-    Raises InvalidField, naming `field`, for a NaN or an infinity, which JSON has not.
-    """
-    known = [key for key in dict.fromkeys(first) if key in struct.fields]
-    plain: dict[str, Any] = {}
-    for key in known + sorted(struct.fields.keys() - set(known)):
-        value, path = struct.fields[key], f"{field}.{key}"
-        if key == "properties" and "required" in struct.fields and value.HasField("struct_value"):
-            required = [item.string_value for item in struct.fields["required"].list_value.values]
-            plain[key] = from_struct(value.struct_value, path, required)
-        else:
-            plain[key] = _plain(value, path)
-    return plain
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(field, f"must be the text of a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidField(field, f"must be the text of a JSON object, got {type(value).__name__}")
+    return value
+
+
+def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, Any]:
+    """A Struct as plain values, in the order of its names, since it has none of its own. Its numbers are all floats:
+    whole ones up to 2**53 become ints again. Raises InvalidField, naming `field`, for a NaN or an infinity."""
+    return {key: _plain(struct.fields[key], f"{field}.{key}") for key in sorted(struct.fields)}
 
 
 def _plain(value: struct_pb2.Value, field: str) -> Any:

@@ -33,8 +33,9 @@ REFUSALS = {
     "starting": "the model is loading", "down": "the engine is restarting", "stalled": "the engine does not answer",
 }
 
-STALL_SECONDS = 15
-"""Of silence. An engine beats twice a second, but not within a step."""
+STALL_SECONDS = 60
+"""Of silence. An engine beats twice a second, but not within a step, and a large model's long chunk takes its time on
+a CPU."""
 
 RECONNECT_MS = 50
 ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

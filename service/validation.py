@@ -167,14 +167,14 @@ def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
     if not chat.messages:
         raise InvalidField("chat.messages", "must be at least one message, got none")
     messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
-    from npuserve.service.chat_template import from_struct
+    from npuserve.service.chat_template import from_json, from_struct
 
-    tools = [from_struct(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
+    tools = [from_json(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
     return tokenizer.chat.render(messages, from_struct(chat.template_args, "chat.template_args"), tools)
 
 
 def _turn(index: int, turn: prompt_pb2.Message) -> dict[str, Any]:
-    from npuserve.service.chat_template import from_struct
+    from npuserve.service.chat_template import from_json
 
     path = f"chat.messages[{index}]"
     if not turn.role:
@@ -184,7 +184,7 @@ def _turn(index: int, turn: prompt_pb2.Message) -> dict[str, Any]:
         if turn.HasField(name):
             message[name] = getattr(turn, name)
     if turn.tool_calls:
-        message["tool_calls"] = [from_struct(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(turn.tool_calls)]
+        message["tool_calls"] = [from_json(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(turn.tool_calls)]
     return message
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service import chat_template
-from npuserve.service.chat_template import REFUSED_ARGS, ChatTemplate, from_struct, load_chat_template
+from npuserve.service.chat_template import REFUSED_ARGS, ChatTemplate, from_json, from_struct, load_chat_template
 from npuserve.service.errors import InvalidField
 from npuserve.service.tokenizer import load_tokenizer
 from tests.service.real_models import model_folder
@@ -245,50 +245,30 @@ plain = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=3), plain, max_size=3))
 def test_from_struct_gives_the_json_back(value: dict[str, Any]) -> None:
-    back = from_struct(json_format.ParseDict(value, struct_pb2.Struct()))
+    back = from_struct(json_format.ParseDict(value, struct_pb2.Struct()), "chat.template_args")
     assert back == value
     assert json.dumps(back, sort_keys=True) == json.dumps(value, sort_keys=True)  # 1 is not 1.0
 
 
-def test_from_struct_has_the_usual_order() -> None:
-    """The prompt that tools make does not depend on the order of a map, which protobuf does not keep."""
-    for value in [*TOOLS, CALL]:
-        backwards = json.loads(json.dumps(value), object_pairs_hook=lambda pairs: dict(reversed(pairs)))
-        for given_order in (value, backwards):
-            struct = json_format.ParseDict(given_order, struct_pb2.Struct())
-            struct = struct_pb2.Struct.FromString(struct.SerializeToString())
-            assert json.dumps(from_struct(struct)) == json.dumps(value)
+@pytest.mark.parametrize("tool", [*TOOLS, CALL])
+def test_from_json_keeps_the_order(tool: dict[str, Any]) -> None:
+    for value in (tool, dict(reversed(tool.items()))):
+        assert json.dumps(from_json(json.dumps(value), "chat.tools[0]")) == json.dumps(value)
 
 
-def test_tools_made_of_functions_keep_their_order() -> None:
-    """Those of transformers' get_json_schema: the parameters without a default, which stand first, are `required`."""
-    transformers_utils = pytest.importorskip("transformers.utils")
-
-    def find(query: str, limit: int, place: str, tags: list[str], unit: str = "c") -> str:
-        """
-        Finds things.
-
-        Args:
-            query: What to find.
-            limit: At most so many.
-            place: Where.
-            tags: Of what kind.
-            unit: Of degrees. (choices: ["c", "f"])
-        """
-        return query + place + unit + str(limit) + str(tags)
-
-    schema = transformers_utils.get_json_schema(find)
-    struct = json_format.ParseDict(schema, struct_pb2.Struct())
-    parameters = from_struct(struct)["function"]["parameters"]
-    assert json.dumps(parameters) == json.dumps(schema["function"]["parameters"])
+@pytest.mark.parametrize("text", ["", "[1]", '"x"', "null", "{", '{"a": NaN}', "{'a': 1}", "[" * 100_000])
+def test_from_json_refuses_what_is_no_object(text: str) -> None:
+    with pytest.raises(InvalidField, match=r"^chat\.tools\[3\]: must be the text of a JSON object"):
+        from_json(text, "chat.tools[3]")
 
 
 def test_from_struct_numbers() -> None:
     struct = struct_pb2.Struct()
     struct.update({"one": 1.0, "half": 0.5, "big": 1e300, "negative": -3.0})
-    assert repr(sorted(from_struct(struct).items())) == "[('big', 1e+300), ('half', 0.5), ('negative', -3), ('one', 1)]"
+    plain = from_struct(struct, "x")
+    assert repr(plain) == "{'big': 1e+300, 'half': 0.5, 'negative': -3, 'one': 1}"
     struct.fields["unset"].SetInParent()
-    assert from_struct(struct)["unset"] is None
+    assert from_struct(struct, "x")["unset"] is None
     struct.fields["list"].list_value.values.add().number_value = float("nan")
-    with pytest.raises(InvalidField, match=r"^chat\.tools\[0\]\.list\[0\]: must be a finite number, got nan"):
-        from_struct(struct, "chat.tools[0]")
+    with pytest.raises(InvalidField, match=r"^chat\.template_args\.list\[0\]: must be a finite number, got nan"):
+        from_struct(struct, "chat.template_args")

@@ -50,7 +50,11 @@ INVALID = {
     "chat too long": (chat(("user", "a" * 70)), "chat: 77 tokens of prompt are too many"),
     "template argument taken": (chat(("user", "a"), template_args=struct(messages=[])), "chat.template_args.messages"),
     "template argument NaN": (chat(("user", "a"), template_args=struct(x=NAN)), "chat.template_args.x: must be a fin"),
-    "tool with infinity": (chat(("user", "a"), tools=[struct(), struct(x=INF)]), "chat.tools[1].x: must be a finite"),
+    "tool that is no object": (chat(("user", "a"), tools=["{}", "[1]"]), "chat.tools[1]: must be the text of a JSON"),
+    "tool call that is no JSON": (
+        pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[
+            prompt_pb2.Message(role="assistant", tool_calls=["{'a': 1}"])])),
+        "chat.messages[0].tool_calls[0]: must be the text of a JSON"),
     "temperature below": (ask(temperature=-0.1), "sampling.temperature: must be in [0, 100], got -0.1"),
     "temperature above": (ask(temperature=101), "sampling.temperature: must be in [0, 100], got 101"),
     "temperature NaN": (ask(temperature=NAN), "sampling.temperature: must be in [0, 100], got nan"),

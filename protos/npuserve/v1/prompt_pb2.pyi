@@ -59,9 +59,9 @@ class Chat(_message.Message):
         """Variables of the template, such as enable_thinking or add_generation_prompt (default true)."""
 
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
-        """Functions that the model may call, each a JSON schema as in the OpenAI API. A Struct keeps no order, so the prompt
-        shows keys in the usual one, and properties in the order of `required`, then by name.
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Functions that the model may call, each the text of a JSON object as in the OpenAI API: {"type": "function", ...}.
+        Text, since a Struct would lose the order of the keys, which the prompt shows.
         """
 
     def __init__(
@@ -69,7 +69,7 @@ class Chat(_message.Message):
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
         template_args: _struct_pb2.Struct | None = ...,
-        tools: _abc.Iterable[_struct_pb2.Struct] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["template_args", b"template_args"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -100,10 +100,8 @@ class Message(_message.Message):
     reasoning_content: _builtins.str
     """For a role of assistant: its thinking, where the template knows reasoning_content."""
     @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
-        """For a role of assistant: calls that it made, each as in the OpenAI API. Their arguments may be an object, shown in
-        the order of its names, or a string of JSON, shown as it is, where the template takes both.
-        """
+    def tool_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For a role of assistant: calls that it made, each the text of a JSON object as in the OpenAI API."""
 
     def __init__(
         self,
@@ -112,7 +110,7 @@ class Message(_message.Message):
         content: _builtins.str = ...,
         name: _builtins.str | None = ...,
         tool_call_id: _builtins.str | None = ...,
-        tool_calls: _abc.Iterable[_struct_pb2.Struct] | None = ...,
+        tool_calls: _abc.Iterable[_builtins.str] | None = ...,
         reasoning_content: _builtins.str | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
