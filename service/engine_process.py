@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,9 @@ from npuserve.service.engine import Engine
 from npuserve.service.engine_socket import EngineSocket
 from npuserve.service.messages import ModelInfo
 from npuserve.service.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from npuserve.npu.runner import Runner
 
 log = logging.getLogger("npuserve.service.engine_process")
 
@@ -34,22 +38,26 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: int
 
 
-def build(args: EngineArgs) -> Engine:
-    """Load the model and bind the socket. Raises ValueError, OSError or MemoryError where the model, the settings or
-    this machine are at fault."""
-    began = time.monotonic()
+def load_model(config: ServerConfig, folder: str) -> Runner:
+    """The model on its device, its kernels' latencies on the metrics page. Raises ValueError, OSError or MemoryError
+    where the model, the settings or this machine are at fault."""
     from npuserve.npu.runner import load_runner
-
-    config = args.config
 
     def observe(kernel: str, phase: str, backend: str, seconds: float) -> None:
         metrics.kernel_latency_seconds.labels(kernel, phase, backend).observe(seconds)
 
-    runner = load_runner(
-        Path(args.folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
+    return load_runner(
+        Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
         block_size=config.block_size, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
         observe=observe, threads=config.threads)
+
+
+def build(args: EngineArgs) -> Engine:
+    """Load the model and bind the socket. Raises what `load_model` does."""
+    began = time.monotonic()
+    config = args.config
+    runner = load_model(config, args.folder)
     for kernel in runner.fallbacks:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc()
     scheduler = Scheduler(
