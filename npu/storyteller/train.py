@@ -1,7 +1,8 @@
 """Train the built-in storyteller: a small Qwen3 that learns from stories sampled from a teacher.
 
     python -m npuserve.npu.storyteller.train sample   --teacher FOLDER --out stories.jsonl --stories 40000
-    python -m npuserve.npu.storyteller.train fit      --stories stories.jsonl --out MODEL --minutes 60
+    python -m npuserve.npu.storyteller.train fit      --stories stories.jsonl --out FITTED --minutes 60
+    python -m npuserve.npu.storyteller.train sharpen  --model FITTED --out MODEL --by 1.5
     python -m npuserve.npu.storyteller.train evaluate --teacher FOLDER --model MODEL
 
 Needs `pip install npuserve[transformers]` and a teacher in Hugging Face format, such as karpathy/tinyllamas'
@@ -12,6 +13,7 @@ to make the weights that the server is tested with.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -113,7 +115,7 @@ def command_sample(args: argparse.Namespace) -> None:
 
 def make_tokenizer(texts: list[str], out: Path) -> None:
     """Byte-level BPE of VOCABULARY entries, split as Qwen3 splits, saved as tokenizer.json and its config."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     split = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
              r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -126,11 +128,13 @@ def make_tokenizer(texts: list[str], out: Path) -> None:
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    # A prompt begins as the stories do that the model was fitted on: after END.
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": None, "pad_token": END,
-        "unk_token": None, "add_bos_token": False, "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END, "pad_token": END,
+        "unk_token": None, "clean_up_tokenization_spaces": False,
         "model_max_length": CONTEXT}, indent=2) + "\n")
 
 
@@ -141,7 +145,7 @@ def make_student():
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT, rms_norm_eps=1e-6,
         tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
-        bos_token_id=None, eos_token_id=0, pad_token_id=0, attention_bias=False))
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, attention_bias=False))
 
 
 def read_stories(file: str, tokenizer) -> list[list[int]]:
@@ -224,13 +228,29 @@ def command_fit(args: argparse.Namespace) -> None:
     save(model, out)
 
 
-def save(model, out: Path) -> None:
-    """Weights in bf16, config and generation config, as a Hugging Face folder."""
-    import copy
+def save(model, out: Path, sharpness: float = 1.0) -> None:
+    """Weights in bf16, config and generation config, as a Hugging Face folder.
 
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    sharpness: multiplies the final norm and with it all logits, as dividing every temperature by it would.
+    """
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        made.model.norm.weight.mul_(sharpness)
+    made.to(torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     (out / "generation_config.json").write_text(json.dumps(
-        {"do_sample": True, "temperature": 0.8, "eos_token_id": 0}, indent=2) + "\n")
+        {"do_sample": True, "temperature": 1.0, "eos_token_id": 0}, indent=2) + "\n")
+
+
+def command_sharpen(args: argparse.Namespace) -> None:
+    """Write a model that is calmer than the one it was made from."""
+    from transformers import AutoModelForCausalLM
+
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_bytes((Path(args.model) / name).read_bytes())
+    save(AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), out, args.by)
 
 
 def loops(text: str) -> bool:
@@ -299,6 +319,11 @@ def main() -> None:
     fit.add_argument("--threads", type=int, default=2)
     fit.add_argument("--seed", type=int, default=0)
     fit.set_defaults(run=command_fit)
+    sharpen = commands.add_parser("sharpen", help="scale the logits of a fitted model")
+    sharpen.add_argument("--model", required=True)
+    sharpen.add_argument("--out", required=True)
+    sharpen.add_argument("--by", type=float, required=True)
+    sharpen.set_defaults(run=command_sharpen)
     evaluate = commands.add_parser("evaluate", help="loss of the student's samples under the teacher")
     evaluate.add_argument("--teacher", required=True)
     evaluate.add_argument("--model", required=True)

@@ -33,7 +33,8 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--context", "600"], "max_model_len is 512"),
-    (["--batch", "64", "--context", "300", "--kv-cache-memory", "8MiB", "--max-num-batched-tokens", "4096"],
+    (["--batch", "64", "--context", "300", "--prompt", "100", "--kv-cache-memory", "8MiB",
+      "--max-num-batched-tokens", "4096"],
      "the KV cache holds"),
 ])
 def test_what_does_not_fit_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
