@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -43,7 +44,9 @@ def memory(pid: int) -> dict[str, int]:
 def main() -> None:
     arguments = sys.argv[1:]
     folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else FOLDER
-    port = 50977
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     reading = read_seconds(folder)
     check = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "check", *arguments, "--json"],
                            capture_output=True, text=True)

@@ -12,7 +12,7 @@ from npuserve.npu.model_config import ModelConfig, ModelError
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
-WARM_UP = 32 << 20
+WARM_UP = 44 << 20
 """Bytes that torch and its libraries take at their first work, beyond what they take once imported."""
 
 

@@ -112,7 +112,7 @@ def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[.
     assert engine["arguments"] == {"config": config, "folder": ".", "address": address, "epoch": 1}
     assert front["mode"] == "0o40700"
     assert front["metrics"] == engine["metrics"]
-    assert (front["spin"], engine["spin"]) == (None, "0")
+    assert (front["spin"], engine["spin"]) == (None, "1000")
     # The terminal's Ctrl-C goes to the supervisor's session alone.
     assert all(facts["session"] == facts["pid"] for facts in (front, engine))
     assert run.said("listening on 127.0.0.1:4242$")
