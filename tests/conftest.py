@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -17,15 +16,6 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # In CI the examples are the same at each run, so that a failure is the change's own.
 settings.register_profile("npuserve", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("npuserve")
-
-
-@pytest.fixture(scope="session")
-def models_folder() -> Path:
-    """The folder of real models that NPUSERVE_TEST_MODELS names."""
-    folder = os.environ.get("NPUSERVE_TEST_MODELS")
-    if not folder:
-        pytest.skip("NPUSERVE_TEST_MODELS does not name a folder of models")
-    return Path(folder)
 
 
 @pytest.fixture

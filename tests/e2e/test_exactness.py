@@ -6,7 +6,6 @@ Needs nothing for the built-in model; the other models are those of NPUSERVE_TES
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.server import Server, request, serving, streamed
+from tests.real_models import model_folder
 
 STORIES = [
     "Once upon a time", "One day, a little girl named Lily", "The cat and the dog", "Tim wanted a new toy. He",
@@ -51,12 +51,7 @@ def oracle(folder: Path, prompts: tuple[str, ...], tokens: int) -> list[tuple[li
 
 
 def folder_of(name: str) -> Path:
-    if name == "storyteller":
-        return FOLDER
-    root = os.environ.get("NPUSERVE_TEST_MODELS")
-    if not root:
-        pytest.skip("NPUSERVE_TEST_MODELS names no folder of models")
-    return Path(root) / name
+    return FOLDER if name == "storyteller" else model_folder(name)
 
 
 def block_bytes(folder: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from npuserve.npu.model_config import ModelError
 from npuserve.npu.runner import Runner, load_runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
 from tests.npu.models import FAMILIES, greedy, random_model, saved
+from tests.real_models import model_folder
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -232,12 +232,13 @@ def test_settings_that_cannot_be(tmp_path):
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["stories260K", "stories260K-qwen3", "minimind2-small"])
-def test_real_models_answer_as_under_transformers(models_folder: Path, name: str):
-    model = AutoModelForCausalLM.from_pretrained(models_folder / name, dtype=torch.float32).eval()
+def test_real_models_answer_as_under_transformers(name: str):
+    folder = model_folder(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = ids_of(24, 1, model.config.vocab_size)
     if name.startswith("stories"):
         prompt = [1, 403, 407, 261, 378]  # "Once upon a time" with its first token
-    runner = load(models_folder / name, dtype="float32", block_size=16, kv_cache_memory=64 << 20)
+    runner = load(folder, dtype="float32", block_size=16, kv_cache_memory=64 << 20)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1,
                               pad_token_id=0)[0].tolist()
     assert Driver(runner).answer(prompt, 64, chunk=16) == expected[len(prompt) :]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from npuserve.service import byte_bpe
 from npuserve.service.byte_bpe import GPT2, QWEN2, SPLIT_RULES, AddedToken, ByteBPE
-from tests.service.real_models import model_folder
+from tests.real_models import model_folder
 from tests.service.tokenizers_made import CORPUS, texts, train
 
 CLASSES = ["Qwen2Tokenizer", "GPT2Tokenizer"]

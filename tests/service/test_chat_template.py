@@ -15,7 +15,7 @@ from npuserve.service import chat_template
 from npuserve.service.chat_template import REFUSED_ARGS, ChatTemplate, from_json, from_struct, load_chat_template
 from npuserve.service.errors import InvalidField
 from npuserve.service.tokenizer import load_tokenizer
-from tests.service.real_models import model_folder
+from tests.real_models import model_folder
 from tests.service.tokenizers_made import save, train
 
 CHATML = """\

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from npuserve.service.detokenizer import UNFINISHED_LIMIT, Detokenizer
 from npuserve.service.text_stream import RUN_LIMIT
 from npuserve.service.tokenizer import Tokenizer, _Fast, load_tokenizer
-from tests.service.real_models import model_folder
+from tests.real_models import model_folder
 from tests.service.tokenizers_made import texts, train, train_byte_fallback
 
 KINDS = ["byte level", "byte fallback", "words", "word pieces"]

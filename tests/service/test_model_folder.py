@@ -10,6 +10,7 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError
 from npuserve.service.model_folder import open_folder, resolve
+from tests.real_models import model_folder
 from tests.service.fake_engine import EOS, make_folder
 
 
@@ -115,8 +116,8 @@ def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | No
 
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "chat"), [("stories260K-qwen3", False), ("minimind2-small", True)])
-def test_real_folders(models_folder: Path, name: str, chat: bool) -> None:
-    found = open_folder(models_folder / name, name, "")
+def test_real_folders(name: str, chat: bool) -> None:
+    found = open_folder(model_folder(name), name, "")
     assert (found.eos_token_ids, found.defaults) == ({2}, {})
     assert found.tokenizer
     assert (found.tokenizer.chat is not None) == chat

@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from npuserve.service.config import ConfigError
 from npuserve.service.tokenizer import Tokenizer, load_tokenizer
-from tests.service.real_models import model_folder
+from tests.real_models import model_folder
 from tests.service.tokenizers_made import (
     CORPUS,
     SPECIAL,
