@@ -45,7 +45,7 @@ def load_weights(
     Raises ModelError that names every tensor that is missing, unknown, misshapen or not of a float type.
     """
     with ExitStack() as stack:
-        places = _places(_files(Path(folder)), stack)
+        places = _places(weight_files(Path(folder)), stack)
         weights, targets = allocate(config, dtype, backend.device, backend.vocabulary_tile)
         if config.tie_word_embeddings:
             places.pop("lm_head.weight", None)
@@ -63,8 +63,8 @@ def load_weights(
     return weights
 
 
-def _files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that model.safetensors.index.json names."""
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that model.safetensors.index.json names. ModelError if they are absent."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]

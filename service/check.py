@@ -83,6 +83,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
     """The plan of its memory by part, in bytes; with `error` where it cannot be served at all."""
     from npuserve.npu.backends import select
     from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.loader import weight_files
     from npuserve.npu.memory import predict
     from npuserve.npu.model_config import ModelConfig, ModelError
     from npuserve.service.model_folder import resolve
@@ -97,8 +98,14 @@ def model(config: ServerConfig) -> dict[str, Any]:
             max_num_batched_tokens=config.max_num_batched_tokens)
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
+    try:
+        weight_files(folder)
+        missing = None
+    except ModelError as error:
+        missing = str(error)
     return found | {
         "fits": plan.fits,
+        "missing_weights": missing,
         "architecture": facts.architecture,
         "parameters": facts.num_parameters,
         "backend": backend.name,
@@ -150,6 +157,8 @@ def text(report: dict[str, Any]) -> str:
     verdict = "fits" if plan["fits"] else "does NOT fit"
     free = _mib(plan["available_bytes"])
     lines.append(f"{'':11} {verdict}: needs {_mib(needed)} beyond the process, {free} available")
+    if plan["missing_weights"]:
+        lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
     return "\n".join(lines)
 
 

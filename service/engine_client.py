@@ -169,6 +169,7 @@ class EngineClient:
         info = self.require()
         most = 2 * (info.max_num_seqs + info.max_queue)
         if len(self._streams) >= most:
+            metrics.queue_rejections_total.labels("front_end").inc()
             raise QueueFull(f"{most} requests are under way already")
         stream = Stream(self, self._key(), request)
         self._streams[stream.key] = stream

@@ -78,6 +78,13 @@ def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
     assert " fits: needs " in capsys.readouterr().out
 
 
+def test_weights_that_are_not_there_are_told(folder: Path, capsys: Capture) -> None:
+    assert "has neither model.safetensors" in checked(capsys, str(folder))[1]["model"]["missing_weights"]
+    assert main(["check", str(folder)]) == 0
+    assert "cannot be served yet: " in capsys.readouterr().out
+    assert checked(capsys)[1]["model"]["missing_weights"] is None
+
+
 def test_a_model_that_does_not_fit(folder: Path, capsys: Capture) -> None:
     code, report = checked(capsys, str(folder), "--kv-cache-memory", "900T")
     assert (code, report["model"]["fits"]) == (1, False)

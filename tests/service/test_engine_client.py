@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from npuserve.service import engine_client
+from npuserve.service import engine_client, metrics
 from npuserve.service.engine_client import EngineClient, Stream
 from npuserve.service.errors import InternalError, QueueFull, Unavailable
 from npuserve.service.messages import Cancel, Hello, Load, Output, Outputs, Request
@@ -188,8 +188,10 @@ async def test_a_front_end_holds_a_bounded_number() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         streams = [client.submit(request(name=str(i))) for i in range(2 * (INFO.max_num_seqs + INFO.max_queue))]
+        refused = metrics.queue_rejections_total.labels("front_end")._value.get()
         with pytest.raises(QueueFull):
             client.submit(request())
+        assert metrics.queue_rejections_total.labels("front_end")._value.get() == refused + 1
         streams.pop().close()
         streams.append(client.submit(request()))
         for stream in streams:
