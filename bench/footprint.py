@@ -3,8 +3,9 @@
     python bench/footprint.py [MODEL] [npuserve serve flags]
 
 Prints one JSON object. `read_seconds` is what reading the weights' files takes by itself just before (page cache
-warm or cold as it is found, so run it twice). `predicted_peak_bytes` is what `npuserve check` says of the engine
-process, `engine_peak_bytes` what it came to (VmHWM) after a prompt as long as the context allows and a full batch.
+warm or cold as it is found, so run it twice). `check` is what `npuserve check` says, its `peak_bytes` of the engine
+process; `engine_peak_bytes` is what that came to (VmHWM) after a prompt as long as the context allows (at most 4096
+tokens) and a full batch.
 """
 
 from __future__ import annotations

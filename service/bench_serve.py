@@ -10,7 +10,6 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from npuserve.service import bench_report, client
+from npuserve.service.arguments import number
 from npuserve.service.bench_load import Load
 from npuserve.service.bench_workload import Ask, Prompts, TraceError, fitted, poisson, read_trace
 
@@ -27,25 +27,9 @@ class BenchError(Exception):
     """The run cannot start; the message says why."""
 
 
-def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: a number of [low, high]."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            allowed = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
-        return value
-
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `npuserve bench serve`."""
-    count, positive, share = _number(int, 1), _number(float, 1e-9), _number(int, 0)
+    count, positive, share = number(int, 1), number(float, 1e-9), number(int, 0)
     add = parser.add_argument
     add("--target", default="127.0.0.1:50051", help="host:port of the server (default: %(default)s)")
     arrivals = parser.add_mutually_exclusive_group()
@@ -55,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrivals.add_argument("--concurrency", type=count, help=(
         "closed loop: so many clients, each sending when its last request ended (default: 8, if no --trace or --rate)"))
     add("--requests", type=share, default=200, help="how many; 0 with --trace: all of it (default: %(default)s)")
-    add("--time-scale", type=_number(float, 0), default=1.0, help=(
+    add("--time-scale", type=number(float, 0), default=1.0, help=(
         "multiplies the trace's arrival times: 0.5 is twice as fast (default: %(default)s)"))
     add("--length-scale", type=positive, default=1.0, help=(
         "multiplies the trace's prompts, answers and shared prefixes, for small models (default: %(default)s)"))
@@ -63,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=count, default=64, help="without --trace (default: %(default)s)")
     add("--max-prompt", type=share, default=0, help="cut prompts to so many tokens (default: the model's context)")
     add("--max-output", type=share, default=0, help="cut answers to so many tokens (default: the model's context)")
-    add("--temperature", type=_number(float, 0, 100), default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--channels", type=_number(int, 1, 1024), default=1, help="connections (default: %(default)s)")
-    add("--seed", type=_number(int, 0, 2**32), default=0, help="of arrivals, prompts, sampling (default: %(default)s)")
+    add("--temperature", type=number(float, 0, 100), default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--channels", type=number(int, 1, 1024), default=1, help="connections (default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**32), default=0, help="of arrivals, prompts, sampling (default: %(default)s)")
     add("--slo-ttft-ms", type=positive, help="target for goodput: time to first token")
     add("--slo-tpot-ms", type=positive, help="target for goodput: time per output token")
     add("--json", type=Path, metavar="FILE", help="write all figures and every request's outcome")

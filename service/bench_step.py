@@ -14,32 +14,40 @@ import resource
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service import settings
+from npuserve.service.arguments import number
+from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine_process import load_model
 from npuserve.service.messages import Request
 from npuserve.service.model_folder import resolve
-from npuserve.service.sequence import Sequence
+from npuserve.service.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from npuserve.npu.runner import Runner
 
 WARM_UP = 3
 REPEATS = 5
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    count = number(int, 1)
     add("--batch", type=_counts, default=[1, 8, 32], help="rows, comma-separated (default: 1,8,32)")
-    add("--context", type=_count, default=512, help="tokens of each row before decoding (default: %(default)s)")
-    add("--prompt", type=_count, default=512, help="tokens of a prompt that is prefilled alone (default: %(default)s)")
-    add("--tokens", type=_count, default=32, help="decode steps that are timed (default: %(default)s)")
+    add("--context", type=count, default=512, help="tokens of each row before decoding (default: %(default)s)")
+    add("--prompt", type=count, default=512, help="tokens of a prompt that is prefilled alone (default: %(default)s)")
+    add("--tokens", type=count, default=32, help="decode steps that are timed (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object a line")
     settings.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """ConfigError where the settings leave no room for what is asked."""
+    from npuserve.npu.memory import ITEMSIZE
+
     config = settings.load(args, os.environ)
     bench = Bench.load(config, args.batch, args.context, args.prompt, args.tokens)
     if not args.json:
@@ -68,18 +76,14 @@ class Bench:
     """runner, scheduler: as the engine process makes them, without a prefix cache, so that each prompt is computed.
     budget: tokens a step."""
 
-    runner: Any
-    scheduler: Any
+    runner: Runner
+    scheduler: Scheduler
 
     budget: int
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
         """With room for the largest batch. ConfigError if there is none."""
-        from npuserve.service.block_manager import BlockManager
-        from npuserve.service.engine_process import load_model
-        from npuserve.service.scheduler import Scheduler
-
         rows = max(batches)
         budget = max(config.max_num_batched_tokens, rows + 1)
         length = max(context + spare(rows, context, budget) + WARM_UP + steps, prompt + 1)
@@ -100,8 +104,7 @@ class Bench:
         now, vocabulary = time.monotonic(), self.runner.config.vocab_size
         prompt = [random.randrange(vocabulary) for _ in range(tokens)]
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
-        sequence: Sequence = self.scheduler.add(request, (b"", 0), now)
-        return sequence.id
+        return self.scheduler.add(request, (b"", 0), now).id
 
     def step(self) -> int:
         """One step; the number of its rows that sampled."""
@@ -138,11 +141,5 @@ def spare(rows: int, context: int, budget: int) -> int:
     return rows * context // max(budget - rows, 1) + rows + 1
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    return [int(number(int, 1)(part)) for part in text.split(",")]

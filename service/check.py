@@ -24,7 +24,6 @@ OPTIONAL = {
     "transformers": "tokenizers that only it can load (npuserve[transformers])",
     "matplotlib": "bench serve --plot (npuserve[bench])",
 }
-MIB = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,9 +121,11 @@ def model(config: ServerConfig) -> dict[str, Any]:
 
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
+    from npuserve.npu.memory import mib
+
     it = report["machine"]
     lines = [
-        f"machine     {it['system']}, {it['cores']} cores, {_mib(it['memory_bytes'])} of memory",
+        f"machine     {it['system']}, {it['cores']} cores, {mib(it['memory_bytes'])} of memory",
         f"cpu         {' '.join(it['cpu_features']) or 'no known feature'}",
         f"software    Python {it['python']}, torch {it['torch']}",
     ]
@@ -135,7 +136,7 @@ def text(report: dict[str, Any]) -> str:
         labels = backend["kernels"]
         own = [kernel for kernel, label in labels.items() if label == name]
         fallen = [kernel for kernel, label in labels.items() if label != name]
-        lines.append(f"{name:11} available, {_mib(backend['memory_available_bytes'])} free")
+        lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
         lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
         lines.append(f"{'':11} by plain torch: {', '.join(fallen) or 'none'}")
     for name, there in report["optional"].items():
@@ -150,17 +151,13 @@ def text(report: dict[str, Any]) -> str:
     lines.append(
         f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
         f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens")
-    lines += [f"{'':11} {part.replace('_', ' '):12} {_mib(size):>12}" for part, size in plan["bytes"].items()]
-    lines.append(f"{'':11} {'peak':12} {_mib(plan['peak_bytes']):>12}")
+    lines += [f"{'':11} {part.replace('_', ' '):12} {mib(size):>12}" for part, size in plan["bytes"].items()]
+    lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
     # The process itself is there before what is available is read.
     needed = plan["peak_bytes"] - plan["bytes"]["base"]
     verdict = "fits" if plan["fits"] else "does NOT fit"
-    free = _mib(plan["available_bytes"])
-    lines.append(f"{'':11} {verdict}: needs {_mib(needed)} beyond the process, {free} available")
+    free = mib(plan["available_bytes"])
+    lines.append(f"{'':11} {verdict}: needs {mib(needed)} beyond the process, {free} available")
     if plan["missing_weights"]:
         lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
     return "\n".join(lines)
-
-
-def _mib(size: float) -> str:
-    return f"{size / MIB:,.1f} MiB"

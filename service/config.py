@@ -11,6 +11,14 @@ from typing import Literal
 
 import msgspec
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of a gRPC message, either way, at the server and at our own clients."""
+
+
+def endpoint(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
 
 class ConfigError(Exception):
     """A setting is out of range or contradicts another; the message names it and what is allowed."""

@@ -26,6 +26,7 @@ from npuserve.service.errors import DuplicateRequest, ServeError, to_wire
 from npuserve.service.messages import (
     Abort,
     Cancel,
+    Finish,
     FlushPrefixCache,
     Hello,
     ModelInfo,
@@ -123,14 +124,13 @@ class Engine:
             case Cancel(key=key, keep=keep, sent=sent):
                 sequence = self._live.get((frontend, key))
                 if sequence:
-                    self._end(sequence, keep)
+                    self._end(sequence, None if keep is None else sequence.finish("stop_string", keep))
                     self._metrics.cancelled(time.monotonic() - sent)
             case Abort(call=call, request_id=request_id):
                 origin = self._names.get(request_id)
                 if origin:
                     sequence = self._live[origin]
-                    self._end(sequence, None)
-                    self._outputs[origin[0]].append(Output(origin[1], finish=sequence.finish("aborted")))
+                    self._end(sequence, sequence.finish("aborted"))
                 self._send(frontend, Reply(self._epoch, call, int(origin is not None)))
             case FlushPrefixCache(call=call):
                 self._send(frontend, Reply(self._epoch, call, self._scheduler.blocks.flush_prefix_cache()))
@@ -151,13 +151,13 @@ class Engine:
             self._live[origin] = sequence
             self._names[request.request_id] = origin
 
-    def _end(self, sequence: Sequence, keep: int | None) -> None:
-        """Take a live request out of the scheduler. keep: tokens that stand where the front end found a stop string."""
+    def _end(self, sequence: Sequence, finish: Finish | None) -> None:
+        """Take a live request out of the scheduler. finish: what its front end is told; None if nobody waits."""
         self._scheduler.cancel(sequence.id)
         self._forget(sequence)
-        if keep is not None:
+        if finish:
             frontend, key = sequence.origin
-            self._outputs[frontend].append(Output(key, finish=sequence.finish("stop_string", keep)))
+            self._outputs[frontend].append(Output(key, finish=finish))
 
     def _forget(self, sequence: Sequence) -> None:
         del self._live[sequence.origin]

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from npuserve.service import child, logs
 from npuserve.service.admin import AdminServicer
-from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
 from npuserve.service.engine_client import EngineClient
 from npuserve.service.health import Health
 from npuserve.service.model_folder import ModelFolder, open_folder, resolve
@@ -31,7 +31,6 @@ from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_ser
 
 log = logging.getLogger("npuserve.service.frontend")
 
-MAX_MESSAGE = 64 << 20
 SERVICES = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
@@ -68,8 +67,7 @@ class Frontend:
 
     async def start(self) -> int:
         """Listen; the port. ConfigError if that fails."""
-        host = self._config.host
-        address = f"[{host}]:{self._port}" if ":" in host and not host.startswith("[") else f"{host}:{self._port}"
+        address = endpoint(self._config.host, self._port)
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -106,8 +104,8 @@ class Frontend:
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", int(config.frontends > 1)),
-        ("grpc.max_send_message_length", MAX_MESSAGE),
-        ("grpc.max_receive_message_length", MAX_MESSAGE),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         # A client's pings keep long unary calls alive and are never "too many".
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from npuserve.service.config import ConfigError
+from npuserve.service.config import ConfigError, endpoint
 
 HEARTBEAT = "npuserve_engine_heartbeat_timestamp_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
@@ -43,8 +43,7 @@ class MetricsPage:
             self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
-        shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        self.url = f"http://{endpoint(host, self._server.server_port)}/metrics"
 
     def collect(self) -> Iterator[object]:
         """For prometheus_client, at each scrape: the sums, and what nobody has counted yet by name alone."""

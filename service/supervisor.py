@@ -30,7 +30,7 @@ import msgspec
 
 from npuserve.service import logs, settings
 from npuserve.service.child import UNUSABLE
-from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.metrics_page import MetricsPage
 
 log = logging.getLogger(__name__)
@@ -154,8 +154,7 @@ class Supervisor:
     @property
     def address(self) -> str:
         """host:port of gRPC."""
-        host = self._config.host
-        return f"[{host}]:{self._port}" if ":" in host and host[0] != "[" else f"{host}:{self._port}"
+        return endpoint(self._config.host, self._port)
 
     async def run(self) -> int:
         """Serves until a signal, `stop`, or a child's end for good; returns the exit code."""

@@ -66,9 +66,16 @@ class Peer:
             message = self.receive()
             if isinstance(message, m.Reply) and message.call == call:
                 return message.value
-            if isinstance(message, m.Outputs):
-                for output in message.outputs:
-                    self.outputs.setdefault(output.key, []).append(output)
+            self.keep(message)
+
+    def until_tokens(self, key: int, count: int) -> None:
+        while len(self.tokens(key)) < count:
+            self.keep(self.receive())
+
+    def keep(self, message: m.ToFrontend) -> None:
+        if isinstance(message, m.Outputs):
+            for output in message.outputs:
+                self.outputs.setdefault(output.key, []).append(output)
 
     def tokens(self, key: int) -> list[int]:
         return [token for output in self.outputs.get(key, []) for token in output.token_ids]
@@ -140,11 +147,7 @@ def test_cancel_frees_and_says_nothing_more(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.005) as engine:
         peer = Peer(engine.address, b"a")
         peer.submit(1, [1, 2, 3], 200)
-        while not peer.tokens(1):
-            message = peer.receive()
-            if isinstance(message, m.Outputs):
-                for output in message.outputs:
-                    peer.outputs.setdefault(output.key, []).append(output)
+        peer.until_tokens(1, 1)
         peer.send(m.Cancel(1))
         peer.submit(2, [5], 3)
         peer.until_end(2)
@@ -159,11 +162,7 @@ def test_stop_string_keeps_what_stands(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
         peer = Peer(engine.address, b"a")
         peer.submit(1, [1], 200)
-        while len(peer.tokens(1)) < 3:
-            message = peer.receive()
-            if isinstance(message, m.Outputs):
-                for output in message.outputs:
-                    peer.outputs.setdefault(output.key, []).append(output)
+        peer.until_tokens(1, 3)
         peer.send(m.Cancel(1, keep=2))
         finish = peer.until_end(1)[1].finish
         assert finish
@@ -174,11 +173,7 @@ def test_abort_by_name_from_another_front_end(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
         asker, admin = Peer(engine.address, b"a"), Peer(engine.address, b"b")
         asker.submit(1, [1], 200, request_id="mine")
-        while not asker.tokens(1):
-            message = asker.receive()
-            if isinstance(message, m.Outputs):
-                for output in message.outputs:
-                    asker.outputs.setdefault(output.key, []).append(output)
+        asker.until_tokens(1, 1)
         admin.send(m.Abort(1, "mine"))
         assert admin.reply(1) == 1
         finish = asker.until_end(1)[1].finish
