@@ -46,8 +46,8 @@ def served_logits(folder: Path, sequences: list[list[int]], dtype: str, budget: 
     length = max(map(len, sequences))
     per_row = -(-length // BLOCK)
     model = Model(config, weights, cos_sin_table(config.rope, config.head_dim, length, backend.device),
-                  KernelSet(backend.name))
-    cache = KVCache.allocate(config, per_row * PER_STEP, BLOCK, getattr(torch, dtype), backend.device)
+                  KernelSet(backend.kernels))
+    cache = KVCache.allocate(config, per_row * PER_STEP, BLOCK, getattr(torch, dtype), backend)
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     with torch.inference_mode():
         for first in range(0, len(sequences), PER_STEP):

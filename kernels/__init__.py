@@ -9,6 +9,7 @@ from npuserve.kernels import (
     norm,
     penalize,
     qk_norm_rope_kv_write,
+    quantized,
     sample,
     swiglu,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "norm",
     "penalize",
     "qk_norm_rope_kv_write",
+    "quantized",
     "sample",
     "swiglu",
 ]

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
+from npuserve.kernels.native import layout
 from npuserve.kernels.registry import Case, kernel
+
+_SPLIT, _UNITS_PER_THREAD = 256, 16  # of attention.cpp
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,9 @@ def _case(
     cases=[
         _case([(1, 1)], 4, 4, 8),
         _case([(1, 17), (5, 5), (3, 20), (1, 33)], 6, 2, 16),
-        _case([(7, 31), (1, 5)], 3, 1, 10, block_size=4),
+        _case([(7, 31), (1, 5)], 3, 1, 10, block_size=32),
+        _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64),
+        _case([(1, 700)], 4, 1, 16),
         *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True) for rows in (1, 8, 32)),
         _case([(512, 512)], 16, 8, 128, benchmark=True),
         _case([(512, 4096)], 16, 8, 128, benchmark=True),
@@ -86,7 +93,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
     """Causal attention of rows of any number of queries, each row's keys gathered from its blocks.
 
     q: [T, Hq, D]. k_cache, v_cache: [B, block_size, Hkv, D], Hq a multiple of Hkv; this step's keys and values are
-    written already. Returns [T, Hq, D], 0 for queries of no row. Softmax and sums in float32. A row's numbers do not
+    written already. Returns [T, Hq D], 0 for queries of no row. Softmax and sums in float32. A row's numbers do not
     depend on the other rows.
     """
     output = torch.zeros_like(q)
@@ -96,7 +103,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
         blocks = metadata.block_tables[row, : -(-context // k_cache.shape[1])]
         keys, values = (cache[blocks].flatten(0, 1)[:context].transpose(0, 1) for cache in (k_cache, v_cache))
         output[tokens] = _attend(q[tokens].transpose(0, 1), keys, values, scale).transpose(0, 1)
-    return output
+    return output.flatten(1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -113,3 +120,35 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         mask = (places <= places[context - n :, None]).repeat(group, 1)
     shared = q.reshape(1, kv_heads, group * n, head_dim)
     return F.scaled_dot_product_attention(shared, k[None], v[None], attn_mask=mask, scale=scale).view(q.shape)
+
+
+def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, keys, values, metadata, scale = args
+    return q, layout.pack_keys(keys), layout.pack_values(values), metadata, scale
+
+
+def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, keys, values, metadata, scale = args
+    return q, layout.unpack_keys(keys), layout.unpack_values(values, q.shape[-1]), metadata, scale
+
+
+@native.implementation(paged_attention, adapt=_pack, restore=_unpack)
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """k_cache, v_cache: as `layout` has them. Weights are rounded to q's dtype; flash attention by splits (Dao et al.
+    2022, arXiv:2205.14135; the merge of splits as in Dao et al. 2023, Flash-Decoding)."""
+    tokens, q_heads, dim = q.shape
+    block_size, kv_heads = layout.block_size(k_cache), k_cache.shape[1]
+    rows, stride = metadata.block_tables.shape
+    out = native.empty(tokens, q_heads * dim, dtype=q.dtype)
+    if metadata.host_cu_seqlens_q and metadata.host_cu_seqlens_q[-1] < tokens:
+        out.zero_()
+    # One query each of so few rows that their heads do not occupy all threads.
+    items = min(rows, -(-_UNITS_PER_THREAD * native.library().threads // kv_heads))
+    splits = -(-stride * block_size // _SPLIT)
+    plan = native.kept(rows + 2, dtype=torch.int32)
+    partial = native.empty(items * splits * q_heads * (-(-dim // native.LANES) + 1) * native.LANES, dtype=torch.float32)
+    p = [q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial]
+    n = [tokens, rows, q_heads, kv_heads, dim, block_size, stride, items]
+    native.call(
+        "paged_attention", ("attention", q.dtype, p, n, [scale]), ("attention_merge", q.dtype, p, n, [scale]))
+    return out

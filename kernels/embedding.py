@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
+from npuserve.kernels.native.packed import PackedWeight, Weight
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -18,6 +20,16 @@ def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False) ->
 
 
 @kernel("embedding", cases=[_case(1, 3, 8), _case(5, 17, 33), *(_case(t, 151936, 1024, True) for t in (1, 32, 512))])
-def embedding(ids: Tensor, table: Tensor) -> Tensor:
+def embedding(ids: Tensor, table: Weight) -> Tensor:
     """ids [T] int64 below V, table [V, H] -> [T, H]."""
-    return F.embedding(ids, table)
+    return table.rows(ids) if isinstance(table, PackedWeight) else F.embedding(ids, table)
+
+
+@native.implementation(embedding)
+def _(ids: Tensor, table: Weight) -> Tensor:
+    out = native.empty(len(ids), table.shape[1], dtype=table.dtype)
+    if isinstance(table, PackedWeight):
+        native.call("embedding", ("unpack", table.dtype, [table.words, out, ids], [*out.shape]))
+    else:
+        native.call("embedding", ("embedding", table.dtype, [ids, table, out], [*out.shape]))
+    return out

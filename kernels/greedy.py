@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -25,3 +26,20 @@ def greedy(logits: Tensor, vocabulary: int) -> Tensor:
     """
     real = logits[:, :vocabulary]
     return real.masked_fill(real.isnan(), -torch.inf).argmax(dim=-1, keepdim=True)
+
+
+_PART = 16384  # GREEDY_COLUMNS of rowwise.cpp
+
+
+@native.implementation(greedy)
+def _(logits: Tensor, vocabulary: int) -> Tensor:
+    parts = -(-vocabulary // _PART)
+    best = native.empty(parts, len(logits), dtype=torch.float32)
+    places = native.empty(parts, len(logits), dtype=torch.int32)
+    ids = native.empty(len(logits), 1, dtype=torch.int64)
+    sizes = [*logits.shape, vocabulary]
+    native.call(
+        "greedy",
+        ("greedy", logits.dtype, [logits, best, places], sizes),
+        ("greedy_merge", logits.dtype, [best, places, ids], sizes))
+    return ids

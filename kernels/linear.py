@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
+from npuserve.kernels.greedy import greedy
+from npuserve.kernels.native.packed import PackedWeight, Weight, dense
 from npuserve.kernels.registry import Case, kernel
 
 # (K, N) of a Qwen3-0.6B: qkv, attention output, gate and up, down.
-_QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
+QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 
 
 def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False) -> Case:
@@ -27,9 +32,59 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
         _case(1, 8, 3),
         _case(5, 33, 17, bias=True),
         _case(16, 64, 96),
-        *(_case(t, k, n, benchmark=True) for t in (1, 8, 512) for k, n in _QWEN3_06B),
+        _case(47, 130, 200, bias=True),
+        *(_case(t, k, n, benchmark=True) for t in (1, 8, 32, 512) for k, n in QWEN3_06B),
     ],
 )
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K], weight [N, K], bias [N] or None -> [T, N]."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, dense(weight), bias)
+
+
+def _argmax_case(rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        x, weight, _ = _case(rows, k, vocabulary + padding).make(generator, dtype)
+        weight[vocabulary:] = 3 * weight[0]
+        return x, weight, None, vocabulary
+
+    return Case(f"{rows}x{k}x{vocabulary}+{padding}", make, benchmark)
+
+
+@kernel(
+    "linear_argmax",
+    cases=[
+        _argmax_case(1, 8, 7, 0),
+        _argmax_case(5, 32, 101, 27),
+        _argmax_case(40, 64, 300, 20),
+        *(_argmax_case(rows, 1024, 151936, 0, benchmark=True) for rows in (1, 8, 32)),
+    ],
+)
+def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
+    """x [R, K], weight [Vp, K], bias [Vp] or None -> ids [R, 1] int64, below `vocabulary`: what `greedy` chooses of
+    the logits that `linear` makes, without them ever being in memory where the backend can."""
+    return greedy(linear(x, weight, bias), vocabulary)
+
+
+def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args[0], PackedWeight.pack(args[1]), *args[2:]
+
+
+@native.implementation(linear, adapt=_pack)
+def _(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    out = native.empty(len(x), weight.n, dtype=x.dtype)
+    native.call("linear", ("linear", x.dtype, [x, weight.words, bias, out], [len(x), weight.k, weight.n]))
+    return out
+
+
+@native.implementation(linear_argmax, adapt=_pack)
+def _(x: Tensor, weight: PackedWeight, bias: Tensor | None, vocabulary: int) -> Tensor:
+    ids = native.empty(len(x), 1, dtype=torch.int64)
+    panels = -(-weight.n // native.LANES)
+    best = native.empty(panels, len(x), dtype=torch.float32)
+    places = native.empty(panels, len(x), dtype=torch.int32)
+    sizes = [len(x), weight.k, weight.n]
+    native.call(
+        "linear_argmax",
+        ("linear_argmax", x.dtype, [x, weight.words, bias, best, places], [*sizes, vocabulary]),
+        ("argmax_of_units", x.dtype, [best, places, ids], sizes))
+    return ids

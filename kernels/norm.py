@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.registry import Case, kernel
 
 _SHAPES = ((1, 8), (3, 33), (7, 64))
@@ -49,3 +50,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tupl
     """x, residual [T, H], gamma [H] -> (rms_norm of their sum, their sum), both [T, H]."""
     total = x + residual
     return normalize(total, gamma, eps), total
+
+
+@native.implementation(rms_norm)
+def _(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    out = native.empty(*x.shape, dtype=x.dtype)
+    native.call("rms_norm", ("rms_norm", x.dtype, [x, None, gamma, out], [*x.shape], [eps]))
+    return out
+
+
+@native.implementation(add_rms_norm)
+def _(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, total = (native.empty(*x.shape, dtype=x.dtype) for _ in range(2))
+    native.call("add_rms_norm", ("add_rms_norm", x.dtype, [x, residual, gamma, out, total], [*x.shape], [eps]))
+    return out, total

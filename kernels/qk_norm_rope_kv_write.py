@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from npuserve.kernels import native
+from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
 from npuserve.kernels.registry import Case, kernel
 
@@ -77,3 +81,36 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D]; cos, sin [T, 1, D / 2]. The product is as wide as the wider of x and cos."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *args[:7], layout.pack_keys(args[7]), layout.pack_values(args[8]), args[9]
+
+
+def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    head_dim = args[4].shape[-1]
+    return *args[:7], layout.unpack_keys(args[7]), layout.unpack_values(args[8], head_dim), args[9]
+
+
+@native.implementation(qk_norm_rope_kv_write, adapt=_pack, restore=_unpack)
+def _(
+    qkv: Tensor,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_q_heads: int,
+) -> Tensor:
+    """k_cache, v_cache: as `layout` has them."""
+    kv_heads, dim = k_cache.shape[1], cos_sin.shape[1]
+    q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
+    native.call(
+        "qk_norm_rope_kv_write",
+        ("qk_norm_rope_kv_write", qkv.dtype,
+         [qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, q],
+         [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(k_cache)], [eps]))
+    return q

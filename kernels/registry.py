@@ -44,6 +44,23 @@ class Case:
     benchmark: bool = False
 
 
+Adapter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""From arguments to arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation(Generic[P, R]):
+    """A kernel's function on one backend.
+
+    adapt: the golden function's arguments in the form that this one takes (weights packed, caches in the device's
+    layout), for tests and benchmarks. restore: adapted arguments in the golden form again, as a call left them.
+    """
+
+    function: Callable[P, R]
+    adapt: Adapter = lambda args: args
+    restore: Adapter = lambda args: args
+
+
 @dataclass(slots=True)
 class Kernel(Generic[P, R]):
     """A kernel's golden function, which calling it runs, and its implementations by backend.
@@ -55,18 +72,18 @@ class Kernel(Generic[P, R]):
     golden: Callable[P, R]
     cases: Sequence[Case]
     dtypes: tuple[torch.dtype, ...]
-    implementations: dict[str, Callable[P, R]] = field(default_factory=dict)
+    implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.golden(*args, **kwargs)
 
-    def implementation(self, backend: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Registers the decorated function for `backend`; ValueError if there is one."""
+    def implementation(self, backend: str, **adapters: Adapter) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Registers the decorated function for `backend`; ValueError if there is one. adapters: of `Implementation`."""
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
             if backend in self.implementations:
                 raise ValueError(f"kernel {self.name}: a second implementation for {backend}")
-            self.implementations[backend] = function
+            self.implementations[backend] = Implementation(function, **adapters)
             return function
 
         return register
@@ -116,6 +133,19 @@ class HostSpan:
         return self._end - self._begin
 
 
+@dataclass(frozen=True, slots=True)
+class KnownSpan:
+    """A span that was measured already."""
+
+    seconds: float
+
+    def stop(self) -> None:
+        return
+
+    def read(self) -> float:
+        return self.seconds
+
+
 Observe = Callable[[str, str, str, float], None]
 """Takes (kernel, phase, backend label, seconds)."""
 
@@ -128,6 +158,10 @@ class Timings:
     observe: Observe
     labels: dict[str, str]
     spans: list[tuple[str, Span]] = field(default_factory=list)
+
+    def add(self, calls: Sequence[tuple[str, float]]) -> None:
+        """(kernel, seconds) of calls that were timed elsewhere."""
+        self.spans.extend((name, KnownSpan(seconds)) for name, seconds in calls)
 
     def report(self) -> None:
         for name, span in self.spans:
@@ -149,6 +183,9 @@ class KernelSet:
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
+    linear_argmax: Callable[..., Tensor]
+    quantize_per_token: Callable[..., tuple[Tensor, Tensor]]
+    linear_w8a8: Callable[..., Tensor]
     qk_norm_rope_kv_write: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
@@ -163,7 +200,10 @@ class KernelSet:
         self.fallbacks = [name for name, label in self.labels.items() if label == GOLDEN]
         self._observe = observe
         self._start = start
-        self._functions = {name: k.implementations.get(backend, k.golden) for name, k in KERNELS.items()}
+        self._functions = {
+            name: k.implementations[backend].function if backend in k.implementations else k.golden
+            for name, k in KERNELS.items()
+        }
         self.__dict__.update(self._functions)
 
     @contextmanager

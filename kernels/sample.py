@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.registry import Case, kernel
 
 # Candidates for top_p: those this much less likely than the likeliest, then this much less again, and so on.
@@ -15,12 +16,12 @@ def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | int, ...]:
         logits = torch.randn(rows, vocabulary + padding, generator=generator).mul(3).to(dtype)
         logits[:, vocabulary:] = 100.0
-        temperature = torch.rand(rows, generator=generator).add(0.5).to(dtype)
+        temperature = torch.rand(rows, generator=generator).add(0.5)
         # Every other row is unfiltered, so that both kinds meet in one call.
         off = torch.arange(rows) % 2 == 1
         top_ks = torch.full((rows,), top_k).masked_fill(off, 0)
-        top_ps = torch.full((rows,), top_p, dtype=dtype).masked_fill(off, 1.0)
-        min_ps = torch.full((rows,), min_p, dtype=dtype).masked_fill(off, 0.0)
+        top_ps = torch.full((rows,), top_p).masked_fill(off, 1.0)
+        min_ps = torch.full((rows,), min_p).masked_fill(off, 0.0)
         uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
         return logits, vocabulary, temperature, top_ks, top_ps, min_ps, uniform
 
@@ -40,14 +41,13 @@ def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float
         _case(8, 151936, 0, top_k=20, top_p=0.95),
         _case(8, 151936, 0, top_p=0.95),
     ],
-    dtypes=(torch.float32,),
 )
 def sample(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> Tensor:
-    """logits [R, Vp] float32 -> ids [R, 1] int64, below `vocabulary`.
+    """logits [R, Vp] float32 or bfloat16 -> ids [R, 1] int64, below `vocabulary`.
 
-    temperature: [R] float32, above 0. top_k: [R] integers, off where below 1. top_p: [R] float32 in (0, 1], off at 1.
+    temperature: [R] float32, above 0. top_k: [R] int64, off where below 1. top_p: [R] float32 in (0, 1], off at 1.
     min_p: [R] float32 in [0, 1], off at 0. uniform: [R] float64 in [0, 1).
 
     Filters in Hugging Face's order: temperature; the top_k largest; of those, renormalized, the fewest likeliest whose
@@ -58,7 +58,9 @@ def sample(
 
     NaN counts as minus infinity. A row without a number above minus infinity gives any id.
     """
-    scores = logits[:, :vocabulary].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores = logits[:, :vocabulary]
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids = torch.empty(len(scores), 1, dtype=torch.int64, device=logits.device)
     ranked = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1)
 
@@ -73,6 +75,19 @@ def sample(
         kept = likeliest(scores[row], temperature[row], int(top_k[row]), float(top_p[row])).sort().values
         weights = _scaled(scores[row, kept], temperature[row]).exp()
         ids[row] = kept[_draw(weights.masked_fill_(weights < min_p[row], 0.0), uniform[row : row + 1])]
+    return ids
+
+
+@native.implementation(sample)
+def _(
+    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """Weights below 2**-126 of the likeliest's count as 0."""
+    ids = native.empty(len(logits), 1, dtype=torch.int64)
+    native.call(
+        "sample",
+        ("sample", logits.dtype, [logits, temperature, top_k, top_p, min_p, uniform, ids],
+         [*logits.shape, vocabulary]))
     return ids
 
 

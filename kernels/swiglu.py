@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -21,3 +22,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I], gate first -> silu(gate) * up, [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+@native.implementation(swiglu)
+def _(gate_up: Tensor) -> Tensor:
+    tokens, intermediate = len(gate_up), gate_up.shape[1] // 2
+    out = native.empty(tokens, intermediate, dtype=gate_up.dtype)
+    native.call("swiglu", ("swiglu", gate_up.dtype, [gate_up, out], [tokens, intermediate]))
+    return out

@@ -20,7 +20,6 @@ class FakeRunner:
         self.vocabulary = vocabulary
         self.delay = delay
         self.known: dict[int, int | None] = {}
-        self.steps: list[Step] = []
 
     def launch(self, step: Step) -> tuple[Step, float]:
         for request_id in step.ended:
@@ -30,7 +29,6 @@ class FakeRunner:
             assert new.request_id not in self.known, f"request {new.request_id} is met twice"
             self.known[new.request_id] = new.sampling.logprobs
         assert all(row.request_id in self.known for row in step.rows), "a row of a request that was never met"
-        self.steps.append(step)
         return step, time.perf_counter()
 
     def collect(self, handle: tuple[Step, float]) -> StepResult:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from npuserve.npu.backends.base import Backend
 from npuserve.npu.model_config import ModelConfig
 
 
-def block_bytes(config: ModelConfig, block_size: int, itemsize: int) -> int:
-    """Bytes of one block over all layers, keys and values. itemsize: of one number."""
-    return 2 * config.num_layers * block_size * config.kv_size * itemsize
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    shapes = backend.cache_shapes(1, block_size, config.num_kv_heads, config.head_dim, dtype)
+    return config.num_layers * sum(map(math.prod, shapes)) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per layer (keys, values), each [num_blocks, block_size, Hkv, D]."""
+    """Per layer (keys, values), each of its shape of `Backend.cache_shapes`."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, backend: Backend
     ) -> KVCache:
         """Written, not only reserved: the memory is taken now or never, and no step meets its page faults. Zeros,
         since what is not a number must not come out of a slot that nobody wrote."""
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-
-        def tensor() -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device).zero_()
-
-        return cls(tuple((tensor(), tensor()) for _ in range(config.num_layers)))
+        shapes = backend.cache_shapes(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        layers = tuple(
+            (backend.empty(shapes[0], dtype), backend.empty(shapes[1], dtype)) for _ in range(config.num_layers))
+        with ThreadPoolExecutor(backend.threads) as pool:  # it is the system that takes its time with new pages
+            list(pool.map(Tensor.zero_, chain.from_iterable(layers)))
+        return cls(layers)

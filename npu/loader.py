@@ -1,8 +1,8 @@
 """Weights from safetensors files, with little more memory than the weights take.
 
-Files are memory-mapped and opened once. Each tensor is copied, a piece at a time, into the fused storage made for it
-(`weights.allocate`), and the pages that the copy read are handed back at once: otherwise the mapped file would count
-as the process's memory as if the model were there twice.
+Files are memory-mapped and opened once. Each tensor is written, a piece at a time, into the storage made for it in the
+backend's own layout (`weights.allocate`), and the pages that were read are handed back at once: otherwise the mapped
+file would count as the process's memory as if the model were there twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Takes (bytes done, bytes in all)."""
 
-PIECE = 32 << 20
+PIECE = 8 << 20
 """Bytes of a mapped file that are resident at a time."""
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
@@ -46,7 +46,7 @@ def load_weights(
     """
     with ExitStack() as stack:
         places = _places(weight_files(Path(folder)), stack)
-        weights, targets = allocate(config, dtype, backend.device, backend.vocabulary_tile)
+        weights, targets = allocate(config, dtype, backend)
         if config.tie_word_embeddings:
             places.pop("lm_head.weight", None)
         _check(places, targets, Path(folder))
@@ -54,10 +54,12 @@ def load_weights(
             progress = stack.enter_context(reporting(Path(folder).name))
         total, done = sum(target.nbytes for target in targets.values()), 0
         for name, file in places.items():
-            for target, piece in _pieces(targets[name], file.get_tensor(name)):
-                target.copy_(piece)
+            source, target, row = file.get_tensor(name), targets[name], 0
+            for piece in source.split(max(1, PIECE // max(1, source[:1].nbytes))):
+                target.write(row, piece)
                 _drop_pages(piece)
-                done += target.nbytes
+                row += len(piece)
+                done += target.nbytes * len(piece) // len(source)
                 progress(done, total)
     weights.fill_padding(config.vocab_size)
     return weights
@@ -117,11 +119,6 @@ def _check(places: dict[str, Any], targets: Targets, folder: Path) -> None:
     found = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names]
     if found:
         raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
-
-
-def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = max(1, PIECE // max(1, source[:1].nbytes))
-    return zip(target.split(rows), source.split(rows), strict=True)
 
 
 def _madvise() -> Callable[..., int] | None:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from npuserve.kernels.attention import paged_attention
+from npuserve.kernels.linear import linear
+from npuserve.kernels.registry import Kernel
+from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.kv_cache import block_bytes
 from npuserve.npu.model_config import ModelConfig, ModelError
+from npuserve.npu.weights import linear_shapes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
-WARM_UP = 44 << 20
-"""Bytes that torch and its libraries take at their first work, beyond what they take once imported."""
+SCRATCH = 1 << 20
+"""Bytes that a thread of the kernels keeps, at most."""
+
+WARM_UP, GOLDEN_WARM_UP = 28 << 20, 44 << 20
+"""Bytes that torch and its libraries take at their first work, beyond what they take once imported; where they compute
+the matrix products too, they take more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +87,26 @@ def predict(
     max_model_len tokens, or the backend's share of what is free if that is less. max_model_len: 0 takes the model's
     own context, or what the KV cache holds if that is less.
 
-    Raises ModelError where max_model_len is beyond the model's context or the KV cache, BackendError for a dtype that
-    the backend lacks. A plan that does not fit is returned: see `MemoryPlan.fits`.
+    Raises ModelError where max_model_len is beyond the model's context or the KV cache, and for a block_size that the
+    backend cannot have; BackendError for a dtype that it lacks. A plan that does not fit is returned: see
+    `MemoryPlan.fits`.
     """
     dtype = backend.resolve_dtype(dtype, config.dtype)
-    itemsize = ITEMSIZE[dtype]
+    made: torch.dtype = getattr(torch, dtype)
     block_size = block_size or backend.block_size
+    if block_size % backend.block_multiple:
+        raise ModelError(
+            f"block_size: {block_size} is not possible here; possible are multiples of {backend.block_multiple}")
     length = max_model_len or config.context_length
     if length > config.context_length:
         raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
     available = backend.memory_available()
 
-    tables = 1 if config.tie_word_embeddings else 2
-    padding = config.padded_vocabulary(backend.vocabulary_tile) - config.vocab_size
-    weights = (config.num_parameters + tables * padding * config.hidden_size) * itemsize
-    activations = _activations(config, max_num_batched_tokens, length, itemsize)
-    logits = _logits(config.padded_vocabulary(backend.vocabulary_tile), max_num_seqs, itemsize)
+    weights = _weights(config, backend, made)
+    activations = _activations(config, backend, max_num_batched_tokens, length, made.itemsize)
+    logits = _logits(config, backend, max_num_seqs, made.itemsize)
 
-    block = block_bytes(config, block_size, itemsize)
+    block = block_bytes(config, block_size, made, backend)
     least = -(-length // block_size) if max_model_len else 1
     if kv_cache_memory:
         num_blocks = kv_cache_memory // block
@@ -110,7 +124,7 @@ def predict(
         kv_cache=num_blocks * block,
         activations=activations,
         logits=logits,
-        base=_resident() + WARM_UP,
+        base=_resident() + (WARM_UP if _has_own(backend, linear) else GOLDEN_WARM_UP),
         available=available,
         dtype=dtype,
         num_blocks=num_blocks,
@@ -119,18 +133,38 @@ def predict(
     )
 
 
-def _activations(config: ModelConfig, tokens: int, context: int, itemsize: int) -> int:
-    """The larger of what attention and the feed-forward layer hold at once, beside the residual and its norm."""
-    stream = 2 * tokens * config.hidden_size * itemsize
-    feed_forward = 4 * tokens * config.intermediate_size * itemsize
-    heads = config.num_heads + 2 * config.num_kv_heads
-    attention = 3 * tokens * heads * config.head_dim * itemsize + 2 * context * config.q_size * itemsize
-    return stream + max(feed_forward, attention)
+def _weights(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> int:
+    """Matrices as the backend stores them, and the norms and biases."""
+    matrices = sum(backend.weight_bytes(n, k, dtype) for n, k in linear_shapes(config, backend.vocabulary_tile))
+    vectors = config.num_parameters - sum(n * k for n, k in linear_shapes(config, vocabulary_tile=1))
+    return matrices + vectors * dtype.itemsize
 
 
-def _logits(padded_vocabulary: int, rows: int, itemsize: int) -> int:
-    """The LM head's, their float32 copy and the sampler's work on it. Penalties' counts come on top, by request."""
-    return rows * padded_vocabulary * (itemsize + 4 + 4)
+def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
+    """What the decoder's kernels write, and what they hold meanwhile."""
+    c = config
+    if not _has_own(backend, paged_attention):
+        # The larger of attention, which copies a row's keys and values, and the feed-forward layer; the residual and
+        # its norm stand beside both.
+        attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
+        return (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
+    # Outputs of all kernels have their places, those of the layer before too until they are written anew; and attention
+    # merges what threads computed of parts of a context.
+    row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
+    parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
+    return tokens * row * itemsize + parts + backend.threads * SCRATCH
+
+
+def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
+    """The LM head's; the golden sampler works on up to six copies in float32. What edits of logits and penalties'
+    counts take comes on top, by request."""
+    copies = 0 if _has_own(backend, sample) else 24
+    return rows * config.padded_vocabulary(backend.vocabulary_tile) * (itemsize + copies)
+
+
+def _has_own(backend: Backend, kernel: Kernel[Any, Any]) -> bool:
+    """False if the golden function serves."""
+    return backend.kernels in kernel.implementations
 
 
 def _resident() -> int:

@@ -36,7 +36,7 @@ class Model:
                 qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping,
                 keys, values, heads)
             attended = k.paged_attention(q, keys, values, batch.attention, scale)
-            out = k.linear(attended.flatten(1), layer.o.weight, layer.o.bias)
+            out = k.linear(attended, layer.o.weight, layer.o.bias)
             normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps)
             gated = k.swiglu(k.linear(normed, layer.gate_up.weight, layer.gate_up.bias))
             out = k.linear(gated, layer.down.weight, layer.down.bias)
@@ -46,3 +46,8 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> [R, Vp] over the padded vocabulary, in the model's dtype."""
         return self.kernels.linear(hidden, self.weights.lm_head.weight, self.weights.lm_head.bias)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> [R, W] int64, the first column being what `greedy` chooses of the logits."""
+        head = self.weights.lm_head
+        return self.kernels.linear_argmax(hidden, head.weight, head.bias, self.config.vocab_size)

@@ -1,7 +1,8 @@
 """Executes steps on the device.
 
 1. `launch` forgets the requests that ended and meets the new ones (the sampler keeps what sampling takes of each).
-2. The step's rows become one batch of tensors, and the batch goes through model, LM head and sampler as one call.
+2. The step's rows become one batch of tensors. The decoder was captured when the runner was made, where the backend
+   can: it runs as one dispatch that reads the batch where it lies. LM head and sampler follow.
 3. `collect` waits for the sampled ids and brings them to the host.
 
 On a device that works on its own, step n + 1 may be launched before step n is collected.
@@ -20,7 +21,7 @@ from torch import Tensor
 from npuserve.kernels.registry import KernelSet, Observe, Span, Timings
 from npuserve.npu.backends import select
 from npuserve.npu.backends.base import Backend, Event
-from npuserve.npu.batch import Batch, make_batch
+from npuserve.npu.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import Progress, load_weights
 from npuserve.npu.memory import predict
@@ -50,7 +51,8 @@ class Launched:
 class Runner:
     """A loaded model on a device, with its KV cache.
 
-    num_blocks, block_size: of the KV cache. max_model_len: positions that a request may have.
+    num_blocks, block_size: of the KV cache. max_model_len: positions that a request may have. max_num_seqs,
+    max_num_batched_tokens: rows and tokens of the largest step that is captured; larger ones run kernel by kernel.
     kernel_sampling: every so many steps each kernel call is timed and `observe` told of it; 0 for never.
     """
 
@@ -63,6 +65,8 @@ class Runner:
         block_size: int,
         *,
         max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         kernel_sampling: int = 0,
         observe: Observe | None = None,
     ):
@@ -70,21 +74,25 @@ class Runner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
-        dtype = weights.embedding.dtype
+        dtype = weights.norm.dtype
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.backend_name = backend.name
         self.parameters = config.num_parameters
         self.deterministic = backend.deterministic
         self._backend = backend
-        self._kernels = KernelSet(backend.name, observe, backend.span)
+        self._kernels = KernelSet(backend.kernels, observe, backend.span)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels)
-        self._cache = KVCache.allocate(config, num_blocks, block_size, dtype, backend.device)
+        self._cache = KVCache.allocate(config, num_blocks, block_size, dtype, backend)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend.device)
         self._prompts: dict[int, NewRequest] = {}  # of the requests that want prompt_logprobs
         self._prompt_slice = max(1, LOGITS_BYTES // (4 * weights.padded_vocabulary))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
+        self._buffers = BatchBuffers(
+            max_num_batched_tokens, max_num_seqs, -(-max_model_len // block_size), block_size, backend)
+        with torch.inference_mode():
+            self._captured = backend.capture(lambda: self._model.hidden(self._buffers.batch, self._cache))
 
     @property
     def fallbacks(self) -> list[str]:
@@ -104,12 +112,14 @@ class Runner:
         if not step.rows:
             return Launched()
         with self._backend.stream():
-            batch = make_batch(step.rows, self.block_size, self._backend)
+            held = self._buffers.hold(step.rows)
+            batch = self._buffers.fill(step.rows) if held else make_batch(step.rows, self.block_size, self._backend)
             timed = self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
             self._steps += 1
             with self._kernels.timed(batch.phase) if timed else nullcontext() as timings:
                 span = self._backend.span()
-                sampled, prompt = self._step(batch, step.rows)
+                hidden = self._hidden(batch, timings) if held else self._model.hidden(batch, self._cache)
+                sampled, prompt = self._sample(hidden, batch, step.rows)
                 span.stop()
             return Launched(batch.samples, sampled, prompt, span, self._backend.event(), timings)
 
@@ -130,12 +140,26 @@ class Runner:
             launched.timings.report()
         return result
 
-    def _step(self, batch: Batch, rows: Sequence[Row]) -> tuple[SampledIds | None, list[tuple[int, Logprobs]]]:
-        hidden = self._model.hidden(batch, self._cache)
+    def _hidden(self, batch: Batch, timings: Timings | None) -> Tensor:
+        """[T, H] of a batch in `_buffers`."""
+        if self._captured is None:
+            return self._model.hidden(batch, self._cache)
+        if timings is None:
+            return self._captured.replay(len(batch.ids))
+        hidden, calls = self._captured.replay_timed(len(batch.ids))
+        timings.add(calls)
+        return hidden
+
+    def _sample(
+        self, hidden: Tensor, batch: Batch, rows: Sequence[Row]
+    ) -> tuple[SampledIds | None, list[tuple[int, Logprobs]]]:
         prompt = self._prompt_logprobs(hidden, batch, rows) if self._prompts else []
         if not batch.samples:
             return None, prompt
-        return self._sampler.sample(self._model.logits(hidden[batch.sample_tokens]), batch.samples), prompt
+        sampling = hidden[batch.sample_tokens]
+        if self._sampler.only_likeliest(batch.samples):
+            return SampledIds(self._model.likeliest(sampling)), prompt
+        return self._sampler.sample(self._model.logits(sampling), batch.samples), prompt
 
     def _prompt_logprobs(self, hidden: Tensor, batch: Batch, rows: Sequence[Row]) -> list[tuple[int, Logprobs]]:
         """The row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length))."""
@@ -188,5 +212,6 @@ def load_runner(
     weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress)
     return Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        kernel_sampling=kernel_sampling, observe=observe,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kernel_sampling=kernel_sampling,
+        observe=observe,
     )

@@ -131,6 +131,15 @@ class Sampler:
         """Forgets a request; KeyError if it is not known."""
         del self._states[request_id]
 
+    def only_likeliest(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """True if each row, as `sample` takes them, is to have the likeliest token of its logits, and nothing else is
+        asked."""
+        states = ((self._states[request_id], position) for request_id, position in rows)
+        return all(
+            s.sampling.temperature == 0 and s.sampling.logprobs is None and not s.edits(position)
+            for s, position in states
+        )
+
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int]]) -> SampledIds:
         """Chooses one token per row of logits [R, Vp], which are not changed.
 
@@ -169,7 +178,7 @@ class Sampler:
         numbers = uniform([p.seed for p in params], [positions[r] for r in chance])
         where = self._index(chance)
         drawn = self._k.sample(
-            (logits if len(chance) == len(states) else logits[where]).float(),
+            logits if len(chance) == len(states) else logits[where],
             self._vocabulary,
             self._floats([p.temperature for p in params]),
             torch.tensor([p.top_k for p in params], device=self._device),

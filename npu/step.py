@@ -54,8 +54,7 @@ class NewRequest:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A request's place in a step: compute `token_ids` at positions [start, start + len(token_ids)).
 
     block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order.

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.packed import PackedWeight, Weight, write
+from npuserve.npu.backends.base import Backend
 from npuserve.npu.model_config import ModelConfig
 
-Targets = dict[str, Tensor]
-"""A checkpoint's tensor name -> the view of the fused storage that it fills."""
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a tensor of the checkpoint goes: the rows of `storage` from `first` on, as many as its shape has."""
+
+    storage: Weight
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.storage.dtype.itemsize
+
+    def write(self, row: int, piece: Tensor) -> None:
+        """The tensor's rows from `row` on are those of `piece`, of any float dtype."""
+        write(self.storage, self.first + row, piece)
+
+
+Targets = dict[str, Target]
+"""By the name of the checkpoint's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """weight [N, K], bias [N] or None."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
 
 
@@ -47,7 +68,7 @@ class ModelWeights:
     an untied embedding are zero.
     """
 
-    embedding: Tensor
+    embedding: Weight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Linear
@@ -58,32 +79,51 @@ class ModelWeights:
 
     def fill_padding(self, vocabulary: int) -> None:
         """Fill the padded rows, once the real ones hold the checkpoint's numbers."""
-        self.embedding[vocabulary:] = 0
-        self.lm_head.weight[vocabulary:] = self.lm_head.weight[0]
+        padded, head = self.padded_vocabulary - vocabulary, self.lm_head.weight
+        if self.embedding is not head:
+            write(self.embedding, vocabulary, torch.zeros(padded, head.shape[1], device=self.norm.device))
+        first = head.rows(torch.zeros(1, dtype=torch.int64)) if isinstance(head, PackedWeight) else head[:1]
+        write(head, vocabulary, first.expand(padded, -1))
 
 
-def allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, vocabulary_tile: int
-) -> tuple[ModelWeights, Targets]:
-    """Uninitialized storage for a model, and which of its parts each tensor of a checkpoint fills."""
+def linear_shapes(config: ModelConfig, vocabulary_tile: int) -> list[tuple[int, int]]:
+    """(N, K) of all linear weights and tables as they are stored: fused, and with a padded vocabulary."""
+    c = config
+    layer = [(c.q_size + 2 * c.kv_size, c.hidden_size), (c.hidden_size, c.q_size),
+             (2 * c.intermediate_size, c.hidden_size), (c.hidden_size, c.intermediate_size)]
+    table = (c.padded_vocabulary(vocabulary_tile), c.hidden_size)
+    return layer * c.num_layers + [table] * (1 if c.tie_word_embeddings else 2)
+
+
+def allocate(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> tuple[ModelWeights, Targets]:
+    """Storage for a model, its numbers yet to be written, and which of its parts each tensor of a checkpoint fills."""
     c = config
     targets: Targets = {}
 
-    def tensor(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def parts(prefix: str, kind: str, sizes: dict[str, int], storage: Weight) -> None:
+        first = 0
+        for name, size in sizes.items():
+            targets[f"{prefix}{name}.{kind}"] = Target(storage, first, (size, *storage.shape[1:]))
+            first += size
 
     def vector(name: str, size: int) -> Tensor:
-        targets[f"{name}.weight"] = made = tensor(size)
+        made = torch.empty(size, dtype=dtype, device=backend.device)
+        parts("", "weight", {name: size}, made)
         return made
 
-    def linear(prefix: str, parts: dict[str, int], inputs: int, bias: bool) -> Linear:
-        sizes = list(parts.values())
-        made = Linear(tensor(sum(sizes), inputs), tensor(sum(sizes)) if bias else None)
-        for kind, whole in (("weight", made.weight), ("bias", made.bias)):
-            if whole is not None:
-                targets.update(
-                    {f"{prefix}.{name}.{kind}": view for name, view in zip(parts, whole.split(sizes), strict=True)}
-                )
+    def linear(prefix: str, sizes: dict[str, int], inputs: int, biased: bool) -> Linear:
+        outputs = sum(sizes.values())
+        weight = backend.weight(outputs, inputs, dtype)
+        parts(f"{prefix}.", "weight", sizes, weight)
+        if not biased:
+            return Linear(weight, None)
+        bias = torch.empty(outputs, dtype=dtype, device=backend.device)
+        parts(f"{prefix}.", "bias", sizes, bias)
+        return Linear(weight, bias)
+
+    def table(name: str) -> Weight:
+        made = backend.weight(c.padded_vocabulary(backend.vocabulary_tile), c.hidden_size, dtype)
+        parts("", "weight", {name: c.vocab_size}, made)
         return made
 
     def layer(index: int) -> LayerWeights:
@@ -102,12 +142,8 @@ def allocate(
             down=linear(mlp, {"down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
         )
 
-    padded = c.padded_vocabulary(vocabulary_tile)
-    embedding = tensor(padded, c.hidden_size)
-    targets["model.embed_tokens.weight"] = embedding[: c.vocab_size]
+    embedding = table("model.embed_tokens")
     layers = tuple(layer(index) for index in range(c.num_layers))
     norm = vector("model.norm", c.hidden_size)
-    head = embedding if c.tie_word_embeddings else tensor(padded, c.hidden_size)
-    if not c.tie_word_embeddings:
-        targets["lm_head.weight"] = head[: c.vocab_size]
+    head = embedding if c.tie_word_embeddings else table("lm_head")
     return ModelWeights(embedding, layers, norm, Linear(head, None)), targets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -63,11 +62,13 @@ class Answer:
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
         """What the engine made. Its finish, if this was the last of it; if a stop string was found, `keep` is set,
         and what the engine makes after that token is not to be added."""
-        ids = list(itertools.chain.from_iterable(output.token_ids for output in outputs))
+        ids: list[int] = []
         for output in outputs:
-            self._logprobs += output.logprobs or ()
-            if self._prompt_logprobs is not None:
-                self._prompt_logprobs += output.prompt_logprobs or ()
+            ids += output.token_ids
+            if output.logprobs:
+                self._logprobs += output.logprobs
+            if output.prompt_logprobs and self._prompt_logprobs is not None:
+                self._prompt_logprobs += output.prompt_logprobs
         finish = outputs[-1].finish
         self._ids += ids
         if ids:
@@ -117,10 +118,9 @@ class Answer:
             self.matched_stop, self.keep = delta.matched_stop, delta.keep
 
     def _take(self) -> pb.StreamGenerateResponse:
-        message = pb.StreamGenerateResponse(text=self._text, offset=self._sent)
         count = self._ready
-        if self._ask.return_token_ids:
-            message.token_ids.extend(self._ids[:count])
+        ids = self._ids[:count] if self._ask.return_token_ids else None
+        message = pb.StreamGenerateResponse(text=self._text, offset=self._sent, token_ids=ids)
         if self._logprobs:
             message.logprobs.extend(map(self._position, self._logprobs[:count]))
         if self._prompt_logprobs is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import npuserve.service.bench_threads  # noqa: F401
+
+# isort: split
 import argparse
 import asyncio
 import importlib.util

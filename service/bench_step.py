@@ -1,7 +1,9 @@
 """`npuserve bench step`: the engine's step without the wire, scheduler and runner as the engine process has them.
 
-For each batch size, so many requests are prefilled to the context and decoded in step with each other; then a single
-prompt is prefilled, alone, a few times. One JSON object a line with --json, else a table.
+Single prompts are prefilled, alone, a few times each; then, for each context and batch size, so many requests are
+prefilled to the context and decoded in step with each other. One JSON object a line with --json, else a table.
+
+With --layers, --lm-head or --dump a step is taken apart instead of timed: see bench_trace.py.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import random
 import resource
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from npuserve.npu.step import SamplingParams
-from npuserve.service import settings
+from npuserve.service import bench_trace, settings
 from npuserve.service.arguments import number
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ConfigError, ServerConfig
@@ -27,67 +32,133 @@ from npuserve.service.model_folder import resolve
 from npuserve.service.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from npuserve.kernels.ceilings import Ceilings
     from npuserve.npu.runner import Runner
 
 WARM_UP = 3
 REPEATS = 5
+TIMED_EVERY = 4
+"""Steps from one whose kernels are timed to the next. They say what is spent in kernels, and nothing else."""
+
+CEILING_PASSES = 3
+
+Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    count = number(int, 1)
     add("--batch", type=_counts, default=[1, 8, 32], help="rows, comma-separated (default: 1,8,32)")
-    add("--context", type=count, default=512, help="tokens of each row before decoding (default: %(default)s)")
-    add("--prompt", type=count, default=512, help="tokens of a prompt that is prefilled alone (default: %(default)s)")
-    add("--tokens", type=count, default=32, help="decode steps that are timed (default: %(default)s)")
+    add("--context", type=_counts, default=[512],
+        help="tokens of each row before decoding, comma-separated (default: 512)")
+    add("--prompt", type=_counts, default=[512],
+        help="tokens of a prompt that is prefilled alone, comma-separated (default: 512)")
+    add("--tokens", type=number(int, 1), default=32, help="decode steps that are timed (default: %(default)s)")
+    add("--ceilings", action="store_true",
+        help="measure beside each figure what the machine does at most; takes 1 GiB of memory")
     add("--json", action="store_true", help="print one JSON object a line")
+    bench_trace.add_arguments(parser)
     settings.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """ConfigError where the settings leave no room for what is asked."""
-    from npuserve.npu.memory import ITEMSIZE
-
+    """ConfigError where the settings leave no room for what is asked, or the model cannot be loaded."""
     config = settings.load(args, os.environ)
-    bench = Bench.load(config, args.batch, args.context, args.prompt, args.tokens)
+    if args.layers or args.lm_head or args.dump:
+        return bench_trace.run(args, config)
+    bench = Bench.load(config, args.batch, max(args.context), max(args.prompt), args.tokens)
+    rss, ceilings = _peak_rss(), None
+    if args.ceilings:
+        from npuserve.kernels.ceilings import Ceilings
+
+        ceilings = Ceilings()
     if not args.json:
-        print(f"{'batch':>6}{'context':>9}{'decode tok/s':>14}{'step ms':>9}{'prefill tok/s':>15}{'TTFT ms':>9}")
-    ttft = statistics.median(bench.prefill(args.prompt) for _ in range(REPEATS))
-    for batch in args.batch:
-        steps = bench.decode(batch, args.context, args.tokens)
-        row = {
-            "batch": batch, "context": args.context,
-            "decode_tokens_per_second": batch * len(steps) / sum(steps),
-            "step_ms_p50": 1e3 * statistics.median(steps),
-            "prefill_tokens_per_second": args.prompt / ttft, "ttft_ms_p50": 1e3 * ttft,
-            "weights_bytes": bench.runner.parameters * ITEMSIZE[bench.runner.dtype_name],
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-        if args.json:
-            print(json.dumps(row), flush=True)
-        else:
-            print(f"{batch:6}{args.context:9}{row['decode_tokens_per_second']:14.1f}{row['step_ms_p50']:9.2f}"
-                  f"{row['prefill_tokens_per_second']:15.1f}{row['ttft_ms_p50']:9.1f}", flush=True)
+        print(f"{'batch':>6}{'context':>9}{'decode tok/s':>14}{'step ms':>9}{'GB/s':>7}{'share':>7}{'host us':>9}"
+              f"{'kernels':>9} |{'prompt':>7}{'prefill tok/s':>15}{'TTFT ms':>9}{'GFLOP/s':>9}{'share':>7}")
+    for row in _rows(bench, args, ceilings):
+        row |= {"weights_bytes": bench.weights_bytes,
+                "peak_rss_bytes": max(rss, _peak_rss() - (ceilings.read_bytes if ceilings else 0))}
+        print(json.dumps(row) if args.json else _line(row), flush=True)
     return 0
+
+
+def _rows(bench: Bench, args: argparse.Namespace, ceilings: Ceilings | None) -> Iterator[Row]:
+    """One for each context and batch, the first prompt's figures in each, then one for each further prompt."""
+    first, *others = (_prefill(bench, tokens, ceilings) for tokens in args.prompt)
+    for context in args.context:
+        for batch in args.batch:
+            yield {"batch": batch, "context": context, **_decode(bench, batch, context, args.tokens, ceilings), **first}
+    yield from others
+
+
+def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
+    samples, peak = _beside(lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
+                            lambda: ceilings.peak_of(bench.runner.dtype_name) if ceilings else 0.0)
+    seconds = statistics.median(samples)
+    speed = bench.prefill_operations(tokens) / seconds
+    row = {"prompt": tokens, "prefill_tokens_per_second": tokens / seconds, "ttft_ms_p50": 1e3 * seconds,
+           "prefill_gflops": speed / 1e9}
+    return row | ({"matrix_ceiling_gflops": peak / 1e9, "matrix_share": speed / peak} if peak else {})
+
+
+def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceilings | None) -> Row:
+    steps, ceiling = _beside(lambda: bench.decode(batch, context, tokens),
+                             lambda: ceilings.read() if ceilings else 0.0)
+    timed = [step for step in steps if step.in_kernels]
+    plain = [step for step in steps if not step.in_kernels] or steps
+    seconds = sum(step.seconds for step in plain)
+    speed = sum(bench.decode_bytes(step.context) for step in plain) / seconds
+    row = {
+        "decode_tokens_per_second": batch * len(plain) / seconds,
+        "step_ms_p50": 1e3 * statistics.median(step.seconds for step in plain),
+        "kernel_share": statistics.median(step.in_kernels / step.seconds for step in timed) if timed else None,
+        "host_us": 1e6 * statistics.median(step.seconds - step.in_kernels for step in timed) if timed else None,
+        "decode_gbs": speed / 1e9,
+    }
+    return row | ({"read_ceiling_gbs": ceiling / 1e9, "read_share": speed / ceiling} if ceiling else {})
+
+
+def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[Any, float]:
+    """What is measured, and the best of the ceiling just before and just after."""
+    before = [ceiling() for _ in range(CEILING_PASSES)]
+    measured = measure()
+    return measured, max(before + [ceiling() for _ in range(CEILING_PASSES)])
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A step. sampled: rows that got a token. context: tokens whose keys and values it read, of all rows. in_kernels:
+    seconds, 0 where they were not timed."""
+
+    seconds: float
+    sampled: int
+    context: int
+    in_kernels: float
 
 
 @dataclass
 class Bench:
     """runner, scheduler: as the engine process makes them, without a prefix cache, so that each prompt is computed.
-    budget: tokens a step."""
+    budget: tokens a step. calls: the seconds of a step's kernel calls, where they were timed."""
 
     runner: Runner
     scheduler: Scheduler
-
     budget: int
+    calls: list[float]
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
-        """With room for the largest batch. ConfigError if there is none."""
+        """With room for the largest batch. ConfigError if there is none, or no such model."""
         rows = max(batches)
         budget = max(config.max_num_batched_tokens, rows + 1)
         length = max(context + spare(rows, context, budget) + WARM_UP + steps, prompt + 1)
-        runner = load_model(config, str(resolve(config.model)))
+        calls: list[float] = []
+        config = msgspec.structs.replace(
+            config, max_num_seqs=max(config.max_num_seqs, rows), max_num_batched_tokens=budget,
+            kernel_sampling=min(config.kernel_sampling, TIMED_EVERY))
+        try:
+            runner = load_model(config, str(resolve(config.model)), lambda *call: calls.append(call[-1]))
+        except (ValueError, OSError, MemoryError) as error:
+            raise ConfigError(str(error)) from error
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
         if length > runner.max_model_len:
             raise ConfigError(f"context, prompt: {length} tokens are needed, max_model_len is {runner.max_model_len}")
@@ -97,7 +168,32 @@ class Bench:
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
-        return cls(runner, scheduler, budget)
+        return cls(runner, scheduler, budget, calls)
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.runner.parameters * self._itemsize
+
+    def decode_bytes(self, context: int) -> int:
+        """What a step that decodes must read: all weights once, of an embedding apart from the LM head next to nothing,
+        and the keys and values of `context` tokens."""
+        config = self.runner.config
+        unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        keys_and_values = 2 * config.num_layers * config.kv_size * context
+        return (self.runner.parameters - unread + keys_and_values) * self._itemsize
+
+    def prefill_operations(self, tokens: int) -> int:
+        """Of the layers' linear products and of causal attention; the LM head's one row is not counted."""
+        config = self.runner.config
+        tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+        attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
+        return 2 * (self.runner.parameters - tables) * tokens + attention
+
+    @property
+    def _itemsize(self) -> int:
+        from npuserve.npu.memory import ITEMSIZE
+
+        return ITEMSIZE[self.runner.dtype_name]
 
     def add(self, tokens: int, answer: int) -> int:
         """A request of so many random prompt tokens that answers with so many greedy ones; its id."""
@@ -106,12 +202,15 @@ class Bench:
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
         return self.scheduler.add(request, (b"", 0), now).id
 
-    def step(self) -> int:
-        """One step; the number of its rows that sampled."""
+    def step(self) -> Timed:
+        self.calls.clear()
+        began = time.perf_counter()
         step = self.scheduler.schedule(time.monotonic())
         result = self.runner.collect(self.runner.launch(step))
         self.scheduler.apply(step, result, time.monotonic())
-        return len(result.token_ids)
+        seconds = time.perf_counter() - began
+        context = sum(row.start + len(row.token_ids) for row in step.rows)
+        return Timed(seconds, len(result.token_ids), context, sum(self.calls))
 
     def prefill(self, tokens: int) -> float:
         """Seconds from the request to its first token."""
@@ -121,24 +220,36 @@ class Bench:
             self.step()
         return time.perf_counter() - began
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps in which all rows decode."""
+    def decode(self, rows: int, context: int, steps: int) -> list[Timed]:
+        """`steps` steps in which all rows decode."""
         ids = [self.add(context, spare(rows, context, self.budget) + WARM_UP + steps) for _ in range(rows)]
-        while self.step() < rows:
+        while self.step().sampled < rows:
             pass
-        seconds = []
-        for _ in range(WARM_UP + steps):
-            began = time.perf_counter()
-            self.step()
-            seconds.append(time.perf_counter() - began)
+        timed = [self.step() for _ in range(WARM_UP + steps)]
         for sequence_id in ids:
             self.scheduler.cancel(sequence_id)
-        return seconds[WARM_UP:]
+        return timed[WARM_UP:]
 
 
 def spare(rows: int, context: int, budget: int) -> int:
     """Tokens that the first of the rows may decode while the others are still being prefilled."""
     return rows * context // max(budget - rows, 1) + rows + 1
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _line(row: Row) -> str:
+    def cell(name: str, width: int, digits: int, scale: float = 1.0) -> str:
+        value = row.get(name)
+        return f"{'':{width}}" if value is None else f"{value * scale:{width}.{digits}f}"
+
+    return "".join((
+        cell("batch", 6, 0), cell("context", 9, 0), cell("decode_tokens_per_second", 14, 1), cell("step_ms_p50", 9, 2),
+        cell("decode_gbs", 7, 1), cell("read_share", 7, 2), cell("host_us", 9, 0), cell("kernel_share", 9, 3), " |",
+        cell("prompt", 7, 0), cell("prefill_tokens_per_second", 15, 1), cell("ttft_ms_p50", 9, 1),
+        cell("prefill_gflops", 9, 0), cell("matrix_share", 7, 2)))
 
 
 def _counts(text: str) -> list[int]:

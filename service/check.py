@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 if the model can be served here with these settings, 1 if not; ConfigError for a wrong setting or folder."""
     config = settings.load(args, os.environ)
-    report = {"machine": machine(), "backends": backends(), "optional": optional(), "model": model(config)}
+    report = {"machine": machine(), "native": native(), "backends": backends(), "optional": optional(),
+              "model": model(config)}
     print(json.dumps(report) if args.json else text(report))
     return 0 if report["model"]["fits"] else 1
 
@@ -55,6 +56,16 @@ def machine() -> dict[str, Any]:
         "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def native() -> dict[str, Any]:
+    """isa: what the native CPU kernels run on, None where they are not installed; isas: what they could, best first."""
+    from npuserve.kernels import native
+
+    if not native.available():
+        return {"isa": None, "isas": []}
+    library = native.library()
+    return {"isa": library.isas[library.isa], "isas": library.isas}
 
 
 def backends() -> dict[str, Any]:
@@ -119,6 +130,12 @@ def model(config: ServerConfig) -> dict[str, Any]:
     }
 
 
+def native_text(isa: str | None, isas: list[str]) -> str:
+    if isa is None:
+        return "no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"
+    return f"CPU kernels run on {isa} (of {', '.join(isas)})"
+
+
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
     from npuserve.npu.memory import mib
@@ -128,6 +145,7 @@ def text(report: dict[str, Any]) -> str:
         f"machine     {it['system']}, {it['cores']} cores, {mib(it['memory_bytes'])} of memory",
         f"cpu         {' '.join(it['cpu_features']) or 'no known feature'}",
         f"software    Python {it['python']}, torch {it['torch']}",
+        f"native      {native_text(**report['native'])}",
     ]
     for name, backend in report["backends"].items():
         if not backend["available"]:

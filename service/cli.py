@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("generate", "send one prompt to a server and stream the answer"),
     "chat": ("chat", "talk with a served model"),
     "bench serve": ("bench_serve", "load a running server and report latencies and throughput"),
+    "bench kernels": ("bench_kernels", "time each kernel beside what the machine can do at most"),
     "bench step": ("bench_step", "time the engine's step without the wire"),
     "check": ("check", "what this machine offers, and whether a model fits"),
 }

@@ -81,8 +81,9 @@ class Engine:
             if step.rows:
                 launched = self._metrics.launching(step)
                 result = self._runner.collect(self._runner.launch(step))
-                self.apply(step, result)
-                self._metrics.stepped(step, result, launched)
+                collected = time.monotonic()
+                self.apply(step, result, collected)
+                self._metrics.stepped(step, result, launched, collected)
                 self._checked = False
             elif not self._checked:
                 self._scheduler.check_integrity()
@@ -95,8 +96,8 @@ class Engine:
         for frontend, message in self._socket.receive(timeout):
             self._handle(frontend, message)
 
-    def apply(self, step: Step, result: StepResult) -> None:
-        for progress in self._scheduler.apply(step, result, time.monotonic()):
+    def apply(self, step: Step, result: StepResult, now: float) -> None:
+        for progress in self._scheduler.apply(step, result, now):
             sequence = progress.sequence
             frontend, key = sequence.origin
             finish = sequence.finish(progress.reason) if progress.reason else None

@@ -11,16 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from npuserve.service import logs, messages, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
@@ -37,8 +32,7 @@ STALL_SECONDS = 60
 """Of silence. An engine beats twice a second, but not within a step, and a large model's long chunk takes its time on
 a CPU."""
 
-RECONNECT_MS = 50
-ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+RECONNECT_SECONDS = 0.05
 
 
 class Stream:
@@ -137,8 +131,7 @@ class EngineClient:
         self.load = Load()
         self._address = address
         self._on_state = on_state
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_key = 0
@@ -155,7 +148,6 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        self._context.term()
 
     def require(self) -> ModelInfo:
         """The model's facts, if the engine takes requests; Unavailable otherwise."""
@@ -186,8 +178,8 @@ class EngineClient:
 
     def send(self, message: messages.ToEngine) -> None:
         """Never waits: the engine takes all that comes, and refuses by an output. Without an engine it is dropped."""
-        if self._socket:
-            self._socket.send(messages.encode(message))
+        if self._transport:
+            self._transport.write(messages.encode(message))
 
     def forget(self, stream: Stream) -> None:
         self._streams.pop(stream.key, None)
@@ -211,6 +203,8 @@ class EngineClient:
             while True:
                 try:
                     await self._connection()
+                except OSError:
+                    await asyncio.sleep(RECONNECT_SECONDS)
                 except msgspec.MsgspecError:
                     log.exception("the engine sent what is no message; connecting again")
                     await asyncio.sleep(1)
@@ -218,38 +212,17 @@ class EngineClient:
             self._lose()
 
     async def _connection(self) -> None:
-        """Connect, and serve the connection until it breaks."""
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.setsockopt(zmq.IDENTITY, f"{os.getpid()}-{uuid.uuid4().hex[:8]}".encode())
-        monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED)
-        tasks = [
-            asyncio.ensure_future(task) for task in (self._read(socket), self._watch(socket, monitor), self._listen())]
+        """Connect, and serve the connection until it breaks. OSError if there is none to be had."""
+        loop = asyncio.get_running_loop()
+        transport, connection = await loop.create_unix_connection(lambda: _Connection(self._hear), self._address)
+        listening = asyncio.ensure_future(self._listen())
         try:
-            socket.connect(self._address)
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            transport.write(messages.encode(messages.Hello()))
+            await connection.ended
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            listening.cancel()
+            transport.abort()
             self._lose()
-            socket.disable_monitor()
-            monitor.close()
-            socket.close()
-
-    async def _watch(self, socket: zmq.asyncio.Socket, monitor: Any) -> None:
-        """Say hello when the connection is there; return when it has broken."""
-        while True:
-            event = await recv_monitor_message(monitor)
-            if event["event"] & ENDED:
-                return
-            socket.send(messages.encode(messages.Hello()))
 
     async def _listen(self) -> None:
         """Count the seconds of silence: those in which this process ran, its own pauses not being the engine's."""
@@ -259,23 +232,22 @@ class EngineClient:
             if self._silence >= STALL_SECONDS and self.state == "ready":
                 self._set_state("stalled")
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            message = messages.decode_to_frontend(await socket.recv())
-            self._silence = 0
-            if self.state == "stalled":
+    def _hear(self, data: bytes, transport: asyncio.WriteTransport) -> None:
+        message = messages.decode_to_frontend(data)
+        self._silence = 0
+        if self.state == "stalled":
+            self._set_state("ready")
+        match message:
+            case Outputs(epoch=epoch) if epoch == self.epoch and self._transport:
+                self._take(message)
+            case messages.Ready(epoch=epoch, model=model):
+                self._lose()
+                self._transport, self.epoch, self.model_info = transport, epoch, model
                 self._set_state("ready")
-            match message:
-                case messages.Ready(epoch=epoch, model=model):
-                    self._lose()
-                    self._socket, self.epoch, self.model_info = socket, epoch, model
-                    self._set_state("ready")
-                case Outputs(epoch=epoch) if epoch == self.epoch and self._socket:
-                    self._take(message)
-                case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._socket:
-                    reply = self._calls.get(call)
-                    if reply and not reply.done():
-                        reply.set_result(value)
+            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._transport:
+                reply = self._calls.get(call)
+                if reply and not reply.done():
+                    reply.set_result(value)
 
     def _take(self, message: Outputs) -> None:
         now = time.monotonic()
@@ -288,7 +260,7 @@ class EngineClient:
 
     def _lose(self) -> None:
         """The connection is gone: so is all that was in flight."""
-        self._socket = None
+        self._transport = None
         for stream in list(self._streams.values()):
             stream.end(Unavailable("the engine died, and the request with it; it is being restarted"))
         for reply in self._calls.values():
@@ -303,3 +275,29 @@ class EngineClient:
         level = logging.INFO if state == "ready" else logging.WARNING
         logs.event(log, f"engine is {state}", level=level, epoch=self.epoch)
         self._on_state(state)
+
+
+class _Connection(asyncio.Protocol):
+    """Hands each message that comes to `hear`, with the way back. ended: its end, an error where `hear` raised one."""
+
+    def __init__(self, hear: Callable[[bytes, asyncio.WriteTransport], None]):
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hear = hear
+        self._received = messages.Splitter()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._received.feed(data):
+                self._hear(message, self._transport)
+        except msgspec.MsgspecError as error:
+            self._transport.abort()
+            if not self.ended.done():
+                self.ended.set_exception(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from npuserve.service.messages import ModelInfo
 from npuserve.service.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from npuserve.kernels.registry import Observe
     from npuserve.npu.runner import Runner
 
 log = logging.getLogger("npuserve.service.engine_process")
@@ -38,19 +40,19 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: int
 
 
-def load_model(config: ServerConfig, folder: str) -> Runner:
-    """The model on its device, its kernels' latencies on the metrics page. Raises ValueError, OSError or MemoryError
-    where the model, the settings or this machine are at fault."""
+def load_model(config: ServerConfig, folder: str, observe: Observe | None = None) -> Runner:
+    """The model on its device. observe: is told its kernels' latencies; None: the metrics page. Raises ValueError,
+    OSError or MemoryError where the model, the settings or this machine are at fault."""
     from npuserve.npu.runner import load_runner
 
-    def observe(kernel: str, phase: str, backend: str, seconds: float) -> None:
+    def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
         metrics.kernel_latency_seconds.labels(kernel, phase, backend).observe(seconds)
 
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
         block_size=config.block_size, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
-        observe=observe, threads=config.threads)
+        observe=observe or publish, threads=config.threads)
 
 
 def build(args: EngineArgs) -> Engine:
@@ -89,6 +91,7 @@ def main() -> int:
         print(f"npuserve: {error}", file=sys.stderr)
         return child.UNUSABLE
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+    gc.freeze()  # what is here stays: no collection need look at it between two steps
     engine.run()
     return 0
 

@@ -1,55 +1,114 @@
-"""The engine's end of the local socket: a ROUTER that knows its front ends by name."""
+"""The engine's end of the local socket: front ends connect, and each is known by a name as long as it stays."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Iterator
-
-import zmq
+import selectors
+import socket
+from pathlib import Path
 
 from npuserve.service import messages
 from npuserve.service.messages import ToEngine, ToFrontend
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 20_000
-"""Messages that a front end may leave unread before it counts as lost."""
+MAX_UNSENT = 64 << 20
+"""Bytes that a front end may leave unread before it counts as lost; the system's own buffer comes on top."""
+READ_BYTES = 1 << 16
+
+
+class _Frontend:
+    """unsent: bytes for which the system's buffer has no room; waits: the selector looks out for it."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket = connection
+        self.received = messages.Splitter()
+        self.unsent = bytearray()
+        self.waits = False
 
 
 class EngineSocket:
-    """Receives from all front ends, sends to one. Not thread-safe: the engine loop alone uses it."""
+    """Receives from all front ends, sends to one, never waits for one. Not thread-safe: for the engine loop alone."""
 
     def __init__(self, address: str):
-        """Bind `address`, such as ipc:///run/x/engine. Raises zmq.ZMQError if it is taken."""
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
-        self._socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.bind(address)
+        """Bind `address`, a path; that of an engine that died is taken over. Raises OSError where it cannot be had."""
+        Path(address).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._frontends: dict[bytes, _Frontend] = {}
+        self._numbers = itertools.count(1)
 
-    def receive(self, timeout: float) -> Iterator[tuple[bytes, ToEngine]]:
-        """All messages that are there, after waiting at most `timeout` seconds for the first."""
-        if not self._socket.poll(int(timeout * 1000)):
-            return
-        while True:
-            try:
-                name, data = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield name, messages.decode_to_engine(data)
+    def receive(self, timeout: float) -> list[tuple[bytes, ToEngine]]:
+        """What there is, after waiting at most `timeout` seconds for something: (front end, message)."""
+        found: list[tuple[bytes, ToEngine]] = []
+        for key, events in self._selector.select(timeout):
+            name: bytes | None = key.data
+            if name is None:
+                self._accept()
+                continue
+            if events & selectors.EVENT_READ:
+                found += [(name, messages.decode_to_engine(data)) for data in self._read(name)]
+            if events & selectors.EVENT_WRITE and (frontend := self._frontends.get(name)):
+                self._write(name, frontend)
+        return found
 
     def send(self, frontend: bytes, message: ToFrontend) -> bool:
         """False if that front end is gone, or has left too much unread."""
-        try:
-            self._socket.send_multipart((frontend, messages.encode(message)), zmq.NOBLOCK)
-            return True
-        except zmq.ZMQError as error:
-            log.info("front end %s is lost: %s", frontend.decode(errors="replace"), error)
+        known = self._frontends.get(frontend)
+        if known is None:
             return False
+        known.unsent += messages.encode(message)
+        return self._write(frontend, known)
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        for name in list(self._frontends):
+            self._lose(name, "the engine leaves")
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setblocking(False)
+        name = b"%d" % next(self._numbers)
+        self._frontends[name] = _Frontend(connection)
+        self._selector.register(connection, selectors.EVENT_READ, name)
+
+    def _read(self, name: bytes) -> list[bytes]:
+        frontend = self._frontends[name]
+        try:
+            data = frontend.socket.recv(READ_BYTES)
+        except OSError as error:
+            self._lose(name, error)
+            return []
+        if not data:
+            self._lose(name, "it has closed the connection")
+        return frontend.received.feed(data)
+
+    def _write(self, name: bytes, frontend: _Frontend) -> bool:
+        """Send what there is room for, and the rest when there is more. False if the front end is lost."""
+        try:
+            with contextlib.suppress(BlockingIOError):
+                del frontend.unsent[: frontend.socket.send(frontend.unsent)]
+        except OSError as error:
+            self._lose(name, error)
+            return False
+        if len(frontend.unsent) > MAX_UNSENT:
+            self._lose(name, f"it left {len(frontend.unsent)} bytes unread")
+            return False
+        if bool(frontend.unsent) != frontend.waits:
+            frontend.waits = not frontend.waits
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frontend.waits else 0)
+            self._selector.modify(frontend.socket, events, name)
+        return True
+
+    def _lose(self, name: bytes, why: object) -> None:
+        log.info("front end %s is lost: %s", name.decode(), why)
+        connection = self._frontends.pop(name).socket
+        self._selector.unregister(connection)
+        connection.close()

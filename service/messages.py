@@ -1,8 +1,8 @@
 """What front ends and the engine process say to each other over the local socket.
 
-Every message is one msgpack array with its type's tag first; there is no pickle. Times are seconds of
-time.monotonic(), which all processes of one machine share. A front end names its requests by `key`, an integer that
-it never uses twice.
+The socket is a Unix stream. Every message is its length in 4 bytes, little end first, then one msgpack array with its
+type's tag first; there is no pickle. Times are seconds of time.monotonic(), which all processes of one machine share. A
+front end names its requests by `key`, an integer that it never uses twice.
 """
 
 from __future__ import annotations
@@ -172,6 +172,35 @@ class Reply(Wire, frozen=True):
 
 ToFrontend = Ready | Outputs | Reply
 
-encode = msgspec.msgpack.Encoder().encode
+
+
+class Splitter:
+    """Cuts what comes from the socket into messages; what is of an unfinished one waits for the rest."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that `data` completes, without their lengths."""
+        self._data += data
+        found, start = [], 0
+        while len(self._data) >= (body := start + LENGTH_BYTES):
+            end = body + int.from_bytes(self._data[start:body], "little")
+            if end > len(self._data):
+                break
+            found.append(bytes(self._data[body:end]))
+            start = end
+        del self._data[:start]
+        return found
+
+
+def encode(message: ToEngine | ToFrontend) -> bytes:
+    """As it goes over the socket."""
+    body = _encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+LENGTH_BYTES = 4
+_encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

@@ -37,8 +37,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from operator import attrgetter
+
+import msgspec
 
 from npuserve.npu.step import NewRequest, Row, Step, StepResult, TokenLogprobs
 from npuserve.service.block_manager import BlockManager, IntegrityError
@@ -49,8 +50,7 @@ from npuserve.service.sequence import Sequence
 _rank = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What one step made for one request. reason: set if it ended with this step.
 
     logprobs: one per token of token_ids, where asked for. prompt_logprobs: the reports of prompt tokens that follow
@@ -148,12 +148,12 @@ class Scheduler:
         for sequence in tuple(self._running):
             if sequence.waits:  # preempted in this loop, and so are all behind it
                 break
-            if sequence.num_uncomputed_tokens == 1 and self._grow(sequence):
+            if len(sequence.token_ids) - sequence.num_computed_tokens == 1 and self._grow(sequence):
                 rows.append(self._plan(sequence, 1))
                 budget -= 1
 
         for sequence in self._running:
-            if budget and sequence.num_uncomputed_tokens > 1:
+            if budget and len(sequence.token_ids) - sequence.num_computed_tokens > 1:
                 rows.append(self._plan(sequence, budget))
                 budget -= len(rows[-1].token_ids)
 
@@ -273,7 +273,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give it a block for its next token, preempting from the last rank up; False if it must wait itself."""
-        while not self.blocks.allocate(sequence.blocks, sequence.num_tokens):
+        while not self.blocks.allocate(sequence.blocks, len(sequence.token_ids)):
             victim = self._running[-1]
             if victim.in_flight:
                 return False

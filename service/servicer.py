@@ -5,8 +5,8 @@ The life of a request here:
 1. `_ask` takes the message: the server must be ready, every field is checked, the chat template applied, the text
    tokenized (in a thread, where it is long). The client learns the request's id from the initial metadata.
 2. `EngineClient.submit` hands the checked `Request` to the engine and returns its stream of outputs.
-3. `_answer` turns outputs into messages: `Answer` detokenizes them, finds stop strings, and keeps ids, logprobs and
-   text together. What comes while a message is being written is one message afterwards.
+3. `_answer` turns outputs into messages and sends them: `Answer` detokenizes, finds stop strings, and keeps ids,
+   logprobs and text together. What comes while a message is being written is one message afterwards.
 4. A stop string ends the request in the engine too, at the token that completed it.
 5. The last message says how it ended, what it used and where the time went.
 6. Whatever ends the call early (client gone, deadline, error) closes the stream, which cancels the request.
@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
 from npuserve.service import metrics, validation
@@ -54,26 +54,23 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with call(context, "Generate", logging.INFO) as fields:
-            whole = pb.GenerateResponse()
-            texts = []
-            async with contextlib.aclosing(self._answer(request, context, fields)) as parts:
-                async for part in parts:
-                    texts.append(part.text)
-                    whole.token_ids.extend(part.token_ids)
-                    whole.logprobs.extend(part.logprobs)
-                    whole.prompt_logprobs.extend(part.prompt_logprobs)
-                    if part.HasField("finish"):
-                        whole.finish.CopyFrom(part.finish)
+            whole, texts = pb.GenerateResponse(), []
+
+            async def take(part: pb.StreamGenerateResponse) -> None:
+                texts.append(part.text)
+                whole.token_ids.extend(part.token_ids)
+                whole.logprobs.extend(part.logprobs)
+                whole.prompt_logprobs.extend(part.prompt_logprobs)
+                if part.HasField("finish"):
+                    whole.finish.CopyFrom(part.finish)
+
+            await self._answer(request, context, fields, take)
             whole.text = "".join(texts)
         return whole
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with (
-            call(context, "StreamGenerate", logging.INFO) as fields,
-            contextlib.aclosing(self._answer(request, context, fields)) as parts,
-        ):
-            async for part in parts:
-                await context.write(part)
+        async with call(context, "StreamGenerate", logging.INFO) as fields:
+            await self._answer(request, context, fields, context.write)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         async with call(context, "ResumeStream"):
@@ -120,9 +117,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def _answer(
-        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any]
-    ) -> AsyncGenerator[pb.StreamGenerateResponse, None]:
-        """The messages of one answer; the last one has its finish."""
+        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any],
+        send: Callable[[pb.StreamGenerateResponse], Awaitable[None]],
+    ) -> None:
+        """Sends the messages of one answer; the last one has its finish."""
         ask = await self._ask(message, context, fields)
         assert self.folder
         answer = Answer(ask, self.folder.tokenizer)
@@ -134,11 +132,11 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 if finish:
                     last = answer.last(finish, time.monotonic())
                     _record(last.finish, stream, fields)
-                    yield last
+                    await send(last)
                     return
                 part = answer.message()
                 if part:
-                    yield part
+                    await send(part)
 
     async def _ask(self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any]) -> Ask:
         arrival = time.monotonic()

@@ -192,17 +192,16 @@ class Supervisor:
         socket = f"{self._folder}/engine.sock"
         if len(socket) > 100:
             raise ConfigError(f"TMPDIR: {self._folder} is too long for a socket's path of 100 characters")
-        address = f"ipc://{socket}"
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
 
         def frontend(index: int) -> Child:
             return Child(f"frontend-{index}", self._commands[0], environment, lambda: {
-                "config": self._config, "index": index, "engine_address": address, "port": self._port,
+                "config": self._config, "index": index, "engine_address": socket, "port": self._port,
             }, self._hear)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
         self._engine = Child("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
-            "config": self._config, "folder": self._model, "address": address, "epoch": self._engine.starts,
+            "config": self._config, "folder": self._model, "address": socket, "epoch": self._engine.starts,
         }, self._hear)
 
     def _find_model(self, loop: asyncio.AbstractEventLoop) -> None:

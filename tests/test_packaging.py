@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,9 +19,12 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+from npuserve.kernels import native
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,12 +39,15 @@ SOURCES = {"service": "npuserve.service", "npu": "npuserve.npu", "kernels": "npu
            "protos/npuserve/v1": "npuserve.v1"}
 
 
+LIBRARY = "npuserve/kernels/native/libnpuserve.so"
+
+
 def shipped() -> dict[str, Path]:
-    """Path in the wheel -> file, of every file in the package folders."""
+    """Path in the wheel -> file, of every file in the package folders but the native library and what it is made of."""
     files = {}
     for folder, package in SOURCES.items():
         for file in (ROOT / folder).rglob("*"):
-            if file.is_file() and "__pycache__" not in file.parts:
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in (".cpp", ".h", ".so"):
                 files[f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"] = file
     return files
 
@@ -63,24 +75,60 @@ def test_the_tests_run_on_this_tree():
         assert Path(file).parent == ROOT / SETUPTOOLS["package-dir"][package]
 
 
+def copy_tree(target: Path, *without: str) -> Path:
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "node_modules", *without)
+    return shutil.copytree(ROOT, target, ignore=ignored)
+
+
+def build(tree: Path, kind: str, out: Path, **variables: str) -> tuple[Path, str]:
+    """(what is built, what the build said)."""
+    out.mkdir(exist_ok=True)
+    code = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, env={**os.environ, **variables},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1], done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """(wheel, sdist), built from a copy of the tree, so that neither an old build nor this one leaves a trace."""
+def pure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
+    """(wheel, sdist, what the wheel's build said) where there is no compiler."""
     pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("built")
-    tree = folder / "tree"
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "node_modules")
-    shutil.copytree(ROOT, tree, ignore=ignored)
-    yield build(tree, "wheel", folder), build(tree, "sdist", folder)
+    folder = tmp_path_factory.mktemp("pure")
+    tree = copy_tree(folder / "tree", "*.so")
+    wheel, said = build(tree, "wheel", folder, CXX="", PATH=str(folder))
+    yield wheel, build(tree, "sdist", folder)[0], said
     shutil.rmtree(folder)
 
 
-def build(tree: Path, kind: str, out: Path) -> Path:
-    out.mkdir(exist_ok=True)
-    code = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out / done.stdout.splitlines()[-1]
+@pytest.fixture(scope="module")
+def setup_py() -> ModuleType:
+    """setup.py, which sets up nothing when it is imported."""
+    pytest.importorskip("setuptools", minversion="77")
+    spec = importlib.util.spec_from_file_location("npuserve_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def library(setup_py: ModuleType) -> Path:
+    """That of the tree, made by the editable install."""
+    file = ROOT / "kernels" / "native" / "libnpuserve.so"
+    if not file.exists():
+        pytest.skip("the native kernels are not built; with a C++17 compiler `pip install -e .` builds them")
+    assert setup_py.is_current(file, file.parent), "the native kernels are of older sources: run `pip install -e .`"
+    return file
+
+
+@pytest.fixture(scope="module")
+def built(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The wheel with the native kernels. A build takes those of the tree when they are of the same sources."""
+    folder = tmp_path_factory.mktemp("built")
+    yield build(copy_tree(folder / "tree"), "wheel", folder, CXX="no-compiler-is-needed")[0]
+    shutil.rmtree(folder)
 
 
 def contents(wheel: Path) -> dict[str, str]:
@@ -89,12 +137,10 @@ def contents(wheel: Path) -> dict[str, str]:
         return {name: digest(archive.read(name)) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
-def test_the_wheel_holds_the_packages_whole_and_nothing_else(built: tuple[Path, Path]):
-    wheel, _ = built
-    assert wheel.name.endswith("-py3-none-any.whl"), "installing it needs no compiler"
+def check_contents(wheel: Path) -> None:
     files = contents(wheel)
     info = {name for name in files if ".dist-info/" in name}
-    assert {name: files[name] for name in files.keys() - info} == {
+    assert {name: files[name] for name in files.keys() - info - {LIBRARY}} == {
         name: digest(file.read_bytes()) for name, file in shipped().items()
     }
     assert {name.split("/", 1)[1] for name in info} == {
@@ -103,30 +149,155 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(built: tuple[Path, 
         assert f"npuserve/npu/storyteller/model/{name}" in files, "the built-in model is not in the wheel"
 
 
-def test_the_sdist_makes_the_same_wheel(built: tuple[Path, Path], tmp_path: Path):
-    wheel, sdist = built
-    with tarfile.open(sdist) as archive:
-        names = {name.split("/", 1)[-1] for name in archive.getnames()}
-        archive.extractall(tmp_path)
-    assert not {name for name in names if name.split("/")[0] in ("tests", "bench", ".ci")}
-    (tree,) = tmp_path.iterdir()
-    assert contents(build(tree, "wheel", tmp_path / "again")) == contents(wheel)
-
-
-def test_an_installed_wheel_runs_without_the_tree(built: tuple[Path, Path], tmp_path: Path):
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
-        pytest.skip("pip is not installed")
-    home = tmp_path / "venv"
+def install(wheel: Path, home: Path) -> tuple[Path, Path]:
+    """A new environment with the wheel, and the dependencies of this one: (its folder of programs, its packages)."""
+    pytest.importorskip("pip")
     venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
-    done = subprocess.run([*pip, "--disable-pip-version-check", str(built[0])], capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index"]
+    done = subprocess.run([*pip, "--quiet", "--disable-pip-version-check", str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (site,) = home.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    code = f"import importlib; [print(importlib.import_module(p).__file__) for p in {SETUPTOOLS['packages']!r}]"
-    done = subprocess.run([python, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    return home / "bin", site
+
+
+def output(*command: Path | str, cwd: Path) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(Path(line).is_relative_to(site) for line in done.stdout.splitlines())
-    done = subprocess.run([home / "bin" / "npuserve", "--version"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == f"npuserve {PROJECT['project']['version']}\n", done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_the_packages_and_the_native_kernels(built: Path, library: Path):
+    check_contents(built)
+    assert re.search(r"-py3-none-(linux|macosx)_\w+\.whl$", built.name), "one wheel for every Python of a platform"
+    assert contents(built)[LIBRARY] == digest(library.read_bytes())
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(pure: tuple[Path, Path, str]):
+    wheel, _, said = pure
+    check_contents(wheel)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert LIBRARY not in contents(wheel)
+    (line,) = [line for line in said.splitlines() if "NOT built" in line]
+    assert "c++ or g++ or clang++ is no working C++17 compiler" in line
+
+
+def test_the_sdist_makes_the_same_wheel(pure: tuple[Path, Path, str], setup_py: ModuleType, tmp_path: Path):
+    wheel, sdist, _ = pure
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+        archive.extractall(tmp_path)
+    assert not {name for name in names if name.split("/")[0] in ("tests", "bench", ".ci") or name.endswith(".so")}
+    (tree,) = tmp_path.iterdir()
+    assert contents(build(tree, "wheel", tmp_path / "again", CXX="none")[0]) == contents(wheel)
+    assert setup_py.digest(tree / setup_py.SOURCES) == setup_py.digest(ROOT / setup_py.SOURCES), "a source is missing"
+
+
+def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, setup_py: ModuleType, tmp_path: Path):
+    programs, site = install(built, tmp_path / "venv")
+    code = f"""if True:
+        import importlib
+        from npuserve.kernels import native
+        for package in {SETUPTOOLS['packages']!r}: print(importlib.import_module(package).__file__)
+        print(native.library().source)"""
+    *files, source = output(programs / "python", "-I", "-c", code, cwd=tmp_path).splitlines()
+    assert len(files) == len(SETUPTOOLS["packages"])
+    assert all(Path(file).is_relative_to(site) for file in files)
+    assert source == setup_py.digest(library.parent)
+    version = output(programs / "npuserve", "--version", cwd=tmp_path)
+    assert version == f"npuserve {PROJECT['project']['version']}\n"
+
+
+def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, Path, str], tmp_path: Path):
+    programs, _ = install(pure[0], tmp_path / "venv")
+    code = """if True:
+        from npuserve.service.cli import main
+        assert main(["check", "--json"]) == 0
+        sizes = ["--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "1"]
+        assert main(["bench", "step", *sizes, "--json"]) == 0"""
+    check, step = map(json.loads, output(programs / "python", "-I", "-c", code, cwd=tmp_path).splitlines())
+    assert check["native"]["isa"] is None
+    assert set(check["backends"]["cpu"]["kernels"].values()) == {"golden"}
+    assert step["decode_tokens_per_second"] > 0
+
+
+def test_the_native_kernels_that_are_tested_are_those_of_the_tree(library: Path, setup_py: ModuleType):
+    assert native.library().source == setup_py.digest(library.parent)
+
+
+PIECES = {
+    "pool.cpp": "",
+    "tables.cpp": """
+        const char *isas[] = {
+            #ifdef HAS_avx512
+            "avx512",
+            #endif
+            #ifdef HAS_avx2
+            "avx2",
+            #endif
+            "portable"};
+        #pragma GCC visibility push(default)
+        extern "C" const char *widest() { return isas[0]; }
+        extern "C" const char *source() { return NPUSERVE_SOURCE; }""",
+    "group.cpp": '#include "group.h"\nnamespace NPUSERVE_ISA { int number() { return NUMBER; } }',
+    "group.h": "#define NUMBER 1",
+}
+
+
+@pytest.fixture
+def compiler(setup_py: ModuleType) -> list[str]:
+    try:
+        found: list[str] = setup_py.find_compiler()
+    except setup_py.BuildError as error:
+        pytest.skip(str(error))
+    return found
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Path:
+    """A folder of sources that compile in no time."""
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    for name, text in PIECES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(
+    setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    old = tmp_path / "old compiler"
+    old.write_text(f"""#!/bin/sh
+        case "$*" in *-mavx512bf16*) echo "error: unrecognized command-line option" >&2; exit 1;; esac
+        exec {shlex.join(compiler)} "$@"
+        """)
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", shlex.quote(str(old)))
+    expected = [isa for isa in setup_py.ISAS if isa != "avx512"]
+    assert setup_py.build(tmp_path / "lib.so", pieces) == expected
+    library = ctypes.CDLL(str(tmp_path / "lib.so"))
+    library.widest.restype = library.source.restype = ctypes.c_char_p
+    assert library.widest().decode() == expected[0]
+    assert library.source().decode() == setup_py.digest(pieces)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_library_is_current_until_a_source_changes(setup_py: ModuleType, pieces: Path, tmp_path: Path):
+    library = tmp_path / "lib.so"
+    assert not setup_py.is_current(library, pieces)
+    setup_py.build(library, pieces)
+    assert setup_py.is_current(library, pieces)
+    (pieces / "group.h").write_text("#define NUMBER 2")
+    assert not setup_py.is_current(library, pieces)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("text", "said"), [
+    ("int broken", "error: expected"),
+    ("int missing(); namespace NPUSERVE_ISA { int number() { return missing(); } }", "undefined"),
+], ids=["syntax", "link"])
+def test_sources_that_do_not_build_are_told(setup_py: ModuleType, pieces: Path, tmp_path: Path, text: str, said: str):
+    (pieces / "group.cpp").write_text(text)
+    with pytest.raises(setup_py.BuildError, match=said):
+        setup_py.build(tmp_path / "lib.so", pieces)
+    assert not (tmp_path / "lib.so").exists()

@@ -7,12 +7,13 @@ implementations knows a device by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, Protocol
 
 import torch
 
+from npuserve.kernels.native.packed import Weight
 from npuserve.kernels.registry import Span
 
 
@@ -27,19 +28,33 @@ class Event(Protocol):
         """Return once the work before the mark is done."""
 
 
+class Captured(Protocol):
+    """A step that was captured at its largest size."""
+
+    def replay(self, tokens: int) -> torch.Tensor:
+        """What the step returns, of its first `tokens` rows: [tokens, ...], until the next replay."""
+
+    def replay_timed(self, tokens: int) -> tuple[torch.Tensor, list[tuple[str, float]]]:
+        """Also (kernel, seconds) of each kernel call."""
+
+
 class Backend(ABC):
     """A device and its habits.
 
-    name: also the label of its kernels. dtypes: of weights and activations that it computes in, by preference.
-    vocabulary_tile: the LM head's rows are padded to a multiple of it. block_size: tokens of a KV-cache block if
-    nobody asks for another. deterministic: a row's numbers depend neither on the batch nor on chunking.
+    dtypes: of weights and activations that it computes in, by preference. vocabulary_tile: the LM head's rows are
+    padded to a multiple of it. block_size: tokens of a KV-cache block if nobody asks for another. block_multiple: what
+    that must be a multiple of. kernels: the label of its kernels. deterministic: a row's numbers depend neither on the
+    batch nor on chunking. threads: of the host, for the device's work.
     """
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
     vocabulary_tile: ClassVar[int]
     block_size: ClassVar[int]
-    deterministic: ClassVar[bool]
+    block_multiple: int = 1
+    kernels: str
+    deterministic: bool
+    threads: int
     device: torch.device
 
     @classmethod
@@ -63,6 +78,25 @@ class Backend(ABC):
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         """The name of one of `dtypes`, for "auto" or a name, and the checkpoint's. Raises BackendError."""
 
+    def weight(self, n: int, k: int, dtype: torch.dtype) -> Weight:
+        """Storage for a linear weight [n, k] or a table of n embeddings, to be filled with `packed.write`."""
+        return torch.empty(n, k, dtype=dtype, device=self.device)
+
+    def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        """What `weight` takes."""
+        return n * k * dtype.itemsize
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Storage on the device for what is large and stays."""
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a layer's keys and its values, as the kernels take them; num_blocks comes first."""
+        shape = (num_blocks, block_size, kv_heads, head_dim)
+        return shape, shape
+
     @abstractmethod
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized tensor in host memory from which a copy to the device need not be waited for."""
@@ -83,6 +117,7 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """Return once all queued work is done."""
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """What replays the kernels that `step` launches, as one dispatch; None if the device has no such thing."""
+    def capture(self, step: Callable[[], torch.Tensor]) -> Captured | None:
+        """The kernels that `step` calls, as one dispatch; None if the device has no such thing. What `step` reads must
+        stay where it is for as long as the result is used."""
         return None

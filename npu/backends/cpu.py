@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
-from npuserve.kernels.registry import HostSpan, Span
-from npuserve.npu.backends.base import Backend, BackendError, Event
+from npuserve.kernels.native import LANES, Arena, library, record
+from npuserve.kernels.native import available as built
+from npuserve.kernels.native.layout import key_shape, value_shape
+from npuserve.kernels.native.packed import PackedWeight, Weight, packed_words
+from npuserve.kernels.registry import GOLDEN, HostSpan, Span
+from npuserve.npu.backends.base import Backend, BackendError, Captured, Event
+
+_TORCH_THREADS = torch.get_num_threads()
+"""What torch would take, before anyone sets it: the environment may say so."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -22,23 +30,54 @@ class Done:
 
 
 class CpuBackend(Backend):
-    """deterministic is False: the matrix products are torch's own, whose sums may depend on the number of rows."""
+    """native: with the kernels in C++, which read weights and KV cache in their own layouts; without them, the golden
+    functions serve. Those are torch's own matrix products, whose sums may depend on the number of rows: only the native
+    kernels are deterministic."""
 
     name = "cpu"
     dtypes = ("float32", "bfloat16")
     vocabulary_tile = 64
     block_size = 16
-    deterministic = False
 
-    def __init__(self) -> None:
+    def __init__(self, native: bool = built()) -> None:
         self.device = torch.device("cpu")
+        self.kernels = self.name if native else GOLDEN
+        self.deterministic = native
+        self._arena = Arena() if native else None
+        self.block_multiple = LANES if native else 1
+        self.threads = self._threads(0)
 
     @classmethod
     def available(cls) -> bool:
         return True
 
     def set_threads(self, count: int) -> None:
-        torch.set_num_threads(count or min(torch.get_num_threads(), usable_cores()))
+        self.threads = self._threads(count)
+        if self._arena is None:
+            torch.set_num_threads(self.threads)
+        else:
+            library().set_threads(self.threads)
+            torch.set_num_threads(1)  # what is left to it is small, and its threads would be in the way
+
+    def _threads(self, count: int) -> int:
+        return count or min(_TORCH_THREADS, usable_cores())
+
+    def weight(self, n: int, k: int, dtype: torch.dtype) -> Weight:
+        if self._arena is None:
+            return super().weight(n, k, dtype)
+        return PackedWeight(self._arena.zeros((packed_words(n, k, dtype),), torch.int32), n, k, dtype)
+
+    def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        return super().weight_bytes(n, k, dtype) if self._arena is None else 4 * packed_words(n, k, dtype)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return super().empty(shape, dtype) if self._arena is None else self._arena.zeros(shape, dtype)
+
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes = num_blocks, block_size, kv_heads, head_dim, dtype
+        return super().cache_shapes(*sizes) if self._arena is None else (key_shape(*sizes), value_shape(*sizes))
 
     def memory_available(self) -> int:
         return min([_meminfo_available(), *_cgroup_rooms(_CGROUP)])
@@ -68,6 +107,9 @@ class CpuBackend(Backend):
 
     def synchronize(self) -> None:
         return
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Captured | None:
+        return record(step) if self._arena is not None else None
 
 
 BACKEND = CpuBackend

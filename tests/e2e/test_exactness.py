@@ -28,8 +28,8 @@ CHATS = [
     "中国的首都是哪里?", "你是谁?", "Write a poem about the sea.", "1 + 1 等于几?", "What is the capital of France?",
     "请介绍一下长城。", "我喜欢🍎和🍌,你呢?", "def add(a, b):",
 ]
-BLOCK = 4
-POOL_BLOCKS = 128
+BLOCK = 16
+POOL_BLOCKS = 32
 
 
 @cache

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.models.qwen3 import modeling_qwen3
 
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
@@ -28,9 +22,9 @@ from npuserve.kernels.logprobs import logprobs
 from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.penalize import penalize
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel
-from npuserve.kernels.sample import largest, likeliest, sample
+from npuserve.kernels.registry import KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
+from tests.kernels.ways import implementation, ways
 
 # (relative, absolute): a few roundings of the dtype for values of about 1.
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
@@ -47,12 +41,12 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def cases() -> Iterator[Any]:
     for k in KERNELS.values():
-        for label in (GOLDEN, *k.implementations):
+        for way in ways(k):
             for case in k.cases:
                 for dtype in k.dtypes:
                     if not case.benchmark:
-                        name = f"{k.name}-{label}-{case.name}-{str(dtype).removeprefix('torch.')}"
-                        yield pytest.param(k, label, case, dtype, id=name)
+                        name = f"{k.name}-{way}-{case.name}-{str(dtype).removeprefix('torch.')}"
+                        yield pytest.param(k, way, case, dtype, id=name)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -60,17 +54,31 @@ def tensors(value: Any) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize(("k", "label", "case", "dtype"), list(cases()))
+def widened(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize(("k", "way", "case", "dtype"), list(cases()))
 def test_implementation_against_golden_in_float64(
-    k: Kernel[..., Any], label: str, case: Case, dtype: torch.dtype
+    k: Kernel[..., Any], way: str, case: Case, dtype: torch.dtype
 ) -> None:
-    """Results, and arguments that are changed in place."""
-    function = k.golden if label == GOLDEN else k.implementations[label]
-    args = case.make(generator(), dtype)
-    wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-    result, expected = (*tensors(function(*args)), *tensors(args)), (*tensors(k.golden(*wide)), *tensors(wide))
-    rtol, atol = TOLERANCE[dtype]
+    """Results, arguments that are changed in place, and those that are left as they were."""
+    wide = tuple(widened(x) for x in case.make(generator(), dtype))
+    before = [x.clone() if isinstance(x, Tensor) else None for x in wide]
+    expected = tensors(k.golden(*wide))
+    with implementation(k, way) as made:
+        args = case.make(generator(), dtype)
+        adapted = made.adapt(args)
+        result = tensors(made.function(*adapted))
+        after = made.restore(adapted)
     assert len(result) == len(expected)
+    for got, given, want, was in zip(after, args, wide, before, strict=True):
+        if was is not None and (got is given or not torch.equal(want, was)):
+            result.append(got)
+            expected.append(want)
+    rtol, atol = TOLERANCE[dtype]
     for got, want in zip(result, expected, strict=True):
         assert got.shape == want.shape
         assert got.dtype == want.dtype or got.is_floating_point()
@@ -181,7 +189,7 @@ def test_paged_attention_against_transformers(heads: tuple[int, int], dtype: tor
     expected = torch.cat(
         [contiguous_attention(x, *row, 0.3) for x, row in zip(q.split(queries), rows, strict=True)]
     )
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected.flatten(1), rtol=1e-5, atol=1e-6)
 
 
 def test_paged_attention_of_a_row_does_not_depend_on_the_others() -> None:
@@ -238,144 +246,6 @@ def test_penalize_against_transformers_and_the_formula() -> None:
     )
     penalize(logits, in_prompt > 0, counts.int(), *map(torch.tensor, (repetition, presence, frequency)))
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
-
-
-def draw(
-    logits: Tensor, uniform: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
-    """Tokens of one row of logits at each of `uniform`."""
-    n = len(uniform)
-    full = [torch.full((n,), x) for x in (temperature, top_k, top_p, min_p)]
-    return sample(logits.expand(n, -1), logits.shape[-1], *full, uniform)[:, 0]
-
-
-FILTERS = [
-    {"temperature": 1.0},
-    {"temperature": 0.3},
-    {"temperature": 5.0},
-    {"temperature": 0.7, "top_k": 5},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 1.0, "top_k": 1000},
-    {"temperature": 1.0, "top_p": 0.7},
-    {"temperature": 2.0, "top_p": 0.99},
-    {"temperature": 1.0, "top_p": 1e-6},
-    {"temperature": 1.0, "min_p": 0.1},
-    {"temperature": 1.0, "min_p": 1.0},
-    {"temperature": 1.5, "top_k": 9, "top_p": 0.8},
-    {"temperature": 1.5, "top_p": 0.9, "min_p": 0.05},
-    {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
-]
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_sample_against_transformers(filters: dict[str, Any]) -> None:
-    """At evenly spaced numbers each token is drawn as often as its probability says, give or take one."""
-    n, vocabulary = 1000, 90
-    logits = randn(1, vocabulary, seed=3).mul(2)
-    scores = logits.clone()
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    warpers = [
-        TemperatureLogitsWarper(filters["temperature"]),
-        TopKLogitsWarper(filters["top_k"]) if "top_k" in filters else None,
-        TopPLogitsWarper(filters["top_p"]) if "top_p" in filters else None,
-        MinPLogitsWarper(filters["min_p"]) if "min_p" in filters else None,
-    ]
-    for warper in filter(None, warpers):
-        scores = warper(ids, scores)
-    expected = scores.double().softmax(dim=-1)[0]
-
-    drawn = draw(logits, (torch.arange(n).double() + 0.5) / n, **filters)
-    assert torch.equal(drawn, drawn.sort().values)
-    frequency = torch.bincount(drawn, minlength=vocabulary) / n
-    assert (frequency - expected).abs().max() <= 1 / n + 1e-6
-    assert not frequency[expected == 0].any()
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 10.0])
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
-def test_likeliest_of_a_large_vocabulary_against_transformers(spread: float, top_p: float) -> None:
-    """The same set, but for tokens within a rounding of the border."""
-    vocabulary = 20000
-    scores = randn(vocabulary, seed=5).double().mul(spread)
-    theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), scores[None])[0].isfinite()
-    kept = likeliest(scores, torch.tensor(1.0), 0, top_p)
-    assert torch.equal(scores[kept], scores.sort(descending=True).values[: len(kept)])
-    assert abs(len(kept) - int(theirs.sum())) <= 1
-
-
-def test_sample_of_random_numbers_follows_the_distribution() -> None:
-    """Chi-square over the vocabulary, five standard deviations."""
-    n, vocabulary = 20000, 40
-    logits = randn(1, vocabulary)
-    drawn = draw(logits, torch.rand(n, dtype=torch.float64, generator=generator(7)), 1.0)
-    expected = logits.double().softmax(dim=-1)[0] * n
-    chi_square = ((torch.bincount(drawn, minlength=vocabulary) - expected) ** 2 / expected).sum()
-    assert abs(chi_square - (vocabulary - 1)) < 5 * (2 * (vocabulary - 1)) ** 0.5
-
-
-def test_sample_resolves_ties_towards_smaller_ids() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0]])
-    grid = torch.linspace(0, 1 - 1e-9, 200, dtype=torch.float64)
-    assert set(draw(logits, grid, 1.0, top_k=1).tolist()) == {1}
-    assert set(draw(logits, grid, 1.0, top_k=4).tolist()) == {1, 2, 3, 4}
-    mass = logits.exp()[0] / logits.exp().sum()
-    assert set(draw(logits, grid, 1.0, top_p=float(2 * mass[1] + 0.5 * mass[2])).tolist()) == {1, 2, 3}
-    assert set(draw(torch.zeros(1, 300), grid, 1.0, top_p=0.0999).tolist()) == set(range(30))
-
-
-def test_sample_at_the_ends_of_the_unit_interval() -> None:
-    """0 is the first token with any mass, the largest number below 1 the last one."""
-    logits = torch.tensor([[-torch.inf, 0.0, -200.0, 0.0, -torch.inf]])
-    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    for filters in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 0.5}):
-        assert draw(logits, ends, 1.0, **filters).tolist() == [1, 3]
-
-
-def test_the_largest_uniform_stays_below_every_total() -> None:
-    below_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64).expand(2000)
-    totals = torch.rand(2000, dtype=torch.float64, generator=generator()) + 0.5
-    totals[:3] = torch.tensor([1.0, 1 + 2.0**-52, 2 - 2.0**-52], dtype=torch.float64)
-    assert (below_one * totals < totals).all()
-
-
-def test_sample_is_safe_against_extremes() -> None:
-    nan, inf = torch.nan, torch.inf
-    half = torch.tensor([0.5], dtype=torch.float64)
-    for filters in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert draw(torch.tensor([[nan, 1.0, nan]]), half, 1.0, **filters).tolist() == [1]
-        assert draw(torch.tensor([[3.0, inf, 5.0]]), half, 1.0, **filters).tolist() == [1]
-        assert draw(torch.tensor([[1e30, 2e30, -3e38]]), half, 1e-30, **filters).tolist() == [1]
-        assert draw(torch.tensor([[1.0, 2.0, 3.0]]), half, 1e-45, **filters).tolist() == [2]
-        assert 0 <= draw(torch.full((1, 3), -inf), half, 1.0, **filters).item() < 3
-
-
-def test_sample_never_takes_padding_and_a_row_does_not_depend_on_the_others() -> None:
-    rows, vocabulary = 24, 517
-    logits = randn(rows, vocabulary + 11).mul(3)
-    logits[:, vocabulary:] = 1000
-    temperature = torch.rand(rows, generator=generator(1)) + 0.3
-    top_k = torch.randint(-1, 40, (rows,), generator=generator(2)) * (torch.arange(rows) % 2)
-    top_p = torch.where(torch.arange(rows) % 3 == 0, 0.8, 1.0)
-    min_p = torch.where(torch.arange(rows) % 4 == 0, 0.1, 0.0)
-    uniform = torch.rand(rows, dtype=torch.float64, generator=generator(3))
-    args = (temperature, top_k, top_p, min_p, uniform)
-    before = logits.clone()
-    ids = sample(logits, vocabulary, *args)
-    assert torch.equal(logits, before)
-    assert ids.shape == (rows, 1)
-    assert (ids < vocabulary).all()
-    alone = [sample(logits[r : r + 1], vocabulary, *(a[r : r + 1] for a in args)) for r in range(rows)]
-    assert torch.equal(ids, torch.cat(alone))
-    shuffled = torch.randperm(rows, generator=generator(4))
-    assert torch.equal(ids[shuffled], sample(logits[shuffled], vocabulary, *(a[shuffled] for a in args)))
-
-
-@pytest.mark.parametrize("n", [0, 1, 5, 64, 300])
-def test_largest_is_a_stable_sort(n: int) -> None:
-    scores = randn(300).mul(2).round()
-    scores[::7] = -torch.inf
-    order = np.lexsort((np.arange(300), -scores.numpy()))
-    np.testing.assert_array_equal(largest(scores, n).numpy(), order[:n])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from npuserve.kernels.registry import GOLDEN, KERNELS, Case, HostSpan, Kernel, KernelSet, kernel
+from npuserve.kernels.registry import GOLDEN, KERNELS, Case, HostSpan, Implementation, Kernel, KernelSet, kernel
 
 
 def seven(gate_up: torch.Tensor) -> torch.Tensor:
@@ -17,7 +17,7 @@ def seven(gate_up: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend with one kernel of its own."""
-    monkeypatch.setitem(KERNELS["swiglu"].implementations, "other", seven)
+    monkeypatch.setitem(KERNELS["swiglu"].implementations, "other", Implementation(seven))
     return "other"
 
 

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from npuserve.kernels import native
+from npuserve.kernels.native.packed import PackedWeight, dense, write
+from npuserve.kernels.registry import GOLDEN
 from npuserve.npu import backends
-from npuserve.npu.backends import BackendError, cpu, select
+from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends import cpu as cpu_module
+from npuserve.npu.backends.cpu import CpuBackend
+
+needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
 
 def test_auto_is_the_first_that_this_machine_has():
@@ -21,7 +31,7 @@ def test_a_backend_that_this_version_lacks_is_refused_with_those_present(monkeyp
 
 
 def test_one_that_is_not_available_is_passed_over_by_auto_and_refused_by_name(monkeypatch):
-    monkeypatch.setattr(cpu.CpuBackend, "available", classmethod(lambda cls: False))
+    monkeypatch.setattr(CpuBackend, "available", classmethod(lambda cls: False))
     monkeypatch.setattr(backends, "present", lambda: ["cpu"])
     for name in ("auto", "cpu"):
         with pytest.raises(BackendError, match="cpu not available on this machine"):
@@ -47,15 +57,95 @@ def test_a_dtype_that_the_cpu_lacks():
         select("cpu").resolve_dtype("float16", "float16")
 
 
-def test_threads(monkeypatch):
-    set_to: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(cpu, "usable_cores", lambda: 3)
-    backend = select("cpu")
-    backend.set_threads(5)
-    backend.set_threads(0)
-    assert set_to == [5, 3]
+def test_threads(monkeypatch, cpu):
+    set_to: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: set_to.append(("torch", count)))
+    monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
+        set_threads=lambda count: set_to.append(("native", count))))
+    monkeypatch.setattr(cpu_module, "_TORCH_THREADS", 64)
+    monkeypatch.setattr(cpu_module, "usable_cores", lambda: 3)
+    cpu.set_threads(5)
+    assert cpu.threads == 5
+    cpu.set_threads(0)
+    assert cpu.threads == 3
+    if cpu.kernels == GOLDEN:
+        assert set_to == [("torch", 5), ("torch", 3)]
+    else:  # torch's threads do not compete with ours
+        assert set_to == [("native", 5), ("torch", 1), ("native", 3), ("torch", 1)]
+
+
+def test_the_cpu_has_its_own_kernels_where_they_are_built():
+    assert (select("cpu").kernels == "cpu") == select("cpu").deterministic == native.available()
+    plain = CpuBackend(native=False)
+    assert (plain.name, plain.kernels, plain.deterministic, plain.block_multiple) == ("cpu", GOLDEN, False, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (37, 13)])
+def test_a_weight_is_written_in_any_pieces(cpu, dtype, n, k):
+    numbers = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = cpu.weight(n, k, dtype)
+    for first in range(0, n, 5):
+        write(weight, first, numbers[first : first + 5])
+    assert (tuple(weight.shape), weight.dtype) == ((n, k), dtype)
+    assert torch.equal(dense(weight), numbers)
+    words = weight.words if isinstance(weight, PackedWeight) else weight
+    assert words.nbytes == cpu.weight_bytes(n, k, dtype)
+
+
+@needs_native
+def test_rows_that_a_packed_weight_does_not_have_are_refused():
+    weight = CpuBackend().weight(20, 8, torch.float32)
+    for first, shape in ((19, (2, 8)), (-1, (1, 8)), (0, (1, 9))):
+        with pytest.raises(ValueError, match=r"of a weight of \(20, 8\)"):
+            write(weight, first, torch.ones(shape))
+
+
+@pytest.mark.parametrize(("dtype", "keys", "values"), [
+    (torch.float32, (5, 2, 2, 10, 16, 1), (5, 2, 32, 16, 1)),
+    (torch.bfloat16, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
+])
+def test_the_cache_is_as_the_kernels_take_it(cpu, dtype, keys, values):
+    shapes = cpu.cache_shapes(5, 32, 2, 10, dtype)
+    assert shapes == ((keys, values) if cpu.kernels == "cpu" else ((5, 32, 2, 10),) * 2)
+    assert cpu.empty(shapes[0], dtype).shape == shapes[0]
+
+
+def anonymous_mib() -> int:
+    return next(int(line.split()[1]) >> 10 for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("RssAnon:"))
+
+
+@needs_native
+def test_small_weights_share_large_pages_and_give_them_back():
+    backend = CpuBackend()
+    before = anonymous_mib()
+    small = [backend.weight(16, 16, torch.float32) for _ in range(100)]
+    for weight in small:
+        write(weight, 0, torch.ones(16, 16))
+    assert all(weight.words.data_ptr() % 64 == 0 for weight in small)
+    assert anonymous_mib() - before < 8
+    large = [backend.weight(4096, 2048, torch.float32) for _ in range(2)]
+    for weight in large:
+        write(weight, 0, torch.ones(4096, 2048))
+    assert anonymous_mib() - before > 60
+    row = large[1].words[-8:]
+    assert row.sum() != 0
+    del small, large, weight
+    assert row.sum() != 0  # what is left of a mapping keeps it
+    del row
+    assert anonymous_mib() - before < 8
+    assert not backend.empty((1000,), torch.int32).any()
+
+
+@needs_native
+def test_a_piece_larger_than_a_chunk_has_its_own(monkeypatch):
+    monkeypatch.setattr(native.Arena, "CHUNK", 1 << 12)
+    arena = native.Arena()
+    made = [arena.zeros((size,), torch.uint8) for size in (100, 1 << 14, 4000, 10)]
+    for number, tensor in enumerate(made):
+        tensor.fill_(number)
+    assert all((tensor == number).all() and tensor.data_ptr() % 64 == 0 for number, tensor in enumerate(made))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +173,14 @@ def test_threads(monkeypatch):
     ],
 )
 def test_what_the_control_group_leaves(tmp_path, monkeypatch, files, room, cores):
-    monkeypatch.setattr(cpu, "_CGROUP", tmp_path)
-    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(cpu_module, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     available = select("cpu").memory_available()
     assert available == room if room is not None else available > 1 << 20
-    assert cpu.usable_cores() == (cores or 8)
+    assert cpu_module.usable_cores() == (cores or 8)
 
 
 def test_the_queue_of_a_cpu_is_the_caller_itself():
@@ -103,7 +193,7 @@ def test_the_queue_of_a_cpu_is_the_caller_itself():
     backend.synchronize()
     assert span.read() >= 0
     assert buffer.shape == (2, 3)
-    assert backend.capture(lambda: None) is None
+    assert CpuBackend(native=False).capture(lambda: buffer) is None
 
 
 def test_the_cache_leaves_room_for_others():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npuserve.npu.backends import select
-from npuserve.npu.batch import make_batch
+from npuserve.npu.batch import BatchBuffers, make_batch
 from npuserve.npu.step import Row
 
 CPU = select("cpu")
@@ -65,3 +65,42 @@ def test_against_one_token_at_a_time(seed):
 )
 def test_phases(rows, phase):
     assert make_batch(rows, 16, CPU).phase == phase
+
+
+def test_batches_in_the_same_memory():
+    """One after the other, they lie where the largest does, and are what they are in memory of their own."""
+    r = random.Random(0)
+    buffers = BatchBuffers(max_tokens=90, max_rows=5, max_blocks=8, block_size=16, backend=CPU)
+    for _ in range(50):
+        rows = []
+        for request in range(r.randint(1, 5)):
+            length = r.choice([1, r.randint(1, 18)])
+            start = r.randint(0, 8 * 16 - length)
+            rows.append(Row(request, [r.randrange(100) for _ in range(length)], start,
+                            r.sample(range(200), -(-(start + length) // 16)), r.random() < 0.5))
+        assert buffers.hold(rows)
+        batch, own = buffers.fill(rows), make_batch(rows, 16, CPU)
+        for name in ("ids", "positions", "slot_mapping", "sample_tokens"):
+            assert getattr(batch, name).tolist() == getattr(own, name).tolist()
+            if len(getattr(own, name)):
+                assert getattr(batch, name).data_ptr() == getattr(buffers.batch, name).data_ptr()
+        for name in ("context_lens", "cu_seqlens_q", "block_tables"):
+            mine, its = getattr(batch.attention, name), getattr(own.attention, name)
+            assert mine.data_ptr() == getattr(buffers.batch.attention, name).data_ptr()
+            if name != "block_tables":  # what lies past a row's blocks is not read
+                assert mine.tolist() == its.tolist()
+        for row, table in zip(rows, batch.attention.block_tables, strict=True):
+            assert table.tolist()[: len(row.block_ids)] == row.block_ids
+        assert (batch.samples, batch.phase) == (own.samples, own.phase)
+        assert batch.attention.host_context_lens == own.attention.host_context_lens
+        assert batch.attention.host_cu_seqlens_q == own.attention.host_cu_seqlens_q
+
+
+def test_what_is_too_large_for_the_memory():
+    buffers = BatchBuffers(max_tokens=4, max_rows=2, max_blocks=2, block_size=16, backend=CPU)
+    token = Row(0, [1], 0, [0], True)
+    assert buffers.hold([token, token])
+    assert not buffers.hold([token] * 3)
+    assert not buffers.hold([Row(0, [1] * 5, 0, [0], True)])
+    assert buffers.hold([Row(0, [1], 31, [0, 1], True)])
+    assert not buffers.hold([Row(0, [1], 32, [0, 1, 2], True)])

@@ -7,17 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from npuserve.kernels.native.packed import dense
 from npuserve.npu import loader
-from npuserve.npu.backends import select
+from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.loader import load_weights
 from npuserve.npu.model_config import ModelConfig, ModelError
 from tests.npu.models import FAMILIES, edit_config, random_model, saved
 
-CPU = select("cpu")
 
-
-def load(folder: Path, dtype: torch.dtype = torch.float32, progress=lambda done, total: None):
-    return load_weights(folder, ModelConfig.from_folder(folder), dtype, CPU, progress)
+def load(folder: Path, cpu: CpuBackend | None = None, dtype: torch.dtype = torch.float32,
+         progress=lambda done, total: None):
+    return load_weights(folder, ModelConfig.from_folder(folder), dtype, cpu or CpuBackend(), progress)
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -32,17 +32,18 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("shards", [False, True])
-def test_every_number_of_the_checkpoint_finds_its_place(tmp_path, kind, shards):
+def test_every_number_of_the_checkpoint_finds_its_place(tmp_path, monkeypatch, kind, shards, cpu):
+    monkeypatch.setattr(loader, "PIECE", 1 << 10)  # a few rows
     model = random_model(kind)
     saved(model, tmp_path, **({"max_shard_size": "20KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
     seen: list[tuple[int, int]] = []
-    weights = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    weights = load(tmp_path, cpu, progress=lambda done, total: seen.append((done, total)))
 
     state = model.state_dict()
     vocabulary = model.config.vocab_size
-    assert torch.equal(weights.embedding[:vocabulary], state["model.embed_tokens.weight"])
-    assert torch.equal(weights.lm_head.weight[:vocabulary], state["lm_head.weight"])
+    assert torch.equal(dense(weights.embedding)[:vocabulary], state["model.embed_tokens.weight"])
+    assert torch.equal(dense(weights.lm_head.weight)[:vocabulary], state["lm_head.weight"])
     assert torch.equal(weights.norm, state["model.norm.weight"])
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
@@ -52,7 +53,7 @@ def test_every_number_of_the_checkpoint_finds_its_place(tmp_path, kind, shards):
             (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
             (layer.down, ("mlp.down_proj",)),
         ):
-            assert torch.equal(fused.weight, torch.cat([state[f"{prefix}.{name}.weight"] for name in names]))
+            assert torch.equal(dense(fused.weight), torch.cat([state[f"{prefix}.{name}.weight"] for name in names]))
             assert (fused.bias is None) == (f"{prefix}.{names[0]}.bias" not in state)
             if fused.bias is not None:
                 assert torch.equal(fused.bias, torch.cat([state[f"{prefix}.{name}.bias"] for name in names]))
@@ -68,24 +69,28 @@ def test_every_number_of_the_checkpoint_finds_its_place(tmp_path, kind, shards):
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3-untied", False)])
-def test_the_vocabulary_is_padded_to_the_backends_tile(tmp_path, kind, tied):
-    weights = load(saved(random_model(kind), tmp_path))
-    assert CPU.vocabulary_tile == 64
-    assert weights.padded_vocabulary == len(weights.embedding) == 128
-    assert torch.equal(weights.lm_head.weight[100:], weights.lm_head.weight[:1].expand(28, -1))
+def test_the_vocabulary_is_padded_to_the_backends_tile(tmp_path, kind, tied, cpu):
+    weights = load(saved(random_model(kind), tmp_path), cpu)
+    assert cpu.vocabulary_tile == 64
+    embedding, head = dense(weights.embedding), dense(weights.lm_head.weight)
+    assert weights.padded_vocabulary == len(embedding) == 128
+    assert torch.equal(head[100:], head[:1].expand(28, -1))
     assert (weights.embedding is weights.lm_head.weight) == tied
     if not tied:
-        assert not weights.embedding[100:].any()
+        assert not embedding[100:].any()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
-def test_dtypes_are_converted_as_torch_converts_them(tmp_path, stored, loaded):
-    model = random_model("llama").to(stored)
-    weights = load(saved(model, tmp_path), loaded)
-    down = model.state_dict()["model.layers.1.mlp.down_proj.weight"]
-    assert weights.layers[1].down.weight.dtype == loaded
-    assert torch.equal(weights.layers[1].down.weight, down.to(loaded))
+def test_dtypes_are_converted_as_torch_converts_them(tmp_path, stored, loaded, cpu):
+    model = random_model("qwen3-bias").to(stored)
+    weights = load(saved(model, tmp_path), cpu, loaded)
+    state = model.state_dict()
+    qkv, down = weights.layers[1].qkv.weight, weights.layers[1].down.weight
+    assert qkv.dtype == down.dtype == weights.norm.dtype == loaded
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert torch.equal(dense(qkv), torch.cat([state[name] for name in names]).to(loaded))
+    assert torch.equal(dense(down), state["model.layers.1.mlp.down_proj.weight"].to(loaded))
 
 
 def test_tensors_that_do_no_harm_are_passed_over(tmp_path):
@@ -93,7 +98,7 @@ def test_tensors_that_do_no_harm_are_passed_over(tmp_path):
     rewrite(tmp_path, lm_head__weight=torch.ones(100, 32))  # the model is tied: the embedding is what counts
     rewrite(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     weights = load(tmp_path)
-    assert not (weights.lm_head.weight == 1).all()
+    assert not (dense(weights.lm_head.weight) == 1).all()
 
 
 def test_all_that_does_not_fit_is_named_at_once(tmp_path):
@@ -179,7 +184,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_the_mapped_file_is_never_resident_as_a_whole(tmp_path, monkeypatch):
+def test_the_mapped_file_is_never_resident_as_a_whole(tmp_path, monkeypatch, cpu):
     def mapped_kib() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssFile:"))
@@ -189,7 +194,7 @@ def test_the_mapped_file_is_never_resident_as_a_whole(tmp_path, monkeypatch):
     size = (folder / "model.safetensors").stat().st_size >> 10
     assert size > 40000
     before, resident = mapped_kib(), []
-    load(folder, progress=lambda done, total: resident.append(mapped_kib()))
+    load(folder, cpu, progress=lambda done, total: resident.append(mapped_kib()))
     assert len(resident) > 40
     assert max(resident) - before < size / 3
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from npuserve.kernels.native import available
 from npuserve.npu import runner as runner_module
 from npuserve.npu.backends import BackendError
 from npuserve.npu.model_config import ModelError
@@ -21,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def load(folder, **settings) -> Runner:
-    defaults = {"backend": "cpu", "block_size": 4, "max_num_seqs": 8, "kv_cache_memory": 8 << 20, "threads": 1}
+    defaults = {"backend": "cpu", "block_size": 16, "max_num_seqs": 8, "kv_cache_memory": 8 << 20, "threads": 1}
     return load_runner(folder, **{**defaults, **settings}, progress=lambda done, total: None)
 
 
@@ -198,7 +199,7 @@ def test_every_so_many_steps_each_kernel_is_timed(tmp_path):
     assert [phase for _, phase, _, _ in seen] == phases
     names = [name for name, phase, _, _ in seen if phase == "decode"]
     assert {name: names.count(name) for name in sorted(set(names))} == {
-        "add_rms_norm": 6, "embedding": 1, "greedy": 1, "linear": 13, "paged_attention": 3,
+        "add_rms_norm": 6, "embedding": 1, "linear": 12, "linear_argmax": 1, "paged_attention": 3,
         "qk_norm_rope_kv_write": 3, "rms_norm": 1, "swiglu": 3,
     }
     assert all(seconds > 0 for *_, seconds in seen)
@@ -211,10 +212,10 @@ def test_what_it_says_of_itself(tmp_path):
     runner = load(saved(model, tmp_path), max_model_len=40, dtype="bfloat16", kv_cache_memory=1 << 20)
     assert runner.config.architecture == "Qwen3ForCausalLM"
     assert runner.config.vocab_size == 100
-    assert (runner.dtype_name, runner.backend_name, runner.deterministic) == ("bfloat16", "cpu", False)
+    assert (runner.dtype_name, runner.backend_name, runner.deterministic) == ("bfloat16", "cpu", available())
     assert runner.parameters == model.num_parameters()
-    assert (runner.max_model_len, runner.block_size) == (40, 4)
-    assert runner.num_blocks == (1 << 20) // (2 * 3 * 4 * 2 * 16 * 2)
+    assert (runner.max_model_len, runner.block_size) == (40, 16)
+    assert runner.num_blocks == (1 << 20) // (2 * 3 * 16 * 2 * 16 * 2)
 
 
 def test_settings_that_cannot_be(tmp_path):

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from npuserve.kernels.registry import KERNELS, KernelSet
+from npuserve.kernels.registry import KERNELS, Implementation, KernelSet
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.sampler import Sampler
 from npuserve.npu.step import NewRequest, SamplingParams
@@ -122,7 +122,7 @@ def test_ids_are_read_from_the_first_column(monkeypatch: pytest.MonkeyPatch) -> 
         return call
 
     for name in ("greedy", "sample"):
-        monkeypatch.setitem(KERNELS[name].implementations, "wide", padded(name))
+        monkeypatch.setitem(KERNELS[name].implementations, "wide", Implementation(padded(name)))
     for params in (MIXED, [MIXED[0], MIXED[4], MIXED[7]], [MIXED[1], MIXED[5]]):
         narrow, wide = sampler(*params), Sampler(KernelSet("wide"), VOCABULARY, CPU)
         for request_id, p in enumerate(params):

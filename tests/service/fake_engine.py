@@ -14,12 +14,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import tokenizers
-import zmq
-import zmq.asyncio
 from tokenizers import decoders, models, pre_tokenizers
 
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service import messages
+from npuserve.service.engine_socket import EngineSocket
 from npuserve.service.errors import WireError
 from npuserve.service.messages import (
     Abort,
@@ -96,10 +95,7 @@ class FakeEngine:
         self._requests: dict[tuple[bytes, int], messages.Request] = {}
 
     def start(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(self.address)
+        self.socket = EngineSocket(self.address)
         self._task = asyncio.ensure_future(self._serve())
 
     async def die(self) -> None:
@@ -112,7 +108,6 @@ class FakeEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.socket.close()
-        self._context.term()
 
     @property
     def live(self) -> int:
@@ -122,37 +117,40 @@ class FakeEngine:
         return [message for message in self.received if isinstance(message, kind)]
 
     async def send(self, frontend: bytes, message: messages.ToFrontend) -> None:
-        await self.socket.send_multipart([frontend, messages.encode(message)])
+        self.socket.send(frontend, message)
 
     async def _output(self, frontend: bytes, output: Output) -> None:
         await self.send(frontend, Outputs(self.epoch, Load(running=self.live, tokens_per_second=5.0), [output]))
 
     async def _serve(self) -> None:
         while True:
-            frontend, data = await self.socket.recv_multipart()
-            message = messages.decode_to_engine(data)
-            self.received.append(message)
-            match message:
-                case Hello():
-                    await self.send(frontend, Ready(self.epoch, self.info))
-                case Submit(key=key, request=request):
-                    if self.refuse:
-                        await self._output(frontend, Output(key, error=self.refuse))
-                        continue
-                    self._requests[frontend, key] = request
-                    self._live[frontend, key] = asyncio.ensure_future(self._answer(frontend, key, request))
-                case Cancel(key=key, keep=keep):
-                    if self._end(frontend, key) and keep is not None:
-                        finish = self._finish(frontend, key, "stop_string", keep)
-                        await self._output(frontend, Output(key, finish=finish))
-                case Abort(call=call, request_id=name):
-                    origin = next((o for o in self._live if self._requests[o].request_id == name), None)
-                    if origin:
-                        self._end(*origin)
-                        await self._output(origin[0], Output(origin[1], finish=self._finish(*origin, "aborted", 0)))
-                    await self.send(frontend, Reply(self.epoch, call, int(origin is not None)))
-                case FlushPrefixCache(call=call):
-                    await self.send(frontend, Reply(self.epoch, call, 11))
+            for frontend, message in self.socket.receive(0.0):
+                self.received.append(message)
+                await self._handle(frontend, message)
+            await asyncio.sleep(0.0005)
+
+    async def _handle(self, frontend: bytes, message: messages.ToEngine) -> None:
+        match message:
+            case Hello():
+                await self.send(frontend, Ready(self.epoch, self.info))
+            case Submit(key=key, request=request):
+                if self.refuse:
+                    await self._output(frontend, Output(key, error=self.refuse))
+                    return
+                self._requests[frontend, key] = request
+                self._live[frontend, key] = asyncio.ensure_future(self._answer(frontend, key, request))
+            case Cancel(key=key, keep=keep):
+                if self._end(frontend, key) and keep is not None:
+                    finish = self._finish(frontend, key, "stop_string", keep)
+                    await self._output(frontend, Output(key, finish=finish))
+            case Abort(call=call, request_id=name):
+                origin = next((o for o in self._live if self._requests[o].request_id == name), None)
+                if origin:
+                    self._end(*origin)
+                    await self._output(origin[0], Output(origin[1], finish=self._finish(*origin, "aborted", 0)))
+                await self.send(frontend, Reply(self.epoch, call, int(origin is not None)))
+            case FlushPrefixCache(call=call):
+                await self.send(frontend, Reply(self.epoch, call, 11))
 
     def _end(self, frontend: bytes, key: int) -> bool:
         task = self._live.pop((frontend, key), None)
@@ -208,7 +206,7 @@ class FakeEngine:
 async def engine(started: bool = True, **options: object) -> AsyncIterator[FakeEngine]:
     """A fake at an address of its own, in a folder short enough for a socket's path."""
     with tempfile.TemporaryDirectory(prefix="npu") as folder:
-        fake = FakeEngine(f"ipc://{folder}/e", **options)  # type: ignore[arg-type]
+        fake = FakeEngine(f"{folder}/e", **options)  # type: ignore[arg-type]
         if started:
             fake.start()
         try:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from npuserve.kernels import ceilings
 from npuserve.service import cli
 
+DECODE = ("batch", "context", "decode_tokens_per_second", "step_ms_p50", "kernel_share", "host_us", "decode_gbs")
+PREFILL = ("prompt", "prefill_tokens_per_second", "ttft_ms_p50", "prefill_gflops")
 SMALL = ["--kv-cache-memory", "64MiB", "--threads", "1"]
 
 
@@ -17,11 +21,43 @@ def test_one_object_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["batch"] for row in rows] == [1, 3]
     for row in rows:
-        assert set(row) == {"batch", "context", "decode_tokens_per_second", "step_ms_p50", "prefill_tokens_per_second",
-                            "ttft_ms_p50", "weights_bytes", "peak_rss_bytes"}
+        assert set(row) == {*DECODE, *PREFILL, "weights_bytes", "peak_rss_bytes"}
         assert row["context"] == 40
         assert row["prefill_tokens_per_second"] == pytest.approx(70 / row["ttft_ms_p50"] * 1e3)
         assert row["peak_rss_bytes"] > row["weights_bytes"] > 1 << 20
+        assert 0 < row["kernel_share"] < 1
+        assert 0 < row["host_us"] < 1e3 * 1e4
+
+
+def test_bytes_and_operations_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in model: 5 layers, hidden 256, 4/2 heads of 64, intermediate 512, a tied vocabulary of 2048."""
+    assert cli.main(["bench", "step", "--batch", "2", "--context", "40", "--prompt", "70", "--tokens", "5",
+                     "--json", *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    layer = 256 * 512 + 256 * 256 + 256 * 1024 + 512 * 256
+    products = 2 * 5 * layer * 70 + 5 * 4 * 4 * 64 * (70 * 71 // 2)
+    assert row["prefill_gflops"] * 1e9 * row["ttft_ms_p50"] / 1e3 == pytest.approx(products, rel=0.01)
+    step = row["decode_gbs"] * 1e9 * 2 / row["decode_tokens_per_second"]
+    keys_and_values = 2 * 5 * 2 * 64 * 2 * (2 * 40)
+    assert step == pytest.approx(row["weights_bytes"] + keys_and_values, rel=0.02)
+    assert row["weights_bytes"] == pytest.approx(2 * (5 * layer + 2048 * 256), rel=0.01)
+
+
+def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
+    monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
+    assert cli.main(["bench", "step", "--batch", "1,2", "--context", "8,24", "--prompt", "16,48", "--tokens", "4",
+                     "--ceilings", "--json", *SMALL]) == 0
+    *rows, other = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["context"], row["batch"], row["prompt"]) for row in rows] == [
+        (8, 1, 16), (8, 2, 16), (24, 1, 16), (24, 2, 16)]
+    matrix, memory = {"matrix_ceiling_gflops", "matrix_share"}, {"read_ceiling_gbs", "read_share"}
+    for row in rows:
+        assert set(row) == {*DECODE, *PREFILL, *matrix, *memory, "weights_bytes", "peak_rss_bytes"}
+        assert row["read_share"] == pytest.approx(row["decode_gbs"] / row["read_ceiling_gbs"])
+        assert row["matrix_share"] == pytest.approx(row["prefill_gflops"] / row["matrix_ceiling_gflops"])
+    assert set(other) == {*PREFILL, *matrix, "weights_bytes", "peak_rss_bytes"}
+    assert other["prompt"] == 48
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,3 +83,20 @@ def test_nonsense_batches(batch: str, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         cli.main(["bench", "step", "--batch", batch])
     assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_taken_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["bench", "step", "--layers", "1", "--lm-head", "skip", "--dump", str(tmp_path), "--batch", "2",
+                     "--prompt", "5", "--threads", "1"]) == 0
+    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["step", "index", "kernel", "shape", "difference", "relative", "drift"]
+    calls = [line for line in lines if line[1] != "captured:"]
+    assert [line[0] for line in calls] == ["prompt"] * 11 + ["decode"] * 11
+    assert calls[0][1:4] == ["0", "embedding", "10x256"]
+    assert calls[-1][1:4] == ["10", "add_rms_norm", "2x256"]
+    assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 11
+
+
+def test_a_prefix_of_a_model_that_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "--layers", "6"]) == 2
+    assert "layers: 6 are more than the 5" in capsys.readouterr().err

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.kernels import native
 from npuserve.service.cli import main
 
 Capture = pytest.CaptureFixture[str]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "torch_dtype": "float32",
 }
@@ -49,6 +50,33 @@ def test_the_machine(folder: Path, capsys: Capture) -> None:
     assert set(report["optional"]) == {"torch_npu", "transformers", "matplotlib"}
 
 
+AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_the_native_kernels_run_on_the_best_that_the_processor_has(folder: Path, capsys: Capture) -> None:
+    _, report = checked(capsys, str(folder))
+    isas = ["portable"]
+    if platform.machine() == "x86_64":
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+        isas = [*["avx512"] * (flags >= AVX512), *["avx2"] * (flags >= {"avx2", "fma"}), "portable"]
+    found = report["native"]["isas"]
+    assert found == [isa for isa in isas if isa in found]  # not every compiler knows all
+    assert found[-1] == "portable"
+    assert report["native"]["isa"] == found[0]
+    assert main(["check", str(folder)]) == 0
+    assert f"\nnative      CPU kernels run on {found[0]} (of " in capsys.readouterr().out
+
+
+def test_native_kernels_that_are_not_built_are_told(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert checked(capsys, str(folder))[1]["native"] == {"isa": None, "isas": []}
+    assert main(["check", str(folder)]) == 0
+    assert "installing with a C++17 compiler" in capsys.readouterr().out
+
+
 def test_the_cpu_is_there_with_every_kernel(folder: Path, capsys: Capture) -> None:
     _, report = checked(capsys, str(folder))
     cpu = report["backends"]["cpu"]
@@ -67,11 +95,11 @@ def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
     assert plan["fits"]
     assert (plan["max_model_len"], plan["context_length"], plan["dtype"]) == (128, 256, "float32")
     # Embedding; per layer q, k, v, o, the norms of q and k, gate, up and down, two norms; the last norm.
-    layer = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 2 * 8 + 3 * 32 * 64 + 2 * 32
+    layer = 32 * (4 + 2 * 2) * 16 + 4 * 16 * 32 + 2 * 16 + 3 * 32 * 64 + 2 * 32
     assert plan["parameters"] == 128 * 32 + 2 * layer + 32
     tokens = 4 * 128
     assert plan["kv_cache_tokens"] == tokens
-    assert plan["bytes"]["kv_cache"] == tokens * 2 * 2 * 2 * 8 * 4
+    assert plan["bytes"]["kv_cache"] == tokens * 2 * 2 * 2 * 16 * 4
     assert plan["bytes"]["weights"] >= plan["parameters"] * 4
     assert plan["peak_bytes"] == sum(plan["bytes"].values())
     assert main(["check", *arguments]) == 0

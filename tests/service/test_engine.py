@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import zmq
 
 from npuserve.npu.fake import FakeRunner
 from npuserve.npu.step import SamplingParams
@@ -25,11 +25,12 @@ MODEL = m.ModelInfo("Fake", 1000, 256, "float32", "none", "float32", "cpu", 4, 3
 class Peer:
     """A front end's end of the socket."""
 
-    def __init__(self, address: str, name: bytes):
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, name)
-        self.socket.setsockopt(zmq.LINGER, 0)
+    def __init__(self, address: str):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(10)
         self.socket.connect(address)
+        self.received = m.Splitter()
+        self.messages: list[bytes] = []
         self.outputs: dict[int, list[m.Output]] = {}
         self.send(m.Hello())
         ready = self.receive()
@@ -37,11 +38,14 @@ class Peer:
         self.ready = ready
 
     def send(self, message: m.ToEngine) -> None:
-        self.socket.send(m.encode(message))
+        self.socket.sendall(m.encode(message))
 
     def receive(self) -> m.ToFrontend:
-        assert self.socket.poll(10_000), "the engine said nothing for 10 s"
-        return m.decode_to_frontend(self.socket.recv())
+        while not self.messages:
+            data = self.socket.recv(1 << 16)
+            assert data, "the engine has closed the connection"
+            self.messages = self.received.feed(data)
+        return m.decode_to_frontend(self.messages.pop(0))
 
     def submit(self, key: int, prompt: list[int], max_tokens: int = 5, **fields: object) -> None:
         name = str(fields.pop("request_id", f"r{key}"))
@@ -83,7 +87,7 @@ class Peer:
 
 class Running:
     def __init__(self, tmp_path: Path, delay: float, budget: int, blocks: int):
-        self.address = f"ipc://{tmp_path}/engine"
+        self.address = f"{tmp_path}/engine"
         self.runner = FakeRunner(delay=delay)
         self.blocks = BlockManager(blocks, 4, True)
         self.scheduler = Scheduler(
@@ -109,7 +113,7 @@ def running(tmp_path: Path, delay: float = 0.0, budget: int = 64, blocks: int = 
 
 def test_tokens_then_one_finish(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         assert peer.ready.model == MODEL
         peer.submit(1, [5, 6])
         finish = peer.until_end(1)[1].finish
@@ -120,7 +124,7 @@ def test_tokens_then_one_finish(tmp_path: Path) -> None:
 
 def test_end_of_text_and_stop_tokens(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         peer.submit(1, [5], 20, eos_token_ids=frozenset([9]))
         peer.submit(2, [5], 20, stop_token_ids=frozenset([8]), eos_token_ids=frozenset([9]))
         ends = peer.until_end(1, 2)
@@ -130,7 +134,7 @@ def test_end_of_text_and_stop_tokens(tmp_path: Path) -> None:
 
 def test_chunks_and_timing_add_up(tmp_path: Path) -> None:
     with running(tmp_path, budget=8, delay=0.002) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         began = time.monotonic()
         peer.submit(1, list(range(20)), 3)
         finish = peer.until_end(1)[1].finish
@@ -145,7 +149,7 @@ def test_chunks_and_timing_add_up(tmp_path: Path) -> None:
 
 def test_cancel_frees_and_says_nothing_more(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.005) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         peer.submit(1, [1, 2, 3], 200)
         peer.until_tokens(1, 1)
         peer.send(m.Cancel(1))
@@ -160,7 +164,7 @@ def test_cancel_frees_and_says_nothing_more(tmp_path: Path) -> None:
 
 def test_stop_string_keeps_what_stands(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         peer.submit(1, [1], 200)
         peer.until_tokens(1, 3)
         peer.send(m.Cancel(1, keep=2))
@@ -171,7 +175,7 @@ def test_stop_string_keeps_what_stands(tmp_path: Path) -> None:
 
 def test_abort_by_name_from_another_front_end(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
-        asker, admin = Peer(engine.address, b"a"), Peer(engine.address, b"b")
+        asker, admin = Peer(engine.address), Peer(engine.address)
         asker.submit(1, [1], 200, request_id="mine")
         asker.until_tokens(1, 1)
         admin.send(m.Abort(1, "mine"))
@@ -186,7 +190,7 @@ def test_abort_by_name_from_another_front_end(tmp_path: Path) -> None:
 
 def test_duplicates_and_a_full_queue_are_refused(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.01) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         for key in range(12):
             peer.submit(key, [1], 30)
         peer.submit(50, [1], 3, request_id="r0")
@@ -203,7 +207,7 @@ def test_duplicates_and_a_full_queue_are_refused(tmp_path: Path) -> None:
 
 def test_a_lost_front_end_frees_its_requests(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
-        lost, other = Peer(engine.address, b"a"), Peer(engine.address, b"b")
+        lost, other = Peer(engine.address), Peer(engine.address)
         lost.submit(1, [1], 240)
         time.sleep(0.05)
         lost.socket.close()
@@ -218,7 +222,7 @@ def test_a_lost_front_end_frees_its_requests(tmp_path: Path) -> None:
 def test_pool_too_small_for_all_at_once(tmp_path: Path) -> None:
     """12 blocks of 4 tokens for four requests of up to 30: some are preempted, and none shows it."""
     with running(tmp_path, blocks=12, budget=16) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         for key in range(4):
             peer.submit(key, [100 * key + i for i in range(10)], 20)
         ends = peer.until_end(0, 1, 2, 3)
@@ -230,7 +234,7 @@ def test_pool_too_small_for_all_at_once(tmp_path: Path) -> None:
 
 def test_prefix_hits_and_flush(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         prompt = list(range(40))
         cached = []
         for key, salt in ((1, ""), (2, ""), (3, "other")):
@@ -250,7 +254,7 @@ def test_prefix_hits_and_flush(tmp_path: Path) -> None:
 
 def test_idle_engine_beats(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         beat = peer.receive()
         assert isinstance(beat, m.Outputs)
         assert beat.outputs == []
@@ -259,7 +263,7 @@ def test_idle_engine_beats(tmp_path: Path) -> None:
 
 def test_all_hear_at_once_that_nothing_runs(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.005) as engine:
-        peers = Peer(engine.address, b"a"), Peer(engine.address, b"b")
+        peers = Peer(engine.address), Peer(engine.address)
         peers[0].submit(1, [1], 200)
         for peer in peers:
             while not (isinstance(message := peer.receive(), m.Outputs) and message.load.running):
@@ -274,7 +278,7 @@ def test_all_hear_at_once_that_nothing_runs(tmp_path: Path) -> None:
 
 def test_logprobs_when_asked(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Peer(engine.address, b"a")
+        peer = Peer(engine.address)
         peer.submit(1, [5], 2, sampling=SamplingParams(logprobs=1))
         peer.submit(2, [5], 2)
         peer.until_end(1, 2)

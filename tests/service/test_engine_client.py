@@ -215,7 +215,7 @@ async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
         stream = client.submit(request())
         await until(lambda: engine.live == 1)
         frontend, _ = next(iter(engine._live))
-        await engine.socket.send_multipart([frontend, b"\xc1garbage"])
+        engine.socket._frontends[frontend].socket.send(b"\x08\0\0\0\xc1garbage")
         with pytest.raises(Unavailable):
             await ids_of(stream)
         await until(lambda: client.state == "ready")

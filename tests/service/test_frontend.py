@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -64,9 +65,10 @@ def processes() -> Iterator[list[Process]]:
             pipe.close()
 
 
-def args(folder: Path, address: str = "ipc:///tmp/npuserve-nobody", port: int = 0, **config: object) -> FrontendArgs:
+def args(folder: Path, address: str = "", port: int = 0, **config: object) -> FrontendArgs:
+    """address: by default one that nobody listens at."""
     settings = ServerConfig(model=str(folder), **config)  # type: ignore[arg-type]
-    return FrontendArgs(settings, 0, address, port)
+    return FrontendArgs(settings, 0, address or str(folder / "nobody"), port)
 
 
 async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Process]) -> None:
@@ -98,6 +100,18 @@ async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Proce
         code, stderr = await asyncio.to_thread(processes[0].end)
         assert code == 0
         assert "Traceback" not in stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="policies of threads")
+def test_grpcs_poller_gives_way_and_nobody_else(tmp_path: Path, processes: list[Process]) -> None:
+    processes.append(Process(args(make_folder(tmp_path / "m"))))
+    processes[0].port()
+    pid = processes[0].process.pid
+    tasks = {int(task.name): (task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
+    policies = {thread: os.sched_getscheduler(thread) for thread in tasks}
+    assert policies.pop(pid) == os.SCHED_OTHER
+    assert os.SCHED_BATCH in [policy for thread, policy in policies.items() if "event_engine" not in tasks[thread]]
+    assert os.SCHED_BATCH not in [policy for thread, policy in policies.items() if "event_engine" in tasks[thread]]
 
 
 def test_the_parents_end_is_its_own(tmp_path: Path, processes: list[Process]) -> None:

@@ -105,7 +105,7 @@ def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[.
     run = supervise(max_num_seqs=3)
     run.until_up()
     (_, _, front), (_, _, engine) = run.journal("front", "started")[0], run.journal("engine", "started")[0]
-    address = f"ipc://{run.folder()}/engine.sock"
+    address = f"{run.folder()}/engine.sock"
     config = front["arguments"].pop("config")
     assert config["max_num_seqs"] == 3
     assert front["arguments"] == {"index": 0, "engine_address": address, "port": 0}

@@ -1,0 +1,93 @@
+"""Writes a Hugging Face folder's weights as a GGUF file in bfloat16, for llama.cpp. Token ids only: no tokenizer.
+
+    PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf
+
+Qwen3 and Llama architectures with one safetensors file. Needs the packages gguf and numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}
+TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+       "lm_head.weight": "output.weight"}
+
+
+def read(file: Path) -> dict[str, np.ndarray]:
+    """Each tensor's bfloat16 numbers as uint16, in the tensor's shape."""
+    with file.open("rb") as data:
+        header = json.loads(data.read(size := int.from_bytes(data.read(8), "little")))
+    numbers, tensors = np.memmap(file, np.uint8, "r", 8 + size), {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            if entry["dtype"] != "BF16":
+                raise SystemExit(f"{name}: {entry['dtype']}, not BF16")
+            begin, end = entry["data_offsets"]
+            tensors[name] = numbers[begin:end].view(np.uint16).reshape(entry["shape"])
+    return tensors
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k in the order of llama.cpp's Llama, whose rotation takes neighbours where Hugging Face's takes
+    halves."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    folder, out = Path(sys.argv[1]), sys.argv[2]
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    if kind not in ("qwen3", "llama"):
+        raise SystemExit(f"model_type: {kind} is neither qwen3 nor llama")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(out, kind)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+    for name, weight in read(folder / "model.safetensors").items():
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name):
+            target = f"blk.{match[1]}.{NAMES[match[2]]}.weight"
+            if kind == "llama" and match[2] in ("self_attn.q_proj", "self_attn.k_proj"):
+                weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
+        else:
+            target = TOP[name]
+        if weight.ndim == 1:
+            writer.add_tensor(target, (weight.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(target, np.ascontiguousarray(weight).view(np.uint8),
+                              raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Makes a Hugging Face folder with random weights in bfloat16, for benchmarks in which only the shape counts.
+
+    python bench/peers/make_model.py qwen3-0.6b FOLDER --tokenizer QWEN3_FOLDER
+    python bench/peers/make_model.py m42 FOLDER
+
+Shapes: Qwen3-0.6B's own, and a model of 42 million parameters (with its embedding; 25 without) on which everything
+around the kernels shows. Norms are 1, all else is drawn from N(0, 0.02). Without --tokenizer a byte-level BPE of
+exactly the shape's vocabulary is made: the bytes, then pairs of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+                   "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "eos_token_id": 151645},
+    "m42": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 64, "intermediate_size": 1536, "vocab_size": 32000, "eos_token_id": 31999},
+}
+STD = 0.02
+
+
+def config_of(shape: dict[str, int]) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+            "attention_dropout": 0.0, "bos_token_id": None, "hidden_act": "silu", "initializer_range": STD,
+            "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6,
+            "sliding_window": None, "tie_word_embeddings": True, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+            "use_cache": True, "use_sliding_window": False, **shape}
+
+
+def weights_of(shape: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint, bfloat16, linear ones [out, in]."""
+    random = torch.Generator().manual_seed(seed)
+    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.empty(size).normal_(std=STD, generator=random).bfloat16()
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    weights = {"model.embed_tokens.weight": normal(shape["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+    for layer in range(shape["num_hidden_layers"]):
+        part = {
+            "input_layernorm": ones(hidden), "post_attention_layernorm": ones(hidden),
+            "self_attn.q_norm": ones(head), "self_attn.k_norm": ones(head),
+            "self_attn.q_proj": normal(queries, hidden), "self_attn.k_proj": normal(keys, hidden),
+            "self_attn.v_proj": normal(keys, hidden), "self_attn.o_proj": normal(hidden, queries),
+            "mlp.gate_proj": normal(inner, hidden), "mlp.up_proj": normal(inner, hidden),
+            "mlp.down_proj": normal(hidden, inner)}
+        weights |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in part.items()}
+    return weights
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """A byte-level BPE of exactly `size` ids, the last of them the end of text."""
+    end = "<|endoftext|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = list(itertools.islice(itertools.product(alphabet, repeat=2), size - len(alphabet) - 1))
+    words = [*alphabet, *("".join(pair) for pair in pairs)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([end])
+    assert tokenizer.get_vocab_size() == size
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer's files are copied")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    (args.folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
+    if args.tokenizer:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(args.tokenizer / name, args.folder / name)
+    else:
+        write_tokenizer(args.folder, shape["vocab_size"])
+    weights = weights_of(shape, args.seed)
+    save_file(weights, args.folder / "model.safetensors", metadata={"format": "pt"})
+    print(f"{sum(tensor.numel() for tensor in weights.values()):,} parameters in {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

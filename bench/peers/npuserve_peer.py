@@ -1,0 +1,62 @@
+"""npuserve's own step, scheduler and runner as the engine process has them. See harness.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+import harness
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service import settings
+from npuserve.service.block_manager import BlockManager
+from npuserve.service.engine_process import load_model
+from npuserve.service.messages import Request
+from npuserve.service.scheduler import Scheduler
+
+ROWS = 32
+
+
+class Npuserve(harness.Generator):
+    name, version = "npuserve", version("npuserve")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        parser = argparse.ArgumentParser()
+        settings.add_arguments(parser)
+        config = settings.load(parser.parse_args([
+            str(args.model), "--threads", str(args.threads), "--dtype", "bfloat16", "--kv-cache-memory", "2GiB"]),
+            os.environ)
+        self.runner = load_model(config, config.model)
+        self.budget = config.max_num_batched_tokens
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False), max_num_seqs=ROWS,
+            max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds)
+
+    def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
+        # The first of the rows decode while the others are still being prefilled.
+        spare = sum(map(len, prompts)) // (self.budget - len(prompts)) + len(prompts) + 1
+        now = time.monotonic()
+        ids = [self.scheduler.add(Request("", prompt, spare + steps, now, SamplingParams(temperature=0.0)),
+                                  (b"", 0), now).id for prompt in prompts]
+        while self.step() < len(prompts):
+            pass
+        tick()
+        for _ in range(steps):
+            self.step()
+            tick()
+        for number in ids:
+            self.scheduler.cancel(number)
+
+    def step(self) -> int:
+        """Rows that got a token."""
+        step = self.scheduler.schedule(time.monotonic())
+        result = self.runner.collect(self.runner.launch(step))
+        self.scheduler.apply(step, result, time.monotonic())
+        return len(result.token_ids)
+
+
+if __name__ == "__main__":
+    harness.main(Npuserve)

@@ -1,0 +1,45 @@
+"""OpenVINO GenAI's continuous batching, executed in bfloat16; MODEL is an export of optimum-cli. See harness.py."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+
+import harness
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+
+
+class OpenVino(harness.Generator):
+    name, version = "OpenVINO GenAI", genai.__version__.split("-")[0]
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = 512
+        scheduler.enable_prefix_caching = False
+        scheduler.cache_size = 2
+        self.pipeline = genai.ContinuousBatchingPipeline(
+            str(args.model), scheduler, "CPU",
+            {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": args.threads,
+             "KV_CACHE_PRECISION": "bf16"})
+        self.numbers = itertools.count()
+
+    def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
+        config = genai.GenerationConfig(max_new_tokens=steps + 1, ignore_eos=True, do_sample=False)
+        # Dropping a handle cancels its request.
+        handles = [self.pipeline.add_request(next(self.numbers), ov.Tensor(np.array([prompt], np.int64)), config)
+                   for prompt in prompts]
+        waiting = handles
+        while waiting:
+            self.pipeline.step()
+            waiting = [handle for handle in waiting if not handle.can_read()]
+        tick()
+        for _ in range(steps):
+            self.pipeline.step()
+            tick()
+
+
+if __name__ == "__main__":
+    harness.main(OpenVino)

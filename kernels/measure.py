@@ -1,0 +1,181 @@
+"""One kernel alone: how far off it is, how long a call takes, and how near that is to what the machine can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.ceilings import Ceilings
+from npuserve.kernels.costs import cost
+from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel
+
+COLD_BYTES = 256 << 20
+"""Weights and KV caches stand there in copies of so many bytes together, used in turn: more than processors cache."""
+
+_PASS_SECONDS, _LONGEST_PASS = 0.003, 0.06
+_LEAST_PASSES, _MOST_PASSES, _SECONDS = 5, 25, 0.5
+
+Args = tuple[Any, ...]
+Bound = Literal["memory", "matrix", "cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A kernel's implementation on one case.
+
+    error: the largest difference of a number from the golden function's in float64. other_ids: how many int64 results,
+    which are ids and ranks, are others than the golden function's.
+    seconds: of a call, the median. bytes_per_second, operations_per_second: of what a call must at least move and do.
+    bound: which ceiling asks for the most time: that of products ("matrix") or that of bytes, which come from memory
+    or from a cache. share: the part of `seconds` that this ceiling explains. The ceiling of caches is not measured, and
+    the memory's stands for it, so that the share may be above 1 there.
+    others: processors that everybody else took meanwhile; figures taken beside more than a few hundredths say little.
+    """
+
+    error: float
+    other_ids: int
+    seconds: float
+    bytes_per_second: float
+    operations_per_second: float
+    bound: Bound
+    share: float
+    others: float
+
+
+class Bench:
+    """One case of a kernel: its arguments, and the golden function's results for them in float64.
+
+    ceilings, best: of the machine, and its `best()` of this run.
+    """
+
+    def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype, ceilings: Ceilings,
+                 best: dict[str, float]):
+        self._kernel = kernel
+        self._ceilings = ceilings
+        self._read = best["read_gbs"] * 1e9
+        self._args = case.make(torch.Generator().manual_seed(0), dtype)
+        self._cost = cost(kernel.name, self._args)
+        self._peak = next(value for name, value in best.items() if name.startswith(self._cost.kind)) * 1e9
+        wide = tuple(_wide(x) for x in self._args)
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in wide]
+        results = _tensors(kernel.golden(*wide))
+        self._changed = [i for i, x in enumerate(wide) if isinstance(x, Tensor) and x._version > versions[i]]
+        self._expected = [*results, *(wide[i] for i in self._changed)]
+
+    def measure(self, label: str) -> Measured:
+        """label: GOLDEN, or a backend that has an implementation."""
+        made = Implementation(self._kernel.golden) if label == GOLDEN else self._kernel.implementations[label]
+        args = made.adapt(_copies(self._args, self._changed))
+        results = _tensors(made.function(*args))
+        after = made.restore(args)
+        error, other_ids = 0.0, 0
+        for got, want in zip([*results, *(after[i] for i in self._changed)], self._expected, strict=True):
+            if want.dtype == torch.int64:
+                other_ids += int((got != want).sum())
+            elif want.numel():
+                error = max(error, float(torch.where(got == want, 0.0, (got.double() - want.double()).abs()).max()))
+        bound, seconds, share, others = self._time(made, label)
+        return Measured(error, other_ids, seconds, self._cost.nbytes / seconds, self._cost.operations / seconds, bound,
+                        share, others)
+
+    def _time(self, made: Implementation[..., Any], label: str) -> tuple[Bound, float, float, float]:
+        """(bound, seconds of a call, share, others)."""
+        args = made.adapt(_copies(self._args, self._changed))
+        cold = sum(self._args[i].nbytes for i in self._cost.cold)
+        turns = [_copies(args, self._cost.cold) for _ in range(-(-COLD_BYTES // cold) if cold else 1)]
+        fresh = [(i, args[i], args[i].clone()) for i in self._changed]
+
+        def run(count: int) -> Callable[[], float]:
+            calls = _calls(made.function, [turns[i % len(turns)] for i in range(count)], recorded=label != GOLDEN)
+
+            def one_pass() -> float:
+                for _, tensor, before in fresh:
+                    tensor.copy_(before)
+                began = time.perf_counter()
+                calls()
+                return (time.perf_counter() - began) / count
+
+            return one_pass
+
+        first = run(1)
+        alone = min(first(), first())
+        count = -(-int(_PASS_SECONDS / alone + 1) // len(turns)) * len(turns)
+        one_pass = run(max(1, min(count, int(_LONGEST_PASS / alone))))
+
+        c = self._cost
+        by_bytes, by_operations = c.nbytes / self._read, c.operations / self._peak
+        bound: Bound = "matrix" if by_operations > by_bytes else "memory" if 2 * cold > c.nbytes else "cache"
+        ceiling: Callable[[], float] = {
+            "matrix": lambda: c.operations / self._ceilings.peak(c.kind),
+            "memory": lambda: c.nbytes / self._ceilings.read(),
+            "cache": lambda: by_bytes,
+        }[bound]
+        passes: list[tuple[float, float]] = []
+        one_pass()
+        taken, began = _taken_by_others(), time.perf_counter()
+        while len(passes) < _LEAST_PASSES or (
+                len(passes) < _MOST_PASSES and time.perf_counter() - began < _SECONDS):
+            seconds = one_pass()
+            passes.append((seconds, ceiling() / seconds))
+        others = (_taken_by_others() - taken) / (time.perf_counter() - began)
+        seconds, share = (statistics.median(column) for column in zip(*passes, strict=True))
+        return bound, seconds, share, max(others, 0.0)
+
+
+def _calls(function: Callable[..., Any], turns: Sequence[Args], recorded: bool) -> Callable[[], object]:
+    """What calls `function` with each of `turns`. recorded: as one program, where it can be one."""
+
+    def all_of_them() -> Tensor:
+        for args in turns:
+            function(*args)
+        return torch.empty(0)
+
+    if recorded and native.available():
+        program = native.record(all_of_them)
+        if len(program._ops):
+            return lambda: program.replay(-1)
+    return all_of_them
+
+
+def _taken_by_others() -> float:
+    """Processor seconds of this machine so far that were not ours."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    own = os.times()
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+
+
+def _copies(args: Args, which: Sequence[int]) -> Args:
+    return tuple(_copy(x) if i in which else x for i, x in enumerate(args))
+
+
+def _copy(value: Any) -> Any:
+    """Of a tensor, in large pages where there are such, or of a dataclass of tensors."""
+    if isinstance(value, Tensor):
+        if not native.available() or not value.nbytes:
+            return value.clone()
+        made = native.library().allocate(value.nbytes).view(value.dtype).view(value.shape)
+        return made.copy_(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: _copy(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype):  # of the result
+        return torch.float64
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [x for x in values if isinstance(x, Tensor)]

@@ -1,0 +1,274 @@
+"""The CPU kernels in C++: how they are called, and how calls become a program that runs as one dispatch.
+
+The library beside this file is built when the package is installed where there is a compiler. It holds every kernel
+once for each instruction set; the widest that the processor has is used. Without it `available()` is False, no kernel
+of this backend is registered, and the golden functions serve.
+
+A call fills an `Op` and runs it at once. Inside `record`, calls are kept instead, and their outputs lie in memory that
+the program owns: running the program does no work in Python and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import Kernel
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LANES = 16
+"""Columns of a panel of packed weights, and tokens of a panel of packed keys."""
+
+_SLOTS, _FLOATS = 12, 4
+
+
+class Op(ctypes.Structure):
+    """A call as the library takes it (op.h)."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("p", ctypes.c_void_p * _SLOTS),
+        ("n", ctypes.c_int64 * _SLOTS),
+        ("f", ctypes.c_double * _FLOATS),
+    )
+
+
+class Library:
+    """The loaded library. isas: the instruction sets that it has and the processor too, the widest first."""
+
+    def __init__(self, path: Path):
+        lib = ctypes.CDLL(str(path))
+        lib.npuserve_isa.restype = ctypes.c_char_p
+        lib.npuserve_source.restype = ctypes.c_char_p
+        lib.npuserve_kernel.argtypes = (ctypes.c_char_p,)
+        lib.npuserve_run.argtypes = (
+            ctypes.c_int, ctypes.POINTER(Op), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        lib.npuserve_run.restype = None
+        lib.npuserve_allocate.argtypes = (ctypes.c_size_t,)
+        lib.npuserve_allocate.restype = ctypes.c_void_p
+        lib.npuserve_free.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        lib.npuserve_free.restype = None
+        self._lib = lib
+        self._kernels: dict[str, int] = {}
+        self.isas: list[str] = []
+        while name := lib.npuserve_isa(len(self.isas)):
+            self.isas.append(name.decode())
+        self.isa = 0
+        self.threads = 1
+
+    @property
+    def source(self) -> str:
+        """Digest of the sources that it was built from."""
+        digest: bytes = self._lib.npuserve_source()
+        return digest.decode()
+
+    def kernel(self, name: str) -> int:
+        """Its number. KeyError if the library has none of that name."""
+        if name not in self._kernels:
+            number = self._lib.npuserve_kernel(name.encode())
+            if number < 0:
+                raise KeyError(name)
+            self._kernels[name] = number
+        return self._kernels[name]
+
+    def set_threads(self, threads: int) -> None:
+        self._lib.npuserve_set_threads(threads)
+        self.threads = threads
+
+    def run(self, ops: Any, count: int, rows: int = -1, seconds: Any = None) -> None:
+        """ops: an array of Op. rows: in place of each op's own number; -1 for that. seconds: an array of doubles."""
+        self._lib.npuserve_run(self.isa, ops, count, rows, seconds)
+
+    def map(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Zeros at the border of a large page, in large pages where the system grants them. Given back to the system
+        when the last tensor over them is dropped."""
+        address = self._lib.npuserve_allocate(nbytes)
+        if not address:
+            raise MemoryError(f"no {nbytes} bytes of memory")
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        weakref.finalize(memory, self._lib.npuserve_free, address, nbytes)
+        return memory
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Zeros [nbytes] uint8: a mapping of its own."""
+        return torch.frombuffer(self.map(nbytes), dtype=torch.uint8)
+
+
+class Arena:
+    """Many tensors in few mappings, so that small ones do not take a large page each.
+
+    It does not keep what it gave out: a mapping goes when the last tensor in it is dropped.
+    """
+
+    CHUNK = 256 << 20
+    """Bytes of address space taken at once. What is not touched is no memory."""
+
+    def __init__(self) -> None:
+        self._chunk: Callable[[], ctypes.Array[ctypes.c_uint8] | None] = lambda: None
+        self._used = 0
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """At a multiple of 64 bytes; its pages are untouched. MemoryError."""
+        count = torch.Size(shape).numel()
+        nbytes = count * dtype.itemsize
+        chunk = self._chunk()
+        if chunk is None or self._used + nbytes > len(chunk):
+            chunk = library().map(max(nbytes, self.CHUNK))
+            self._chunk, self._used = weakref.ref(chunk), 0
+        made = torch.frombuffer(chunk, dtype=dtype, count=count, offset=self._used).view(*shape)
+        self._used += -(-nbytes // 64) * 64
+        return made
+
+
+def _load() -> Library | None:
+    found = sorted(Path(__file__).parent.glob("libnpuserve*.so"))
+    try:
+        return Library(found[0]) if found else None
+    except OSError:  # built for another machine
+        return None
+
+
+_LIBRARY = _load()
+
+
+def available() -> bool:
+    """True if the library is there."""
+    return _LIBRARY is not None
+
+
+def library() -> Library:
+    """Raises RuntimeError where it is not `available`."""
+    if _LIBRARY is None:
+        raise RuntimeError("the native kernels are not built; installing the package with a C++ compiler builds them")
+    return _LIBRARY
+
+
+@contextmanager
+def using(isa: str) -> Iterator[None]:
+    """Inside, calls run on that one of `library().isas`. ValueError if it is none of them."""
+    lib = library()
+    before, lib.isa = lib.isa, lib.isas.index(isa)
+    try:
+        yield
+    finally:
+        lib.isa = before
+
+
+def implementation(kernel: Kernel[..., Any], **adapters: Any) -> Callable[[F], F]:
+    """Registers the decorated function as the kernel's on the CPU, if the library is there; see
+    `Kernel.implementation` for adapters."""
+    def register(function: F) -> F:
+        if available():
+            kernel.implementation("cpu", **adapters)(function)
+        return function
+
+    return register
+
+
+@dataclass
+class Program:
+    """Recorded calls: see `record`."""
+
+    _output: Tensor
+    _calls: list[tuple[str, int]]
+    _ops: Any
+    _keep: list[Any]
+
+    def replay(self, rows: int) -> Tensor:
+        """Runs them on the first `rows` rows of what they were recorded with; the output's [rows, ...]."""
+        library().run(self._ops, len(self._ops), rows)
+        return self._output[:rows]
+
+    def replay_timed(self, rows: int) -> tuple[Tensor, list[tuple[str, float]]]:
+        """Also (kernel, seconds) of each call."""
+        seconds = (ctypes.c_double * len(self._ops))()
+        library().run(self._ops, len(self._ops), rows, seconds)
+        each = iter(seconds)
+        return self._output[:rows], [(name, sum(islice(each, count))) for name, count in self._calls]
+
+
+@dataclass
+class _Recording:
+    """Memory goes back to `free` when the tensor that it was given out as is dropped, so that the program's outputs
+    share it as the recorded function's variables would."""
+
+    arena: Arena = field(default_factory=Arena)
+    ops: list[Op] = field(default_factory=list)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    blocks: list[Tensor] = field(default_factory=list)
+    free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
+        if not self.free[nbytes]:
+            self.blocks.append(self.arena.zeros((nbytes,), torch.uint8))
+            self.free[nbytes].append(self.blocks[-1])
+        block = self.free[nbytes].pop()
+        made = block.view(dtype)[: torch.Size(shape).numel()].view(shape)
+        weakref.finalize(made, self.free[nbytes].append, block)
+        return made
+
+
+_recording: _Recording | None = None
+
+
+def record(function: Callable[[], Tensor]) -> Program:
+    """What `function` calls, as a program. Tensors that it reads and has not made must outlive the program and stay
+    where they are; so must `function`'s own views of what kernels returned, of which it should make none."""
+    global _recording
+    if _recording is not None:
+        raise RuntimeError("a program is being recorded already")
+    _recording = recording = _Recording()
+    try:
+        output = function()
+    finally:
+        _recording = None
+    ops = (Op * len(recording.ops))(*recording.ops)
+    return Program(output, recording.calls, ops, [recording.blocks, function])
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialized output."""
+    return torch.empty(shape, dtype=dtype) if _recording is None else _recording.empty(shape, dtype)
+
+
+def kept(*shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor that a recorded program keeps to itself, for what is written before it runs."""
+    made = torch.empty(shape, dtype=dtype)
+    if _recording is not None:
+        _recording.blocks.append(made)
+    return made
+
+
+def call(
+    kernel: str, *ops: tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int]] | tuple[
+        str, torch.dtype, Sequence[Tensor | None], Sequence[int], Sequence[float]],
+) -> None:
+    """Runs a kernel's ops one after the other, or records them. Each op: its name in the library, the dtype that
+    completes the name, p (contiguous tensors, None for null), n (n[0]: its rows), f."""
+    lib = library()
+    made = []
+    for name, dtype, p, n, *f in ops:
+        op = Op(lib.kernel(f"{name}/{str(dtype).removeprefix('torch.')}"))
+        op.p[: len(p)] = [0 if tensor is None else tensor.data_ptr() for tensor in p]
+        op.n[: len(n)] = n
+        if f:
+            op.f[: len(f[0])] = f[0]
+        made.append(op)
+    if _recording is None:
+        lib.run((Op * len(made))(*made), len(made))
+    else:
+        _recording.ops.extend(made)
+        _recording.calls.append((kernel, len(made)))

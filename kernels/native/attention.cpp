@@ -1,0 +1,452 @@
+// Attention over the paged KV cache, and what happens to queries, keys and values before it.
+//
+// Per layer, with w numbers to a word of 32 bits and Dp the head's size rounded up to 16:
+//     keys    [blocks, Hkv, block_size / 16, D / w, 16, w]     a panel of 16 tokens, as tile.h takes columns
+//     values  [blocks, Hkv, block_size / w, Dp, w]             words along tokens, panels along the head
+//
+// A query's context is cut into splits of SPLIT tokens at absolute positions. Each split is computed from nothing
+// (scores, largest, weights, weighted sum) and merged into the whole in ascending order. One query at a time or many,
+// one thread or many: the same numbers meet in the same order.
+//
+//   attention        p: q [T, Hq, D], keys, values, block_tables [R, stride] int32, context_lens [R] int32,
+//                       cu_seqlens_q [R + 1] int32, out [T, Hq D], plan [R + 2] int32, partial float32
+//                    n: T, R at most, Hq, Hkv, D, block_size, stride, items that partial holds   f: scale
+//   attention_merge  the same
+//   qk_norm_rope_kv_write
+//                    p: qkv [T, (Hq + 2 Hkv) D], q_gamma, k_gamma [D] or null, cos_sin [P, D] float32, positions [T]
+//                       int64, slot_mapping [T] int64, keys, values, q [T, Hq, D]
+//                    n: T, Hq, Hkv, D, block_size                                                f: eps
+#include <algorithm>
+
+#include "tile.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+constexpr int64_t SPLIT = 256;
+constexpr int64_t SPLIT_PANELS = SPLIT / LANES;
+constexpr int64_t ITEM_ROWS = 96;  // query heads times queries of an item, at most
+constexpr int64_t UNITS_PER_THREAD = 16;
+
+template <class D>
+struct DotOf;
+template <>
+struct DotOf<Float32> {
+    typedef DotFloat32 type;
+};
+template <>
+struct DotOf<BFloat16> {
+    typedef DotBFloat16 type;
+};
+
+struct Shape {
+    const Op &op;
+    int64_t tokens, q_heads, kv_heads, dim, block_size, stride, group, padded_dim, item_queries;
+
+    explicit Shape(const Call &call)
+        : op(call.op), tokens(call.rows), q_heads(op.n[2]), kv_heads(op.n[3]), dim(op.n[4]), block_size(op.n[5]),
+          stride(op.n[6]), group(q_heads / kv_heads), padded_dim(ceil_div<int64_t>(dim, LANES) * LANES),
+          item_queries(std::max<int64_t>(1, ITEM_ROWS / group)) {}
+
+    int32_t context(int64_t row) const { return op.at<int32_t>(4)[row]; }
+    int32_t begin(int64_t row) const { return op.at<int32_t>(5)[row]; }
+    int32_t *plan() const { return op.at<int32_t>(7); }
+    // Of a token's key or value in the cache, whose heads hold block after block; token: a multiple of 16.
+    int64_t place(int64_t row, int64_t head, int64_t token) const {
+        int64_t block = op.at<int32_t>(3)[row * stride + token / block_size];
+        return (block * kv_heads + head) * block_size + token % block_size;
+    }
+
+    // The number of rows, which becomes the plan's last number, and in plan[r] the number of items (queries of one
+    // request, at most item_queries) before row r's.
+    int64_t make_plan() const {
+        int64_t rows = 0, items = 0;
+        while (rows < op.n[1] && begin(rows) < tokens) {
+            plan()[rows] = int32_t(items);
+            items += ceil_div<int64_t>(begin(rows + 1) - begin(rows), item_queries);
+            rows++;
+        }
+        plan()[rows] = int32_t(items);
+        plan()[op.n[1] + 1] = int32_t(rows);
+        return rows;
+    }
+    int64_t rows() const { return plan()[op.n[1] + 1]; }
+    // True if items, each of one query, are cut by splits too, so that few long ones occupy all threads.
+    bool cut(int64_t items, int threads) const {
+        return items == tokens && items <= op.n[7] && items * kv_heads < UNITS_PER_THREAD * threads;
+    }
+    int64_t most_splits(int64_t rows) const {
+        int64_t most = 1;
+        for (int64_t r = 0; r < rows; r++) most = std::max(most, ceil_div<int64_t>(context(r), SPLIT));
+        return most;
+    }
+    // Of an item, split and query head: largest score, sum of weights; from the next panel on, weighted sum of values.
+    float *partial(int64_t item, int64_t splits, int64_t split, int64_t q_head) const {
+        return op.at<float>(8) + ((item * splits + split) * q_heads + q_head) * (padded_dim + LANES);
+    }
+};
+
+// Queries [first, end) of a row, with the positions of the first.
+struct Item {
+    int64_t row, first, end, position;
+
+    Item(const Shape &s, int64_t rows, int64_t index) {
+        row = std::upper_bound(s.plan(), s.plan() + rows, int32_t(index)) - s.plan() - 1;
+        first = s.begin(row) + (index - s.plan()[row]) * s.item_queries;
+        end = std::min<int64_t>(first + s.item_queries, s.begin(row + 1));
+        position = s.context(row) - (s.begin(row + 1) - first);
+    }
+};
+
+// Tiles of so few rows wait for memory: they fetch what comes next.
+constexpr bool waits(int rows) { return rows <= 4; }
+
+// S[row][token] = q . k, for one split.
+template <class D>
+struct Scores {
+    typedef typename DotOf<D>::type Dot;
+    const char *q;
+    const char *const *panels;  // of keys, by 16 tokens; MAX_PANELS more than there are
+    int64_t row_bytes, words, row, panel;
+    float *scores;
+
+    template <int R, int P>
+    INLINE void run() const {
+        typename Dot::Acc acc[R][P];
+        const char *w[P], *ahead[P];
+        for (int p = 0; p < P; p++) w[p] = panels[panel + p], ahead[p] = panels[panel + p + P];
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
+        tile<Dot, R, P, waits(R) ? P : 0>(acc, q + row * row_bytes, row_bytes, w, 64, words, ahead);
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) store(scores + (row + r) * SPLIT + (panel + p) * LANES, acc[r][p]);
+    }
+};
+
+// out[row] = weights . v, for one split.
+template <class D>
+struct Weighted {
+    typedef typename DotOf<D>::type Dot;
+    static constexpr int64_t AHEAD = 16;  // words
+    const char *weights;
+    const char *const *values;  // by word; AHEAD more than there are
+    int64_t words, row, panel, padded_dim;
+    float *out;
+
+    template <int R, int P>
+    INLINE void run() const {
+        typename Dot::Acc acc[R][P];
+        constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename D::type));
+        const char *x = weights + row * row_bytes;
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
+        for (int64_t k = 0; k < words; k++) {
+            const char *w = values[k] + panel * 64, *next = values[k + AHEAD] + panel * 64;
+            if (waits(R)) {
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) __builtin_prefetch(next + p * 64, 0, 2);
+            }
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
+                uint32_t word = word_at(x + r * row_bytes + k * 4);
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], w + p * 64, word);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) store(out + (row + r) * padded_dim + (panel + p) * LANES, acc[r][p]);
+    }
+};
+
+// Runs of memory that are needed next: `count` of them, of `lines` cache lines each.
+struct Next {
+    const char *const *runs;
+    int64_t count, lines;
+
+    // Fetches the part-th of so many parts.
+    INLINE void fetch(int64_t part, int64_t parts) const {
+        for (int64_t line = count * lines * part / parts; line < count * lines * (part + 1) / parts; line++)
+            __builtin_prefetch(runs[line / lines] + line % lines * 64, 0, 2);
+    }
+};
+
+// Panels stay in the cache while all rows meet them.
+template <class Functor>
+INLINE void for_tiles(int64_t rows, int64_t panels, const Next &next, Functor f) {
+    int most_rows = rows <= MAX_ROWS ? int(rows) : BLOCK_ROWS, most = panels_for(most_rows);
+    int64_t tiles = ceil_div(panels, int64_t(most)) * ceil_div(rows, int64_t(most_rows)), tile = 0;
+    for (f.panel = 0; f.panel < panels; f.panel += most) {
+        for (f.row = 0; f.row < rows; f.row += most_rows) {
+            with_rows(int(std::min<int64_t>(most_rows, rows - f.row)), int(std::min<int64_t>(most, panels - f.panel)), f);
+            if (!waits(most_rows)) next.fetch(tile++, tiles);
+        }
+    }
+}
+
+template <class D>
+struct Attention {
+    typedef typename D::type T;
+    static constexpr int64_t PER_WORD = D::PER_WORD;
+    static constexpr float LOG2E = 1.44269504f;
+
+    // What a unit works on, in this thread's scratch.
+    struct Work {
+        T *q;             // [rows, D]
+        T *weights;       // [rows, SPLIT]
+        float *scores;    // [rows, SPLIT]
+        float *sum;       // [rows, Dp] of a split
+        float *total;     // [rows, Dp] of the splits so far
+        float *largest, *mass, *total_largest, *total_mass;  // [rows]
+        uint32_t *last_word;  // [Dp]
+
+        explicit Work(const Shape &s) {
+            int64_t rows = s.item_queries * s.group;
+            auto bytes = [](int64_t n) { return ceil_div<int64_t>(n, 64) * 64; };
+            int64_t sizes[] = {bytes(rows * s.dim * int64_t(sizeof(T)) + 64), bytes(rows * SPLIT * int64_t(sizeof(T))),
+                               bytes(rows * SPLIT * 4), bytes(rows * s.padded_dim * 4), bytes(rows * s.padded_dim * 4),
+                               bytes(rows * 4), bytes(rows * 4), bytes(rows * 4), bytes(rows * 4), bytes(s.padded_dim * 4)};
+            int64_t whole = 0;
+            for (int64_t size : sizes) whole += size;
+            char *at = static_cast<char *>(scratch(size_t(whole)));
+            void *made[10];
+            for (int i = 0; i < 10; i++) made[i] = at, at += sizes[i];
+            q = static_cast<T *>(made[0]), weights = static_cast<T *>(made[1]);
+            scores = static_cast<float *>(made[2]), sum = static_cast<float *>(made[3]);
+            total = static_cast<float *>(made[4]), largest = static_cast<float *>(made[5]);
+            mass = static_cast<float *>(made[6]), total_largest = static_cast<float *>(made[7]);
+            total_mass = static_cast<float *>(made[8]), last_word = static_cast<uint32_t *>(made[9]);
+        }
+    };
+
+    static int64_t units(const Call &call) {
+        Shape s(call);
+        int64_t rows = s.make_plan(), items = s.plan()[rows];
+        return items * s.kv_heads * (s.cut(items, call.threads) ? s.most_splits(rows) : 1);
+    }
+
+    static void run(const Call &call, int64_t unit) {
+        Shape s(call);
+        int64_t rows = s.rows(), items = s.plan()[rows];
+        bool cut = s.cut(items, call.threads);
+        int64_t splits = cut ? s.most_splits(rows) : 1;
+        // Items of one head follow each other, for they share its keys and values. The last ones of a prompt have the
+        // most to do: they come first.
+        int64_t index = items - 1 - unit / splits % items, head = unit / splits / items;
+        Item item(s, rows, index);
+        int64_t queries = item.end - item.first, last = item.position + queries;  // context of the last query
+        int64_t split = cut ? unit % splits : 0, end = cut ? split + 1 : ceil_div(last, SPLIT);
+        if (split * SPLIT >= last) return;
+
+        Work work(s);
+        for (int64_t i = 0; i < queries; i++)
+            std::memcpy(work.q + i * s.group * s.dim,
+                        s.op.at<T>(0) + ((item.first + i) * s.q_heads + head * s.group) * s.dim,
+                        size_t(s.group * s.dim) * sizeof(T));
+        int64_t count = queries * s.group;
+        for (int64_t i = 0; i < count; i++) work.total_mass[i] = 0;
+        for (; split < end; split++) {
+            int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
+            attend(s, work, item, head, split, from, count);
+            for (int64_t i = from; i < count; i++) {
+                float *sum = work.sum + i * s.padded_dim;
+                if (cut) {
+                    float *p = s.partial(index, splits, split, head * s.group + i);
+                    p[0] = work.largest[i], p[1] = work.mass[i];
+                    std::memcpy(p + LANES, sum, size_t(s.padded_dim) * 4);
+                } else {
+                    merge(s, work.largest[i], work.mass[i], sum, work.total_largest[i], work.total_mass[i],
+                          work.total + i * s.padded_dim);
+                }
+            }
+        }
+        if (cut) return;
+        for (int64_t i = 0; i < count; i++)
+            put(s, work.total + i * s.padded_dim, work.total_mass[i], item.first + i / s.group,
+                head * s.group + i % s.group);
+    }
+
+    // largest, mass and sum of rows [from, count) over one split.
+    static void attend(const Shape &s, const Work &work, const Item &item, int64_t head, int64_t split, int64_t from,
+                       int64_t count) {
+        int64_t begin = split * SPLIT, last = item.position + count / s.group;
+        int64_t tokens = std::min(SPLIT, last - begin), panels = ceil_div<int64_t>(tokens, LANES);
+        const char *key_panels[SPLIT_PANELS + MAX_PANELS], *values[SPLIT / PER_WORD + Weighted<D>::AHEAD];
+        const char *next_panels[SPLIT_PANELS];
+        constexpr int64_t BYTES = sizeof(T);
+        for (int64_t p = 0; p < panels; p++) {
+            int64_t token = begin + p * LANES;
+            key_panels[p] = s.op.template at<char>(1) + s.place(item.row, head, token) * s.dim * BYTES;
+            const char *value = s.op.template at<char>(2) + s.place(item.row, head, token) * s.padded_dim * BYTES;
+            for (int64_t w = 0; w < LANES / PER_WORD; w++)
+                values[p * LANES / PER_WORD + w] = value + w * s.padded_dim * 4;
+        }
+        int64_t following = std::min(SPLIT_PANELS, ceil_div<int64_t>(std::max<int64_t>(0, last - begin - SPLIT), LANES));
+        for (int64_t p = 0; p < following; p++)
+            next_panels[p] = s.op.template at<char>(1) + s.place(item.row, head, begin + SPLIT + p * LANES) * s.dim * BYTES;
+        int64_t whole = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD, words = whole / PER_WORD;
+        for (int64_t p = panels; p < panels + MAX_PANELS; p++) key_panels[p] = key_panels[panels - 1];
+        for (int64_t w = words; w < words + Weighted<D>::AHEAD; w++) values[w] = values[words - 1];
+        if (tokens < whole) {
+            // Half of the last word belongs to no token yet and may hold anything.
+            for (int64_t d = 0; d < s.padded_dim; d++)
+                work.last_word[d] = word_at(values[words - 1] + d * 4) & 0xFFFF;
+            values[words - 1] = reinterpret_cast<const char *>(work.last_word);
+        }
+        int64_t dim_bytes = s.dim * int64_t(sizeof(T));
+        for_tiles(count - from, panels, Next{values, words, s.padded_dim * 4 / 64},
+                  Scores<D>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, key_panels, dim_bytes,
+                            s.dim / PER_WORD, 0, 0, work.scores + from * SPLIT});
+        float factor = float(s.op.f[0]) * LOG2E;
+        for (int64_t i = from; i < count; i++) {
+            int64_t seen = std::min(tokens, item.position + i / s.group + 1 - begin);
+            float *scores = work.scores + i * SPLIT;
+            T *weights = work.weights + i * SPLIT;
+            F low = set1(-INFINITY), most = low;
+            int64_t full = seen / LANES * LANES;
+            for (int64_t t = 0; t < full; t += LANES) most = max(most, load(scores + t));
+            if (full < seen) most = max(most, first(load(scores + full), seen - full, low));
+            float largest = lane_max(most);
+            F mass = zero(), peak = set1(largest), scale = set1(factor);
+            for (int64_t t = 0; t < full; t += LANES) {
+                F p = D::round(exp2((load(scores + t) - peak) * scale));
+                mass = mass + p;
+                D::put(weights + t, p);
+            }
+            int64_t t = full;
+            if (full < seen) {
+                F p = first(D::round(exp2((load(scores + full) - peak) * scale)), seen - full, zero());
+                mass = mass + p;
+                D::put(weights + full, p);
+                t += LANES;
+            }
+            for (; t < whole; t += LANES) D::put(weights + t, zero());
+            work.largest[i] = largest * factor, work.mass[i] = lane_sum(mass);
+        }
+        for_tiles(count - from, s.padded_dim / LANES, Next{next_panels, following, s.dim * LANES * BYTES / 64},
+                  Weighted<D>{reinterpret_cast<const char *>(work.weights + from * SPLIT), values, words, 0, 0,
+                              s.padded_dim, work.sum + from * s.padded_dim});
+    }
+
+    // The total takes up the next split. A total of mass 0 has none yet.
+    static INLINE void merge(const Shape &s, float largest, float mass, const float *sum, float &total_largest,
+                             float &total_mass, float *total) {
+        if (total_mass == 0) {
+            total_largest = largest, total_mass = mass;
+            std::memcpy(total, sum, size_t(s.padded_dim) * 4);
+            return;
+        }
+        float most = largest > total_largest ? largest : total_largest;
+        float powers[LANES] = {total_largest - most, largest - most};
+        store(powers, exp2(load(powers)));
+        F old = set1(powers[0]), young = set1(powers[1]);
+        for (int64_t d = 0; d < s.padded_dim; d += LANES)
+            store(total + d, fma(load(total + d), old, load(sum + d) * young));
+        total_mass = total_mass * powers[0] + mass * powers[1];
+        total_largest = most;
+    }
+
+    static INLINE void put(const Shape &s, const float *total, float mass, int64_t token, int64_t q_head) {
+        T *out = s.op.template at<T>(6) + (token * s.q_heads + q_head) * s.dim;
+        F divisor = set1(mass);
+        for (int64_t d = 0; d < s.dim; d += LANES) put_n<D>(out + d, load(total + d) / divisor, s.dim - d);
+    }
+};
+
+template <class D>
+struct AttentionMerge {
+    static int64_t units(const Call &call) {
+        Shape s(call);
+        int64_t rows = s.rows(), items = s.plan()[rows];
+        return s.cut(items, call.threads) ? items * s.kv_heads : 0;
+    }
+    static void run(const Call &call, int64_t unit) {
+        Shape s(call);
+        int64_t rows = s.rows(), splits = s.most_splits(rows), index = unit / s.kv_heads, head = unit % s.kv_heads;
+        Item item(s, rows, index);
+        float *total = static_cast<float *>(scratch(size_t(s.padded_dim) * 4));
+        for (int64_t i = 0; i < (item.end - item.first) * s.group; i++) {
+            float largest = 0, mass = 0;
+            int64_t context = item.position + i / s.group + 1;
+            for (int64_t split = 0; split * SPLIT < context; split++) {
+                const float *p = s.partial(index, splits, split, head * s.group + i);
+                Attention<D>::merge(s, p[0], p[1], p + LANES, largest, mass, total);
+            }
+            Attention<D>::put(s, total, mass, item.first + i / s.group, head * s.group + i % s.group);
+        }
+    }
+};
+
+// The norms and turns of a token's heads, and its places in the cache. Rounds where the golden function rounds.
+template <class D>
+struct QkNormRopeKvWrite {
+    typedef typename D::type T;
+    static constexpr int64_t PER_WORD = D::PER_WORD;
+    static constexpr int64_t UNIT_TOKENS = 4;
+
+    static int64_t units(const Call &call) { return ceil_div<int64_t>(call.rows, UNIT_TOKENS); }
+
+    static void run(const Call &call, int64_t unit) {
+        const Op &op = call.op;
+        int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = op.n[3], block_size = op.n[4], half = dim / 2;
+        int64_t padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
+        T *turned = static_cast<T *>(scratch(size_t(dim) * (sizeof(T) + 4) + 256));
+        float *normed = reinterpret_cast<float *>(turned) + ceil_div<int64_t>(dim * int64_t(sizeof(T)), 64) * 16;
+        const int64_t *positions = op.at<int64_t>(4), *slots = op.at<int64_t>(5);
+        for (int64_t t = unit * UNIT_TOKENS; t < std::min(call.rows, (unit + 1) * UNIT_TOKENS); t++) {
+            const T *in = op.at<T>(0) + t * (q_heads + 2 * kv_heads) * dim;
+            const float *cos = op.at<float>(3) + positions[t] * dim, *sin = cos + half;
+            T *q = op.at<T>(8) + t * q_heads * dim;
+            for (int64_t h = 0; h < q_heads; h++)
+                turn(in + h * dim, op.at<T>(1), float(op.f[0]), cos, sin, dim, normed, q + h * dim);
+            int64_t slot = slots[t];
+            if (slot < 0) continue;
+            int64_t block = slot / block_size, offset = slot % block_size;
+            for (int64_t h = 0; h < kv_heads; h++) {
+                turn(in + (q_heads + h) * dim, op.at<T>(2), float(op.f[0]), cos, sin, dim, normed, turned);
+                uint32_t *keys = op.at<uint32_t>(6) +
+                                 ((block * kv_heads + h) * (block_size / LANES) + offset / LANES) * (dim / PER_WORD) * LANES;
+                for (int64_t w = 0; w < dim / PER_WORD; w++)
+                    std::memcpy(keys + w * LANES + offset % LANES, turned + w * PER_WORD, 4);
+                T *values = op.at<T>(7) + ((block * kv_heads + h) * (block_size / PER_WORD) + offset / PER_WORD) *
+                                              padded_dim * PER_WORD;
+                const T *v = in + (q_heads + kv_heads + h) * dim;
+                // Only this token's half of each word is written: another thread may write the other.
+                for (int64_t d = 0; d < dim; d++) values[d * PER_WORD + offset % PER_WORD] = v[d];
+            }
+        }
+    }
+
+    // One head [dim]: normalized if there is a gamma, then turned.
+    static INLINE void turn(const T *x, const T *gamma, float eps, const float *cos, const float *sin, int64_t dim,
+                            float *normed, T *out) {
+        if (gamma) {
+            F squares = zero();
+            for (int64_t d = 0; d < dim; d += LANES) {
+                F v = get_n<D>(x + d, dim - d);
+                squares = fma(v, v, squares);
+            }
+            F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(dim) + eps));
+            for (int64_t d = 0; d < dim; d += LANES) {
+                F v = D::round(get_n<D>(x + d, dim - d) * factor);
+                put_n<Float32>(normed + d, D::round(v * get_n<D>(gamma + d, dim - d)), dim - d);
+            }
+        } else {
+            for (int64_t d = 0; d < dim; d += LANES) put_n<Float32>(normed + d, get_n<D>(x + d, dim - d), dim - d);
+        }
+        int64_t half = dim / 2;
+        for (int64_t d = 0; d < half; d += LANES) {
+            int64_t n = half - d;
+            F a = get_n<Float32>(normed + d, n), b = get_n<Float32>(normed + half + d, n);
+            F c = get_n<Float32>(cos + d, n), s = get_n<Float32>(sin + d, n);
+            put_n<D>(out + d, a * c - b * s, n);
+            put_n<D>(out + half + d, b * c + a * s, n);
+        }
+    }
+};
+
+extern const Kernel ATTENTION[] = {
+    BY_DTYPE("attention", Attention),
+    BY_DTYPE("attention_merge", AttentionMerge),
+    BY_DTYPE("qk_norm_rope_kv_write", QkNormRopeKvWrite),
+    {nullptr, nullptr, nullptr},
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve

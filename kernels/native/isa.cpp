@@ -1,0 +1,21 @@
+// The kernels of one instruction set: each file of kernels is compiled once for each, with NPUSERVE_ISA naming it.
+#include "op.h"
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+extern const Kernel LINEAR[];
+extern const Kernel ATTENTION[];
+extern const Kernel ROWWISE[];
+extern const Kernel SAMPLE[];
+extern const Kernel CEILINGS[];
+
+static const Kernel *const GROUPS[] = {LINEAR, ATTENTION, ROWWISE, SAMPLE, CEILINGS, nullptr};
+extern const KernelTable TABLE;
+const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve

@@ -1,0 +1,63 @@
+// What Python and the kernels agree on: a call of a kernel as plain data, and programs of such calls.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace npuserve {
+
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// One call. Each kernel says in its file what p, n and f are; n[0] is always its number of rows, which a program
+// replaces by the number of the step's.
+struct Op {
+    int32_t kernel;
+    int32_t dtype;
+    const void *p[12];
+    int64_t n[12];
+    double f[4];
+
+    template <class T>
+    T *at(int i) const {
+        return static_cast<T *>(const_cast<void *>(p[i]));
+    }
+};
+
+// An op as it is run: with its number of rows, by so many threads at most.
+struct Call {
+    const Op &op;
+    int64_t rows;
+    int threads;
+};
+
+// A kernel's work falls into units, which may run in any order and at the same time. No number that a unit writes
+// depends on the number of units or threads.
+struct Kernel {
+    const char *name;
+    int64_t (*units)(const Call &);
+    void (*run)(const Call &, int64_t unit);
+};
+
+// The kernels as compiled for one instruction set: groups, the last of them null, of kernels, the last of them without
+// a name. A kernel's number is its group's times GROUP plus its own.
+struct KernelTable {
+    const char *isa;
+    const Kernel *const *groups;
+
+    static constexpr int GROUP = 256;
+    const Kernel &kernel(int number) const { return groups[number / GROUP][number % GROUP]; }
+};
+
+// A kernel's name ends with its dtype, as torch spells it.
+#define KERNEL(name, type) {name, &type::units, &type::run}
+#define BY_DTYPE(name, type) KERNEL(name "/float32", type<Float32>), KERNEL(name "/bfloat16", type<BFloat16>)
+
+// This thread's scratch memory, of at least so many bytes, aligned to 64. Kept from call to call.
+void *scratch(size_t bytes);
+
+template <class T>
+T ceil_div(T a, T b) {
+    return (a + b - 1) / b;
+}
+
+}  // namespace npuserve

@@ -1,0 +1,265 @@
+// Runs programs of ops on a few threads.
+//
+// Units of an op are claimed, never assigned: whoever is running takes the next one, and nobody waits for a thread that
+// the kernel has put aside unless it holds a unit. So a busy neighbour costs the share of the processor that it takes,
+// and no more. An op begins when all units of the op before it are done.
+#include "pool.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace npuserve {
+
+namespace {
+
+typedef std::chrono::steady_clock Clock;
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Calls of `ready` until it is true: first in a loop, then giving way to others.
+constexpr int SPINS = 2000;
+template <class Ready>
+void wait_for(const Ready &ready) {
+    for (int spins = 0; !ready(); spins++) {
+        if (spins < SPINS)
+            pause();
+        else
+            sched_yield();
+    }
+}
+
+struct alignas(64) Progress {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    int64_t units = 0;
+};
+
+// A program on its way. Threads enter and leave; while one is inside, the job is not used for another program.
+struct Job {
+    static constexpr int CLOSED = -(1 << 30);
+    std::atomic<int> inside{CLOSED};
+    const KernelTable *table = nullptr;
+    const Op *ops = nullptr;
+    int64_t count = 0, rows = -1;
+    int threads = 1;
+    std::unique_ptr<Progress[]> progress;
+    int64_t capacity = 0;
+
+    bool enter() {
+        int now = inside.load(std::memory_order_relaxed);
+        while (now >= 0)
+            if (inside.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) return true;
+        return false;
+    }
+    void leave() { inside.fetch_sub(1, std::memory_order_acq_rel); }
+    bool close() {
+        int none = 0;
+        return inside.load(std::memory_order_relaxed) == CLOSED ||
+               inside.compare_exchange_strong(none, CLOSED, std::memory_order_acq_rel);
+    }
+
+    void set(const KernelTable *kernels, const Op *first, int64_t number, int64_t rows_of_all, int threads_of_all) {
+        table = kernels, ops = first, count = number, rows = rows_of_all, threads = threads_of_all;
+        if (capacity < count) {
+            progress.reset(new Progress[size_t(count)]);
+            capacity = count;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            progress[size_t(i)].next.store(0, std::memory_order_relaxed);
+            progress[size_t(i)].done.store(0, std::memory_order_relaxed);
+            progress[size_t(i)].units = table->kernel(ops[i].kernel).units(call(i));
+        }
+    }
+    Call call(int64_t i) const { return Call{ops[i], rows < 0 ? ops[i].n[0] : rows, threads}; }
+
+    void work(double *seconds) {
+        auto before = Clock::now();
+        for (int64_t i = 0; i < count; i++) {
+            Progress &p = progress[size_t(i)];
+            for (;;) {
+                int64_t unit = p.next.fetch_add(1, std::memory_order_acq_rel);
+                if (unit >= p.units) break;
+                table->kernel(ops[i].kernel).run(call(i), unit);
+                p.done.fetch_add(1, std::memory_order_acq_rel);
+            }
+            wait_for([&] { return p.done.load(std::memory_order_acquire) >= p.units; });
+            if (seconds) {
+                auto now = Clock::now();
+                seconds[i] = std::chrono::duration<double>(now - before).count();
+                before = now;
+            }
+        }
+    }
+};
+
+class Pool {
+  public:
+    void resize(int threads) {
+        {
+            std::lock_guard<std::mutex> lock(sleep_);
+            stopping_ = true;
+        }
+        wake_.notify_all();
+        for (auto &thread : threads_) thread.join();
+        threads_.clear();
+        stopping_ = false;
+        for (int i = 1; i < threads; i++) threads_.emplace_back([this] { serve(); });
+    }
+
+    void run(const KernelTable *kernels, const Op *ops, int64_t count, int64_t rows, double *seconds) {
+        int threads = int(threads_.size()) + 1;
+        Job *job = nullptr;
+        wait_for([&] {
+            for (auto &one : jobs_)
+                if (one.close()) return (job = &one) != nullptr;
+            return false;
+        });
+        job->set(kernels, ops, count, rows, threads);
+        job->inside.store(1, std::memory_order_release);  // this thread
+        int64_t units = 0;
+        for (int64_t i = 0; i < count; i++) units = std::max(units, job->progress[size_t(i)].units);
+        if (threads > 1 && units > 1) {
+            current_.store(job, std::memory_order_release);
+            epoch_.fetch_add(1);
+            if (sleepers_.load() > 0) {
+                std::lock_guard<std::mutex> lock(sleep_);
+                wake_.notify_all();
+            }
+        }
+        job->work(seconds);
+        job->leave();
+    }
+
+  private:
+    void serve() {
+        uint64_t seen = 0;
+        for (;;) {
+            auto due = [&] { return epoch_.load() != seen; };
+            auto until = Clock::now() + SPIN;
+            for (int spins = 0; !due(); spins++) {
+                pause();
+                if (spins % 64 == 63) {
+                    if (Clock::now() > until) break;
+                    sched_yield();
+                }
+            }
+            if (!due()) {
+                std::unique_lock<std::mutex> lock(sleep_);
+                sleepers_.fetch_add(1);
+                wake_.wait(lock, [&] { return due() || stopping_; });
+                sleepers_.fetch_sub(1);
+            }
+            if (stopping_) return;
+            seen = epoch_.load(std::memory_order_acquire);
+            Job *job = current_.load(std::memory_order_acquire);
+            if (job && job->enter()) {
+                job->work(nullptr);
+                job->leave();
+            }
+        }
+    }
+
+    // How long an idle thread looks for work before it sleeps: longer than the host's work between two steps.
+    static constexpr std::chrono::microseconds SPIN{200};
+
+    std::vector<std::thread> threads_;
+    Job jobs_[4];
+    std::atomic<Job *> current_{nullptr};
+    std::atomic<uint64_t> epoch_{0};
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> stopping_{false};
+    std::mutex sleep_;
+    std::condition_variable wake_;
+};
+
+constexpr std::chrono::microseconds Pool::SPIN;
+
+// Never destroyed: at the process's end its threads are gone before any destructor could join them.
+Pool &pool() {
+    static Pool *made = new Pool;
+    return *made;
+}
+
+const KernelTable *table(int isa) {
+    for (auto one = TABLES; *one; one++)
+        if (supported((*one)->isa) && isa-- == 0) return *one;
+    return nullptr;
+}
+
+}  // namespace
+
+void *scratch(size_t bytes) {
+    struct Buffer {
+        void *memory = nullptr;
+        size_t size = 0;
+        ~Buffer() { std::free(memory); }
+    };
+    static thread_local Buffer buffer;
+    if (buffer.size < bytes) {
+        std::free(buffer.memory);
+        buffer.size = (bytes + 4095) / 4096 * 4096;
+        buffer.memory = std::aligned_alloc(64, buffer.size);
+    }
+    return buffer.memory;
+}
+
+}  // namespace npuserve
+
+using npuserve::Op;
+
+namespace {
+constexpr size_t HUGE = size_t(2) << 20;
+size_t rounded(size_t bytes) { return (bytes + HUGE - 1) / HUGE * HUGE; }
+}  // namespace
+
+const char *npuserve_isa(int i) {
+    auto found = npuserve::table(i);
+    return found ? found->isa : nullptr;
+}
+
+int npuserve_kernel(const char *name) {
+    auto groups = npuserve::TABLES[0]->groups;
+    for (int g = 0; groups[g]; g++)
+        for (int i = 0; groups[g][i].name; i++)
+            if (std::strcmp(groups[g][i].name, name) == 0) return g * npuserve::KernelTable::GROUP + i;
+    return -1;
+}
+
+void npuserve_set_threads(int threads) { npuserve::pool().resize(threads); }
+
+void npuserve_run(int isa, const Op *ops, int64_t count, int64_t rows, double *seconds) {
+    npuserve::pool().run(npuserve::table(isa), ops, count, rows, seconds);
+}
+
+void *npuserve_allocate(size_t bytes) {
+    // One large page more than needed, so that the memory can begin at one's border; what is not touched costs nothing.
+    size_t whole = rounded(bytes) + HUGE;
+    void *mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    uintptr_t begin = reinterpret_cast<uintptr_t>(mapped), aligned = rounded(begin), end = aligned + rounded(bytes);
+    if (aligned > begin) munmap(mapped, aligned - begin);
+    if (begin + whole > end) munmap(reinterpret_cast<void *>(end), begin + whole - end);
+#if defined(MADV_HUGEPAGE)
+    madvise(reinterpret_cast<void *>(aligned), rounded(bytes), MADV_HUGEPAGE);
+#endif
+    return reinterpret_cast<void *>(aligned);
+}
+
+void npuserve_free(void *memory, size_t bytes) { munmap(memory, rounded(bytes)); }

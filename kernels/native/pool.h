@@ -1,0 +1,39 @@
+#pragma once
+
+#include "op.h"
+
+namespace npuserve {
+
+// The kernels of each instruction set that this library was built with, the widest first.
+extern const KernelTable *const TABLES[];
+
+// True if this processor has the instruction set of that name.
+bool supported(const char *isa);
+
+}  // namespace npuserve
+
+// What Python calls.
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The name of the i-th instruction set that was built and that this processor has; null past the last.
+const char *npuserve_isa(int i);
+
+// The number of the kernel of that name, the same for every instruction set; -1 if there is none.
+int npuserve_kernel(const char *name);
+
+// The digest of the sources that this library was built from, as the build was told.
+const char *npuserve_source(void);
+
+// Threads of all runs from now on, the caller's included. Not while a program runs.
+void npuserve_set_threads(int threads);
+
+// Runs ops one after the other on the i-th instruction set of npuserve_isa. rows: in place of each op's own n[0]; -1
+// for none. seconds: of each op, where not null. May be called from several threads; each waits for its own ops.
+void npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows, double *seconds);
+
+// Zeroed memory in large pages where the system grants them; null if there is none.
+void *npuserve_allocate(size_t bytes);
+void npuserve_free(void *memory, size_t bytes);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,287 @@
+// A token of each row by chance: what kernels/sample.py's golden function says, without sorting.
+//
+//   sample  p: logits [T, Vp], temperature [T] float32, top_k [T] int64, top_p, min_p [T] float32, uniform [T] float64,
+//              out [T] int64                                                  n: T, Vp, columns that count
+//
+// top_k and top_p each keep what comes first in an order: by falling score, equal ones by id. So each is a border: a
+// score and how many of the scores that equal it are kept. Both are found by the same search, which halves the range of
+// scores and adds up what lies above, ones for top_k and weights for top_p. It looks only at scores that may be near:
+// the largest of each few columns already hold so much that nothing below the last of them is needed.
+#include <algorithm>
+#include <cfloat>
+
+#include "vec.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+// Sums of float32 in float64, by lane.
+struct Sum {
+    typedef double dvec __attribute__((vector_size(WIDTH * 4)));
+    dvec v[2 * PARTS] = {};
+
+    INLINE void add(F x) {
+#if defined(__AVX512F__)
+        __m256 half[2];
+        std::memcpy(half, &x, sizeof half);
+        v[0] += (dvec)_mm512_maskz_cvtps_pd(0xFF, half[0]);
+        v[1] += (dvec)_mm512_maskz_cvtps_pd(0xFF, half[1]);
+#elif defined(__AVX2__)
+        EACH(i) {
+            __m256 part = (__m256)x.v[i];
+            v[2 * i] += (dvec)_mm256_cvtps_pd(_mm256_castps256_ps128(part));
+            v[2 * i + 1] += (dvec)_mm256_cvtps_pd(_mm256_extractf128_ps(part, 1));
+        }
+#else
+        EACH(i) {
+            for (int l = 0; l < WIDTH; l++) v[2 * i + l / (WIDTH / 2)][l % (WIDTH / 2)] += double(x.v[i][l]);
+        }
+#endif
+    }
+    INLINE double total() const {
+        double l[LANES];
+        std::memcpy(l, v, sizeof l);
+        for (int i = 0; i < 8; i++) l[i] += l[i + 8];
+        for (int i = 0; i < 4; i++) l[i] += l[i + 4];
+        return (l[0] + l[2]) + (l[1] + l[3]);
+    }
+};
+
+// Adds those lanes of x whose bits are set to the end of out[n]; returns the new n. Writes up to 16 lanes past it.
+INLINE int64_t append(float *out, int64_t n, F x, uint32_t bits) {
+#if defined(__AVX512F__)
+    store(out + n, F{{(fvec)_mm512_maskz_compress_ps(__mmask16(bits), (__m512)x.v[0])}});
+    return n + __builtin_popcount(bits);
+#else
+    float l[LANES];
+    store(l, x);
+    for (int i = 0; i < LANES; i++) {
+        out[n] = l[i];
+        n += (bits >> i) & 1;
+    }
+    return n;
+#endif
+}
+
+// What all larger numbers are at least; NaN above infinity.
+INLINE float next_above(float x) { return x < INFINITY ? std::nextafter(x, INFINITY) : NAN; }
+INLINE float lane_min(F x) { return -lane_max(zero() - x); }
+
+template <class D>
+struct Row {
+    typedef typename D::type T;
+    static constexpr int64_t BLOCK = 32 * LANES;
+
+    // Kept are the scores above `score`, and of those that equal it the `ties` of the smallest ids.
+    // reached: false if all that was looked at did not add up to the limit.
+    struct Border {
+        float score;
+        double ties;
+        bool reached;
+    };
+
+    const T *logits;
+    int64_t columns, blocks;
+    float *largest;     // [blocks, 16]: by lane
+    float *candidates;  // [most + 16]
+    double *sums;       // [blocks]
+    float peak, scale;
+
+    Row(const T *of, int64_t width, float temperature)
+        : logits(of), columns(width), blocks(ceil_div(width, BLOCK)), scale(1.44269504f / temperature) {
+        int64_t most = blocks * BLOCK;
+        char *memory = static_cast<char *>(scratch(size_t(blocks * (LANES * 4 + 8) + (most + LANES) * 4)));
+        largest = reinterpret_cast<float *>(memory);
+        sums = reinterpret_cast<double *>(largest + blocks * LANES);
+        candidates = reinterpret_cast<float *>(sums + blocks);
+        F all = set1(-INFINITY);
+        for (int64_t b = 0; b < blocks; b++) {
+            F found = set1(-INFINITY);
+            each(b, [&](int64_t, F x) __attribute__((always_inline)) { found = max(x, found); });
+            store(largest + b * LANES, found);
+            all = max(found, all);
+        }
+        peak = lane_max(all);
+    }
+
+    // Calls body(column of the first lane, scores) for the lanes of a block. NaN counts as minus infinity; lanes past
+    // the last column are NaN, which is at least nothing and has no weight.
+    template <class Body>
+    INLINE void each(int64_t block, const Body &body) const {
+        int64_t begin = block * BLOCK;
+        by_lanes(std::min(BLOCK, columns - begin), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            F x = max(get_n<D>(logits + begin + i, n), set1(-INFINITY));
+            body(begin + i, n < LANES ? first(x, n, set1(NAN)) : x);
+        });
+    }
+    INLINE bool reaches(int64_t block, float score) const {
+        return at_least(load(largest + block * LANES), set1(score)) != 0;
+    }
+
+    // How likely against the likeliest, which is 1 also where scores are infinite or the temperature is tiny.
+    INLINE F weight(F x) const {
+        return where_at_least(x, set1(peak), set1(1.0f), exp2((x - set1(peak)) * set1(scale)));
+    }
+
+    double total() const {
+        Sum sum;
+        for (int64_t b = 0; b < blocks; b++)
+            each(b, [&](int64_t, F x) __attribute__((always_inline)) { sum.add(weight(x)); });
+        return sum.total();
+    }
+    // Of what a border keeps.
+    double total(const Border &kept) const {
+        int64_t n = collect(next_above(kept.score));
+        Sum sum;
+        for (int64_t i = 0; i < n; i += LANES) sum.add(weight(load(candidates + i)));
+        return sum.total() + kept.ties * lane_max(weight(set1(kept.score)));
+    }
+
+    // Candidates are the scores of at least `score`, then NaN up to whole lanes. Returns their number.
+    int64_t collect(float score) const {
+        int64_t n = 0;
+        for (int64_t b = 0; b < blocks; b++)
+            if (reaches(b, score))
+                each(b, [&](int64_t, F x) __attribute__((always_inline)) {
+                    n = append(candidates, n, x, at_least(x, set1(score)));
+                });
+        store(candidates + n, set1(NAN));
+        return n;
+    }
+
+    // A score above low, at most high.
+    static float between(float low, float high) {
+        float middle = std::max(low, -FLT_MAX) / 2 + std::min(high, FLT_MAX) / 2;
+        return middle > low && middle <= high ? middle : high;
+    }
+
+    // Where the n > 0 candidates add up to `limit`, the largest first. MASS: their weights, else their number. They are
+    // changed.
+    template <bool MASS>
+    Border search(int64_t n, double limit) const {
+        F lows = set1(INFINITY), highs = set1(-INFINITY);
+        for (int64_t i = 0; i < n; i += LANES) {
+            F x = load(candidates + i);
+            lows = min(x, lows), highs = max(x, highs);
+        }
+        float low = lane_min(lows), high = lane_max(highs);
+        double above = 0;  // of what is larger than all candidates that are left; less than the limit
+        while (low < high) {
+            F pivot = set1(between(low, high));
+            Sum mass;
+            int64_t count = 0;
+            lows = set1(INFINITY), highs = set1(-INFINITY);
+            for (int64_t i = 0; i < n; i += LANES) {
+                F x = load(candidates + i);
+                if (MASS)
+                    mass.add(where_at_least(x, pivot, weight(x), zero()));
+                else
+                    count += __builtin_popcount(at_least(x, pivot));
+                lows = min(where_at_least(x, pivot, x, lows), lows);
+                highs = max(where_at_least(x, pivot, highs, x), highs);
+            }
+            double upper = above + (MASS ? mass.total() : double(count));
+            bool up = upper >= limit;
+            if (up)
+                low = lane_min(lows);
+            else
+                high = lane_max(highs), above = upper;
+            n = keep(n, pivot, up);
+        }
+        double each_of_them = MASS ? lane_max(weight(set1(low))) : 1.0;
+        double ties = std::ceil((limit - above) / each_of_them);
+        return Border{low, std::max(1.0, std::min(double(n), ties)), above + double(n) * each_of_them >= limit};
+    }
+    // Of the candidates only those from the pivot up, or those below it. Returns their number.
+    int64_t keep(int64_t n, F pivot, bool up) const {
+        int64_t kept = 0;
+        for (int64_t i = 0; i < n; i += LANES) {
+            F x = load(candidates + i);
+            uint32_t bits = at_least(x, pivot), all = n - i < LANES ? (1u << (n - i)) - 1 : 0xFFFF;
+            kept = append(candidates, kept, x, up ? bits : ~bits & all);
+        }
+        store(candidates + kept, set1(NAN));
+        return kept;
+    }
+
+    template <bool MASS>
+    Border border(double limit, const Border &before) const {
+        std::memcpy(candidates, largest, size_t(blocks * LANES) * 4);
+        Border bound = search<MASS>(blocks * LANES, limit);
+        return search<MASS>(collect(std::max(bound.reached ? bound.score : -INFINITY, before.score)), limit);
+    }
+
+    // The column behind the last of the border's ties that are kept.
+    int64_t ties_end(const Border &kept) const {
+        double count = 0;
+        int64_t end = columns;
+        for (int64_t b = 0; b < blocks && end == columns; b++)
+            if (reaches(b, kept.score))
+                each(b, [&](int64_t column, F x) {
+                    uint32_t ties = at_least(x, set1(kept.score)) & at_least(set1(kept.score), x);
+                    for (; ties && end == columns; ties &= ties - 1)
+                        if (++count >= kept.ties) end = column + __builtin_ctz(ties) + 1;
+                });
+        return end;
+    }
+
+    int64_t draw(const Border &kept, float min_p, double uniform) const {
+        int64_t end = kept.ties < double(columns) ? ties_end(kept) : columns;
+        F score = set1(kept.score), more = set1(next_above(kept.score));
+        auto weights = [&](int64_t column, F x) __attribute__((always_inline)) {
+            F least = column + LANES <= end ? score : column >= end ? more : first(score, end - column, more);
+            F w = where_at_least(x, least, weight(x), zero());
+            return where_at_least(w, set1(min_p), w, zero());
+        };
+        double whole = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            Sum sum;
+            if (reaches(b, kept.score))
+                each(b, [&](int64_t column, F x) __attribute__((always_inline)) { sum.add(weights(column, x)); });
+            sums[b] = sum.total();
+            whole += sums[b];
+        }
+        // A float64 below 1 times the whole is less than the whole: there is such a block, and it has a weight.
+        double target = uniform * whole, before = 0;
+        int64_t block = 0;
+        while (block < blocks - 1 && before + sums[block] <= target) before += sums[block++];
+        float w[BLOCK] = {};
+        int64_t begin = block * BLOCK, id = begin;
+        each(block, [&](int64_t column, F x) __attribute__((always_inline)) {
+            store(w + (column - begin), weights(column, x));
+        });
+        for (int64_t i = 0; i < BLOCK && before <= target; i++) {
+            id = w[i] > 0 ? begin + i : id;
+            before += w[i];
+        }
+        return id;
+    }
+};
+
+template <class D>
+struct Sample {
+    static int64_t units(const Call &call) { return call.rows; }
+    static void run(const Call &call, int64_t row) {
+        const Op &op = call.op;
+        typedef typename Row<D>::Border Border;
+        Row<D> r(op.at<typename D::type>(0) + row * op.n[1], op.n[2], op.at<float>(1)[row]);
+        int64_t top_k = op.at<int64_t>(2)[row];
+        float top_p = op.at<float>(3)[row];
+        Border all{-INFINITY, double(r.columns), true}, kept = all;
+        bool few = 0 < top_k && top_k < r.columns;
+        if (few) kept = r.template border<false>(double(top_k), all);
+        if (top_p < 1) {
+            Border likely = r.template border<true>(double(top_p) * (few ? r.total(kept) : r.total()), kept);
+            if (likely.score > kept.score || likely.ties < kept.ties) kept = likely;
+        }
+        op.at<int64_t>(6)[row] = r.draw(kept, op.at<float>(4)[row], op.at<double>(5)[row]);
+    }
+};
+
+extern const Kernel SAMPLE[] = {
+    BY_DTYPE("sample", Sample),
+    {nullptr, nullptr, nullptr},
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve

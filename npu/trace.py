@@ -1,0 +1,264 @@
+"""A step taken apart, to find the first kernel that is wrong.
+
+1. A prompt step and a decode step of random tokens are executed on golden functions alone, from end to end.
+2. The same steps on the backend's kernels. The results of each call are compared with those of the golden function for
+   the very same arguments, and with those of the first pass.
+3. The same steps as the backend captures them, which must give the same hidden states to the last bit.
+
+A step may be cut short: to the first layers, without LM head, or with the logits of one row alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet
+from npuserve.npu.backends import select
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.batch import Batch, BatchBuffers, make_batch
+from npuserve.npu.kv_cache import KVCache
+from npuserve.npu.loader import load_weights
+from npuserve.npu.model import Model
+from npuserve.npu.model_config import ModelConfig, ModelError
+from npuserve.npu.rope import cos_sin_table
+from npuserve.npu.step import Row
+
+LmHead = Literal["full", "skip", "single"]
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Of a call's `relative`: a few roundings of the dtype."""
+
+REPLAYS = 5
+
+Args = tuple[Any, ...]
+Results = dict[str, Tensor]
+"""result.0, ...: what a call returned. argument.N: what its N-th argument was afterwards, if it changed that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel's call, compared.
+
+    step: "prompt" or "decode". index: of the call in its step. shape: of its first result. difference: the largest, of
+    any number. relative: the largest difference / (the golden number's size + the root mean square of its line); of
+    whole numbers, the part that are others. drift: `relative` against the golden pass. wrong: `relative` is not within
+    the tolerance.
+    """
+
+    step: str
+    index: int
+    kernel: str
+    shape: tuple[int, ...]
+    difference: float
+    relative: float
+    drift: float
+    wrong: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A captured step. same: its hidden states are those of the single calls, to the last bit. seconds: of the decoder,
+    the median. in_kernels: of its kernels alone, added up."""
+
+    step: str
+    same: bool
+    seconds: float
+    in_kernels: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of `rows` requests with prompts of so many tokens.
+
+    lm_head: logits of all rows, of none, or of the first one alone.
+    dump: a folder for STEP/INDEX-KERNEL.safetensors, each with a call's `Results`, with the golden function's for the
+    same arguments ("golden." before the names) and with those of the golden pass ("pass."). Caches are in the golden
+    layout.
+    """
+
+    model: Model
+    backend: Backend
+    rows: int
+    prompt: int
+    lm_head: LmHead
+    dump: Path | None = None
+
+    @torch.no_grad()
+    def run(self) -> Iterator[Call | Replay]:
+        """The calls of both steps, and after those of each its replay, where the backend captures."""
+        config, size, dtype = self.model.config, self.backend.block_size, self.model.weights.norm.dtype
+        blocks = -(-(self.prompt + 1) // size)
+        shape = (self.rows * blocks, size, config.num_kv_heads, config.head_dim)
+        golden_cache = KVCache(tuple(
+            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.num_layers)))
+        cache, captured_cache = (
+            KVCache.allocate(config, self.rows * blocks, size, dtype, self.backend) for _ in range(2))
+        buffers = BatchBuffers(self.rows * self.prompt, self.rows, blocks, size, self.backend)
+        captured = self.backend.capture(lambda: self.model.hidden(buffers.batch, captured_cache))
+        for step, rows in self._steps(blocks):
+            batch = make_batch(rows, size, self.backend)
+            expected: list[Results] = []
+            self._forward(_Tapped(GOLDEN, _golden_call(expected)), batch, golden_cache)
+            calls: list[Call] = []
+            hidden = self._forward(_Tapped(self.backend.kernels, self._compared(step, expected, calls)), batch, cache)
+            yield from calls
+            if self.lm_head != "skip":
+                yield self._argmax(step, len(calls), self._sampling(hidden, batch))
+            if captured:
+                count = len(buffers.fill(rows).ids)
+                same = torch.equal(captured.replay(count), hidden)
+                in_kernels = sum(seconds for _, seconds in captured.replay_timed(count)[1])
+                yield Replay(step, same, statistics.median(_seconds(captured.replay, count) for _ in range(REPLAYS)),
+                             in_kernels)
+
+    def _steps(self, blocks: int) -> Iterator[tuple[str, list[Row]]]:
+        ids = torch.randint(self.model.config.vocab_size, (self.rows, self.prompt + 1),
+                            generator=torch.Generator().manual_seed(0)).tolist()
+        own = [list(range(row * blocks, (row + 1) * blocks)) for row in range(self.rows)]
+        yield "prompt", [Row(r, ids[r][:-1], 0, own[r], True) for r in range(self.rows)]
+        yield "decode", [Row(r, ids[r][-1:], self.prompt, own[r], True) for r in range(self.rows)]
+
+    def _forward(self, kernels: KernelSet, batch: Batch, cache: KVCache) -> Tensor:
+        model = dataclasses.replace(self.model, kernels=kernels)
+        hidden = model.hidden(batch, cache)
+        if self.lm_head != "skip":
+            kernels.greedy(model.logits(self._sampling(hidden, batch)), model.config.vocab_size)
+        return hidden
+
+    def _sampling(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return hidden[batch.sample_tokens if self.lm_head == "full" else batch.sample_tokens[:1]]
+
+    def _argmax(self, step: str, index: int, hidden: Tensor) -> Call:
+        """The fused LM head against the backend's own logits: two that are nearly equal are none of its faults."""
+        ids = self.model.kernels.greedy(self.model.logits(hidden), self.model.config.vocab_size)[:, :1]
+        others = _relative(self.model.likeliest(hidden)[:, :1], ids)
+        return Call(step, index, "linear_argmax", tuple(ids.shape), 0.0, others, 0.0, others > 0)
+
+    def _compared(self, step: str, expected: list[Results], calls: list[Call]) -> _Tap:
+        """Makes calls, comparing them with `expected`, from which it takes what it used."""
+
+        def call(name: str, function: Callable[..., Any], args: Args) -> Any:
+            made = KERNELS[name].implementations.get(self.backend.kernels) or Implementation(KERNELS[name].golden)
+            golden: list[Results] = []
+            _golden_call(golden)(name, KERNELS[name].golden, _cloned(made.restore(args)))
+            result = function(*args)
+            got = _results(result, made.restore(args), list(golden[0]))
+            of_pass = expected.pop(0)
+            errors = [_relative(got[key], want) for key, want in golden[0].items()]
+            tolerance = [TOLERANCE[x.dtype] if x.is_floating_point() else 0.0 for x in got.values()]
+            wrong = any(not error <= most for error, most in zip(errors, tolerance, strict=True))
+            difference = max(_difference(got[key], want) for key, want in golden[0].items())
+            drift = max(_relative(got[key], want) for key, want in of_pass.items())
+            shape = tuple(got["result.0"].shape)
+            calls.append(Call(step, len(calls), name, shape, difference, max(errors), drift, wrong))
+            self._save(calls[-1], got, {"golden": golden[0], "pass": of_pass})
+            return result
+
+        return call
+
+    def _save(self, call: Call, got: Results, others: dict[str, Results]) -> None:
+        if self.dump is None:
+            return
+        folder = self.dump / call.step
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {f"{of}.{key}": x for of, results in others.items() for key, x in results.items()}
+        save_file({key: x.contiguous() for key, x in (got | named).items()},
+                  folder / f"{call.index:04}-{call.kernel}.safetensors")
+
+
+def load(
+    folder: Path | str, *, backend: str = "auto", dtype: str = "auto", threads: int = 0, max_model_len: int = 0,
+    layers: int = 0,
+) -> tuple[Model, Backend]:
+    """The model in `folder` without a runner, of its first `layers` layers; 0: of all. max_model_len: positions.
+
+    Raises ModelError and BackendError as `load_runner` does, and ModelError for more layers than there are.
+    """
+    device = select(backend)
+    device.set_threads(threads)
+    config = ModelConfig.from_folder(folder)
+    if layers > config.num_layers:
+        raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
+    weights = load_weights(folder, config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), device)
+    layers = layers or config.num_layers
+    return Model(
+        dataclasses.replace(config, num_layers=layers),
+        dataclasses.replace(weights, layers=weights.layers[:layers]),
+        cos_sin_table(config.rope, config.head_dim, max_model_len or config.context_length, device.device),
+        KernelSet(device.kernels),
+    ), device
+
+
+_Tap = Callable[[str, Callable[..., Any], Args], Any]
+"""Makes a call: takes the kernel's name, its function, and the arguments."""
+
+
+class _Tapped(KernelSet):
+    """Kernels whose calls go through `tap`."""
+
+    def __init__(self, backend: str, tap: _Tap):
+        super().__init__(backend)
+
+        def tapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: tap(name, function, args)
+
+        self.__dict__.update({name: tapped(name, getattr(self, name)) for name in KERNELS})
+
+
+def _golden_call(made: list[Results]) -> _Tap:
+    """Makes calls in the golden layout, adding their results to `made`."""
+
+    def call(name: str, function: Callable[..., Any], args: Args) -> Any:
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in args]
+        result = function(*args)
+        changed = [f"argument.{i}" for i, x in enumerate(args) if isinstance(x, Tensor) and x._version > versions[i]]
+        made.append(_results(result, args, changed))
+        return result
+
+    return call
+
+
+def _results(result: Any, args: Args, names: list[str]) -> Results:
+    """What was returned, and those of the arguments that `names` names, copied."""
+    values = result if isinstance(result, tuple) else (result,)
+    made = {f"result.{i}": x for i, x in enumerate(values) if isinstance(x, Tensor)}
+    for name in names:
+        if name.startswith("argument."):
+            made[name] = args[int(name.removeprefix("argument."))].clone()
+    return made
+
+
+def _cloned(args: Args) -> Args:
+    return tuple(x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in args)
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    if not want.numel():
+        return 0.0
+    return float(torch.where(got == want, 0.0, (got.double() - want.double()).abs()).max())
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    if not want.numel():
+        return 0.0
+    if not want.is_floating_point():
+        return float((got != want).double().mean())
+    wide = want.double()
+    size = wide.abs() + wide.square().mean(-1, keepdim=True).sqrt()
+    return float(torch.where(got == want, 0.0, (got.double() - wide).abs() / size).max())
+
+
+def _seconds(replay: Callable[[int], object], count: int) -> float:
+    began = time.perf_counter()
+    replay(count)
+    return time.perf_counter() - began

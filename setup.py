@@ -1,0 +1,162 @@
+"""Builds the native CPU kernels, kernels/native/libnpuserve.so; all else that setuptools needs is in pyproject.toml.
+
+The library is a plain shared one for ctypes, so one wheel serves every Python 3 of a platform. Where no C++17 compiler
+works, or it fails, the package is installed without the library, as a pure wheel, and plain torch serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("kernels/native")
+ROOT = Path(__file__).resolve().parent
+ONCE = ("pool.cpp", "tables.cpp")
+"""Every other source is compiled once for each instruction set."""
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",
+         "-Wno-unknown-pragmas", "-pthread")
+LINK_FLAGS = ("-Wl,-z,defs",) if sys.platform == "linux" else ()
+"""A function that is missing is an error here already."""
+
+X86 = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma",
+               "-mprefer-vector-width=512"),
+    "avx2": ("-mavx2", "-mfma"),
+}
+PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}
+ISAS = {"x86_64": X86 | PORTABLE}.get(platform.machine(), PORTABLE)
+"""Instruction set -> its flags. A compiler that does not know them builds the others."""
+
+
+class BuildError(Exception):
+    """Why there is no library, in one line."""
+
+
+def digest(folder: Path) -> str:
+    """Of all that the library is made from. The library holds it, so that a stale one is known."""
+    made = hashlib.sha256(repr((platform.machine(), FLAGS, LINK_FLAGS, ISAS)).encode())
+    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+        made.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return made.hexdigest()
+
+
+def is_current(library: Path, folder: Path) -> bool:
+    return library.exists() and digest(folder).encode() in library.read_bytes()
+
+
+def run(command: list[str], source: str | None = None) -> None:
+    """source: for its stdin. BuildError if the command fails."""
+    english = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, input=source, env=english, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error.strerror}") from None
+    if done.returncode:
+        lines = done.stderr.splitlines() or [f"{command[0]} failed"]
+        raise BuildError(next((line for line in lines if re.search("error|undefined", line)), lines[0]).strip())
+
+
+def works(compiler: list[str], *flags: str) -> bool:
+    """True if it makes a shared library of C++17 with these flags."""
+    try:
+        run([*compiler, *FLAGS, *flags, "-x", "c++", "-shared", "-", "-o", os.devnull], "#include <thread>\n")
+    except BuildError:
+        return False
+    return True
+
+
+def find_compiler() -> list[str]:
+    """The words of $CXX where it is set, else the first of the usual ones. BuildError if none works."""
+    named = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
+    for command in named:
+        if works(command):
+            return command
+    raise BuildError(f"{' or '.join(map(shlex.join, named))} is no working C++17 compiler")
+
+
+def build(library: Path, folder: Path) -> list[str]:
+    """Compiles the sources in `folder` and returns the instruction sets that the library has. BuildError."""
+    compiler = find_compiler()
+    isas = {name: flags for name, flags in ISAS.items() if not flags or works(compiler, *flags)}
+    defines = [f"-DHAS_{name}" for name in isas] + [f'-DNPUSERVE_SOURCE="{digest(folder)}"']
+    units = [(folder / name, defines) for name in ONCE]
+    for file in sorted(folder.glob("*.cpp"), key=lambda file: -file.stat().st_size):  # what takes longest comes first
+        if file.name not in ONCE:
+            units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()]
+    with TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as threads:
+        objects = [f"{temporary}/{number}.o" for number in range(len(units))]
+        commands = [[*compiler, *FLAGS, *flags, "-c", str(file), "-o", made]
+                    for (file, flags), made in zip(units, objects, strict=True)]
+        for _ in threads.map(run, commands):
+            pass
+        linked = Path(temporary, library.name)
+        run([*compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(linked)])
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(linked, library)
+    return list(isas)
+
+
+class BuildNative(build_ext):
+    """Puts the library where setuptools wants the extension: the wheel, or for an editable install the tree."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def build_extension(self, ext: Extension) -> None:
+        folder, name = ROOT / SOURCES, self.get_ext_filename(ext.name)
+        library, in_tree = Path(self.build_lib, name), folder / "libnpuserve.so"
+        for made in (library, in_tree, *ROOT.glob(f"build/*/{name}")):
+            if is_current(made, folder):
+                if made != library:
+                    library.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(made, library)
+                return
+        library.unlink(missing_ok=True)
+        begun = time.monotonic()
+        try:
+            isas = build(library, folder)
+        except BuildError as error:
+            # From here on the distribution is a pure one.
+            self.distribution.ext_modules, self.extensions = [], []
+            if self.editable_mode:
+                in_tree.unlink(missing_ok=True)
+            self.announce(
+                f"npuserve: the native CPU kernels are NOT built ({error}), so plain torch serves, much slower; "
+                "install again with g++ or clang++, or CXX naming another", logging.WARNING)
+        else:
+            took = f"{time.monotonic() - begun:.0f} s"
+            self.announce(f"npuserve: native CPU kernels for {', '.join(isas)} built in {took}", logging.WARNING)
+
+
+class Wheel(bdist_wheel):
+    def run(self) -> None:
+        self.run_command("build")
+        self.root_is_pure = not self.distribution.has_ext_modules()
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("npuserve.kernels.native.libnpuserve", sources=sorted(map(str, SOURCES.glob("*.cpp"))),
+                               depends=sorted(map(str, SOURCES.glob("*.h"))))],
+        cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
+    )

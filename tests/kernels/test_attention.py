@@ -1,0 +1,75 @@
+"""The native attention, bit by bit: a query's numbers are its own, in whatever company it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.native import layout
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+ISAS = native.library().isas if native.available() else []
+CONTEXT, BLOCKS = 600, 60
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    threads = native.library().threads
+    with native.using(request.param):
+        yield request.param
+    native.library().set_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (16, 8, 128), (9, 3, 64), (5, 5, 10)])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threads(
+    isa, dtype, q_heads, kv_heads, dim, block_size
+):
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    keys, values = (randn(BLOCKS, block_size, kv_heads, dim) for _ in range(2))
+    q = randn(CONTEXT, q_heads, dim)
+    table = torch.randperm(BLOCKS, generator=generator)[: -(-CONTEXT // block_size)].int()
+    # What lies past the context belongs to nobody and may be anything.
+    last = CONTEXT % block_size
+    keys[table[-1], last:] = values[table[-1], last:] = torch.nan
+    packed = layout.pack_keys(keys), layout.pack_values(values)
+    attend = paged_attention.implementations["cpu"].function
+
+    def outputs(rows: list[tuple[int, int]]) -> torch.Tensor:
+        """rows: (first query, end) of each."""
+        metadata = AttentionMetadata.from_lengths(
+            table.expand(len(rows), -1).contiguous(), [end for _, end in rows], [end - first for first, end in rows])
+        queries = torch.cat([q[first:end] for first, end in rows])
+        return attend(queries, *packed, metadata, dim**-0.5)
+
+    whole = outputs([(0, CONTEXT)])
+    assert not whole.isnan().any()
+    for threads in (1, 2, 3):
+        native.library().set_threads(threads)
+        for rows in (
+            *([(end - 1, end)] for end in (1, 2, 16, 17, 255, 256, 257, 511, 512, 513, CONTEXT)),
+            *([(first, first + n)] for first, n in ((0, 7), (3, 64), (250, 9), (300, 33), (599, 1))),
+            [(299, 300), (590, 600), (0, 1), (24, 64), (256, 257)],
+            [(i, i + 1) for i in range(0, CONTEXT, 7)],
+        ):
+            expected = torch.cat([whole[first:end] for first, end in rows])
+            assert torch.equal(outputs(rows), expected), (threads, rows)
+
+
+def test_layouts_are_inverses():
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = torch.randn(3, 32, 2, 10, generator=generator).to(dtype)
+        keys, values = layout.pack_keys(plain), layout.pack_values(plain)
+        assert keys.shape == layout.key_shape(3, 32, 2, 10, dtype)
+        assert values.shape == layout.value_shape(3, 32, 2, 10, dtype)
+        assert layout.block_size(keys) == 32
+        assert torch.equal(layout.unpack_keys(keys), plain)
+        assert torch.equal(layout.unpack_values(values, 10), plain)

@@ -1,0 +1,62 @@
+"""The ceilings count what they do; what they reach is the machine's business."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npuserve.kernels import ceilings as module
+from npuserve.kernels import native
+from npuserve.kernels.ceilings import Ceilings, ceilings
+
+SMALL = 8 << 20
+needs_library = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+
+@pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["native", "torch"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the native kernels and without; passes as short as can be."""
+    monkeypatch.setattr(module, "_PASS_SECONDS", 1e-4)
+    monkeypatch.setattr(module, "_TORCH_SIZE", 64)
+    if not request.param:
+        monkeypatch.setattr(native, "_LIBRARY", None)
+
+
+@pytest.mark.usefixtures("either")
+def test_all_are_there_and_above_nothing() -> None:
+    found = ceilings(SMALL)
+    assert list(found) == ["read_gbs", "bf16_gflops", "int8_gops", "fp32_gflops"]
+    assert all(value > 0 for value in found.values())
+
+
+@pytest.mark.usefixtures("either")
+def test_reads_in_whole_pieces() -> None:
+    assert Ceilings(SMALL - 1).read_bytes == SMALL
+
+
+@needs_library
+def test_every_byte_is_read() -> None:
+    """The exclusive or of a piece's words shows each of its bytes."""
+    pieces, size = 3, 1536
+    memory = torch.randint(256, (pieces, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = torch.empty(pieces, dtype=torch.int32)
+    for isa in native.library().isas:
+        with native.using(isa):
+            native.call("read", ("read", torch.int8, [memory, found.zero_()], [pieces, size]))
+        for piece, got in zip(memory.view(torch.int32).tolist(), found.tolist(), strict=True):
+            expected = 0
+            for word in piece:
+                expected ^= word
+            assert got == expected, isa
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32])
+def test_operations_grow_with_iterations(dtype: torch.dtype) -> None:
+    done = torch.zeros(2, 2, dtype=torch.int64)
+    for isa in native.library().isas:
+        with native.using(isa):
+            for row, iterations in zip(done, (10, 30), strict=True):
+                native.call("peak", ("peak", dtype, [row], [2, iterations]))
+        assert (done[1] == 3 * done[0]).all(), isa
+        assert (done[0] >= 10 * 2 * native.LANES).all(), isa

@@ -1,0 +1,131 @@
+"""Recording calls as a program, threads, and the memory of both."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.linear import linear
+from npuserve.kernels.native.packed import PackedWeight
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+
+@pytest.fixture
+def lib():
+    library = native.library()
+    threads = library.threads
+    yield library
+    library.set_threads(threads)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chain(x: torch.Tensor, weights: list[PackedWeight]) -> torch.Tensor:
+    apply = linear.implementations["cpu"].function
+    for weight in weights:
+        x = apply(x, weight, None)
+    return x
+
+
+def test_a_program_is_the_calls_for_any_number_of_rows(lib):
+    weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(20)]
+    x = torch.zeros(50, 64)
+    program = native.record(lambda: chain(x, weights))
+    for rows in (50, 1, 13):
+        x[:rows] = randn(rows, 64, seed=rows)
+        assert torch.equal(program.replay(rows), chain(x[:rows], weights))
+    output, calls = program.replay_timed(13)
+    assert torch.equal(output, chain(x[:13], weights))
+    assert [name for name, _ in calls] == ["linear"] * 20
+    assert all(0 <= seconds < 1 for _, seconds in calls)
+
+
+def test_a_programs_outputs_share_memory_when_they_are_dropped(lib):
+    weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(20)]
+    x = torch.zeros(50, 64)
+    places = []
+
+    def step() -> torch.Tensor:
+        y = x
+        for weight in weights:
+            y = chain(y, [weight])
+            places.append(y.data_ptr())
+        return y
+
+    native.record(step)
+    assert len(set(places)) == 2  # what is read and what is written
+
+
+def test_programs_are_not_recorded_in_each_other(lib):
+    with pytest.raises(RuntimeError, match="already"):
+        native.record(lambda: native.record(lambda: torch.zeros(1)).replay(1))
+    assert native.empty(2, dtype=torch.float32).shape == (2,)
+
+
+def test_many_callers_and_changing_threads(lib):
+    """Runs from several threads at once, each on jobs of its own, give what they give alone."""
+    weights = [PackedWeight.pack(randn(96, 96, seed=i) / 10) for i in range(8)]
+    inputs = [randn(rows, 96, seed=rows) for rows in (1, 3, 17, 40)]
+    expected = [chain(x, weights) for x in inputs]
+    for threads in (1, 2, 4):
+        lib.set_threads(threads)
+        wrong = []
+
+        def work(x: torch.Tensor, want: torch.Tensor, wrong: list[int] = wrong) -> None:
+            for i in range(50):
+                if not torch.equal(chain(x, weights), want):
+                    wrong.append(i)
+
+        workers = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not wrong
+
+
+def test_kernels_are_known_by_name(lib):
+    assert lib.kernel("linear/float32") != lib.kernel("linear/bfloat16")
+    with pytest.raises(KeyError):
+        lib.kernel("linear/float16")
+    with pytest.raises(ValueError, match="none"), native.using("none"):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (37, 33), (130, 70)])
+def test_packing_is_undone_by_rows(lib, dtype, n, k):
+    weight = randn(n, k).mul(40).to(dtype)
+    packed = PackedWeight.pack(weight)
+    assert packed.shape == weight.shape
+    assert torch.equal(packed.dense(), weight)
+    ids = torch.tensor([n - 1, 0, n // 2, 0])
+    assert torch.equal(packed.rows(ids), weight[ids])
+    row = randn(3, k, seed=1).mul(40).to(dtype)
+    for first in {0, max(0, n // 2 - 1)}:
+        if first + 3 <= n:
+            packed.write(first, row)
+            weight[first : first + 3] = row
+    assert torch.equal(packed.dense(), weight)
+
+
+def test_memory_is_given_back(lib):
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    gc.collect()
+    before = resident()
+    memory = native.Arena().zeros((64 << 20,), torch.uint8)
+    memory.fill_(1)
+    assert resident() - before > 48 << 20
+    del memory
+    gc.collect()
+    assert resident() - before < 16 << 20

@@ -1,0 +1,142 @@
+"""The bench on cases small enough to be counted by hand: what it reports is what was run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from npuserve.kernels import ceilings, measure, native
+from npuserve.kernels.ceilings import Ceilings
+from npuserve.kernels.costs import COSTS, Cost
+from npuserve.kernels.linear import linear
+from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Implementation, Kernel
+from npuserve.service import cli
+
+Capture = pytest.CaptureFixture[str]
+FIELDS = {"kernel", "case", "dtype", "backend", "error", "other_ids", "seconds", "bytes_per_second",
+          "operations_per_second", "bound", "share", "others"}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short passes over little memory, and the threads of before at the end."""
+    monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
+    for module, name, value in (
+        (ceilings, "_PASS_SECONDS", 1e-4), (measure, "COLD_BYTES", 1 << 16), (measure, "_PASS_SECONDS", 1e-4),
+        (measure, "_MOST_PASSES", 5), (measure, "_SECONDS", 0.0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    torch_threads, threads = torch.get_num_threads(), native.library().threads if native.available() else 0
+    yield
+    torch.set_num_threads(torch_threads)
+    if native.available():
+        native.library().set_threads(threads)
+
+
+def bench(*arguments: str, capsys: Capture) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The ceilings and the rows of --json."""
+    assert cli.main(["bench", "kernels", *arguments, "--threads", "1", "--json"]) == 0
+    first, *rows = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    return first, rows
+
+
+@pytest.fixture
+def doubled(monkeypatch: pytest.MonkeyPatch) -> Kernel[..., Any]:
+    """A kernel that writes twice its argument into it and says which is the largest; the implementation "off" adds a
+    quarter and takes the wrong one."""
+
+    def golden(x: Tensor) -> Tensor:
+        return x.mul_(2).argmax(dim=-1)
+
+    def off(x: Tensor) -> Tensor:
+        return x.mul_(2).add_(0.25).argmin(dim=-1)
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor]:
+        return (torch.arange(20.0).to(dtype).view(4, 5),)
+
+    made: Kernel[..., Any] = Kernel("doubled", golden, [Case("4x5", make, True), Case("small", make)], (torch.float32,))
+    made.implementations["off"] = Implementation(off)
+    monkeypatch.setitem(KERNELS, "doubled", made)
+    monkeypatch.setitem(COSTS, "doubled", lambda x: Cost(2 * x.nbytes, x.numel(), "fp32"))
+    return made
+
+
+def test_errors_of_results_and_of_what_is_changed_in_place(doubled: Kernel[..., Any], capsys: Capture) -> None:
+    _, rows = bench("--kernel", "doubled", capsys=capsys)
+    assert [(row["backend"], row["error"], row["other_ids"]) for row in rows] == [("off", 0.25, 4), (GOLDEN, 0.0, 0)]
+    for row in rows:
+        assert set(row) == FIELDS
+        assert (row["case"], row["dtype"], row["bound"]) == ("4x5", "float32", "cache")
+        assert row["bytes_per_second"] * row["seconds"] == pytest.approx(2 * 20 * 4)
+        assert row["operations_per_second"] * row["seconds"] == pytest.approx(20)
+
+
+def test_share_is_of_the_ceiling_that_binds(capsys: Capture) -> None:
+    """A real kernel, on its smallest case: few rows are bound by the weight, which is read from copy after copy."""
+    case = Case("2x64x64", linear.cases[2].make, True)
+    everything = measure.Bench(linear, case, torch.bfloat16, Ceilings(), {
+        "read_gbs": 1e-3, "bf16_gflops": 1e6, "int8_gops": 1e6, "fp32_gflops": 1e6})
+    found = everything.measure(GOLDEN)
+    assert found.bound == "memory"
+    assert found.error < 0.05
+    assert found.share > 0
+    nothing = measure.Bench(linear, case, torch.bfloat16, Ceilings(), {
+        "read_gbs": 1e6, "bf16_gflops": 1e-3, "int8_gops": 1e6, "fp32_gflops": 1e6})
+    assert nothing.measure(GOLDEN).bound == "matrix"
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_programs_of_calls_count_each_call() -> None:
+    x = torch.ones(4, 8)
+    seen: list[int] = []
+
+    def function(value: Tensor) -> Any:
+        seen.append(1)
+        return KERNELS["swiglu"].implementations["cpu"].function(value)
+
+    calls = measure._calls(function, [(x,)] * 6, recorded=True)
+    assert len(seen) == 6
+    calls()
+    assert len(seen) == 6  # nothing of Python is left in it
+    measure._calls(function, [(x,)] * 6, recorded=False)()
+    assert len(seen) == 12
+
+
+def test_a_table_for_people(doubled: Kernel[..., Any], capsys: Capture) -> None:
+    assert cli.main(["bench", "kernels", "--kernel", "doubled", "--threads", "1"]) == 0
+    first, _, head, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("ceilings: memory read ")
+    assert head.split()[:5] == ["kernel", "case", "dtype", "backend", "error"]
+    assert [row.split()[:5] for row in rows] == [
+        ["doubled", "4x5", "float32", "off", "4"], ["doubled", "4x5", "float32", "golden", "0.0e+00"]]
+
+
+def test_one_backend_alone(doubled: Kernel[..., Any], capsys: Capture) -> None:
+    for backend in ("off", GOLDEN):
+        _, rows = bench("--kernel", "doubled", "--backend", backend, capsys=capsys)
+        assert [row["backend"] for row in rows] == [backend]
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_every_instruction_set_can_be_asked_for(doubled: Kernel[..., Any], capsys: Capture) -> None:
+    before = native.library().isa
+    for isa in native.library().isas:
+        found, _ = bench("--kernel", "doubled", "--isa", isa, capsys=capsys)
+        assert set(found) == {"read_gbs", "bf16_gflops", "int8_gops", "fp32_gflops"}
+    assert native.library().isa == before
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--kernel", "linear", "sing"], "kernel: 'sing' is not one of"),
+    (["--kernel", "linear", "--case", "7x7"], "case: no benchmark case of linear contains '7x7'"),
+    (["--isa", "vax"], "isa: 'vax' is not one of"),
+    (["--backend", "abacus"], "backend: 'abacus' is not one of"),
+])
+def test_nonsense_is_named(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert cli.main(["bench", "kernels", *arguments]) == 2
+    assert said in capsys.readouterr().err
