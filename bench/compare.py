@@ -84,13 +84,14 @@ def prompts_of(measure: Measure, vocabulary: int, text: list[int]) -> list[list[
     if not text:
         return measure.random_prompts(vocabulary)
     long = text * (measure.context // len(text) + 2)
-    return [long[(begin := random.randrange(len(text))) : begin + measure.context] for _ in range(measure.rows)]
+    begins = [random.randrange(len(text)) for _ in range(measure.rows)]
+    return [long[begin : begin + measure.context] for begin in begins]
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every sample, with its run, round, measure and contestant."""
     options = ["--threads", str(args.threads), "--tokens", str(args.tokens)]
-    vocabulary = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    vocabulary: int = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     text = text_ids(args.model, args.texts) if args.texts else []
     wanted = [[OURS, sys.executable], *([[CEILING, sys.executable]] if args.ceiling else []), *args.peer]
     samples: list[dict[str, Any]] = []

@@ -53,6 +53,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
     return Cost(_nbytes(x, weight, bias) + out * x.itemsize, 2 * out * x.shape[1], _KINDS[x.dtype], cold=(1,))
 
 
+def _linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
+    out = len(x) * len(weight) // 2
+    return Cost(_nbytes(x, weight, bias) + out * x.itemsize, 4 * out * x.shape[1], _KINDS[x.dtype], cold=(1,))
+
+
 def _linear_argmax(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Cost:
     return Cost(_nbytes(x, weight, bias) + 8 * len(x), 2 * x.numel() * len(weight), _KINDS[x.dtype], cold=(1,))
 
@@ -116,6 +121,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "add_rms_norm": _add_rms_norm,
     "linear": _linear,
     "linear_argmax": _linear_argmax,
+    "linear_swiglu": _linear_swiglu,
     "quantize_per_token": _quantize_per_token,
     "linear_w8a8": _linear_w8a8,
     "qk_norm_rope_kv_write": _qk_norm_rope_kv_write,

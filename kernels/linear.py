@@ -12,6 +12,7 @@ from npuserve.kernels import native
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight, Weight, dense
 from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.swiglu import swiglu
 
 # (K, N) of a Qwen3-0.6B: qkv, attention output, gate and up, down.
 QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
@@ -39,6 +40,26 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K], weight [N, K], bias [N] or None -> [T, N]."""
     return F.linear(x, dense(weight), bias)
+
+
+def _swiglu_case(tokens: int, k: int, intermediate: int, bias: bool = False, benchmark: bool = False) -> Case:
+    return Case(f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}",
+                _case(tokens, k, 2 * intermediate, bias).make, benchmark)
+
+
+@kernel(
+    "linear_swiglu",
+    cases=[
+        _swiglu_case(1, 8, 3),
+        _swiglu_case(5, 33, 16, bias=True),
+        _swiglu_case(37, 64, 80),
+        _swiglu_case(9, 20, 23, bias=True),
+        *(_swiglu_case(t, 1024, 3072, benchmark=True) for t in (1, 8, 32, 512)),
+    ],
+)
+def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [T, K], weight [2 I, K] of gate and up, bias [2 I] or None -> [T, I]: `swiglu` of what `linear` makes."""
+    return swiglu(linear(x, weight, bias))
 
 
 def _argmax_case(rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False) -> Case:
@@ -73,6 +94,20 @@ def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     out = native.empty(len(x), weight.n, dtype=x.dtype)
     native.call("linear", ("linear", x.dtype, [x, weight.words, bias, out], [len(x), weight.k, weight.n]))
+    return out
+
+
+@native.implementation(linear_swiglu, adapt=_pack)
+def _(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    sizes = [len(x), weight.k, weight.n]
+    if weight.n // 2 % native.LANES:  # gate and up meet within a panel
+        between = native.empty(len(x), weight.n, dtype=x.dtype)
+        out = native.empty(len(x), weight.n // 2, dtype=x.dtype)
+        native.call("linear_swiglu", ("linear", x.dtype, [x, weight.words, bias, between], sizes),
+                    ("swiglu", x.dtype, [between, out], [len(x), weight.n // 2]))
+        return out
+    out = native.empty(len(x), weight.n // 2, dtype=x.dtype)
+    native.call("linear_swiglu", ("linear_swiglu", x.dtype, [x, weight.words, bias, out], sizes))
     return out
 
 

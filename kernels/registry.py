@@ -184,6 +184,7 @@ class KernelSet:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
     linear_argmax: Callable[..., Tensor]
+    linear_swiglu: Callable[..., Tensor]
     quantize_per_token: Callable[..., tuple[Tensor, Tensor]]
     linear_w8a8: Callable[..., Tensor]
     qk_norm_rope_kv_write: Callable[..., Tensor]

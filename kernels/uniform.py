@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from npuserve.kernels import native
 
 U64 = npt.NDArray[np.uint64]
 
@@ -28,6 +31,18 @@ def philox(counter: U64, key: U64) -> U64:
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """One number in [0, 1), a multiple of 2**-53, for each of seeds [N] (uint64) and positions [N] (at least 0)."""
     seed, position = np.asarray(seeds, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
+    return _native(seed, position) if native.available() else golden(seed, position)
+
+
+def _native(seed: U64, position: U64) -> npt.NDArray[np.float64]:
+    out = np.empty(len(seed))
+    arguments = [torch.from_numpy(array) for array in (seed.view(np.int64), position.view(np.int64), out)]
+    native.call("uniform", ("uniform", torch.float64, arguments, [len(seed)]))
+    return out
+
+
+def golden(seed: U64, position: U64) -> npt.NDArray[np.float64]:
+    """`uniform` of arrays, by `philox`."""
     nothing = np.zeros_like(position)
     counter = np.stack([position & _LOW, position >> _32, nothing, nothing])
     words = philox(counter, np.stack([seed & _LOW, seed >> _32]))

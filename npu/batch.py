@@ -17,6 +17,9 @@ from npuserve.npu.step import Row
 
 Phase = Literal["prefill", "decode", "mixed"]
 
+_VIEWS = 256
+"""Views of a buffer that are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -36,6 +39,10 @@ class Batch:
     phase: Phase
 
 
+_MIXED: Phase = "mixed"
+_DECODE: Phase = "decode"
+
+
 class _Buffer:
     """A tensor on the device and the host memory that fills it, which are one where the device is the host."""
 
@@ -44,21 +51,32 @@ class _Buffer:
         self.array = self._host.numpy()
         self.tensor = self._host.to(backend.device)
         self._shared = self.tensor.data_ptr() == self._host.data_ptr()
+        self._views: dict[int, Tensor] = {}
+
+    def first(self, count: int) -> Tensor:
+        """The first `count` rows. Batches of one size follow each other: their views are made once."""
+        view = self._views.get(count)
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = self._views[count] = self.tensor[:count]
+        return view
 
     def put(self, values: np.ndarray[Any, Any] | None, count: int) -> Tensor:
         """The first `count` rows, filled with `values`, or with what `array` holds already if that is None."""
         if values is not None:
             self.array[:count] = values
+        view = self.first(count)
         if not self._shared:
-            self.tensor[:count].copy_(self._host[:count], non_blocking=True)
-        return self.tensor[:count]
+            view.copy_(self._host[:count], non_blocking=True)
+        return view
 
 
 class BatchBuffers:
     """Memory for one batch at a time, of at most max_tokens tokens of max_rows rows of max_blocks blocks.
 
-    batch: the largest one, of made-up numbers: `fill` gives batches that lie at the same places. A step captured on it
-    reads what `fill` wrote last.
+    batch, decode: the largest one and the largest of one token a row, of made-up numbers. `fill` gives batches that lie
+    at the same places, so that a step captured on these reads what `fill` wrote last.
     """
 
     def __init__(self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, backend: Backend):
@@ -71,9 +89,10 @@ class BatchBuffers:
         self._sample_tokens = _Buffer(backend, max_rows, dtype=torch.int64)
         attention = AttentionMetadata(
             self._tables.tensor, self._contexts.tensor, self._cu_seqlens.tensor, [], [])
-        self.batch = Batch(
-            self._ids.tensor, self._positions.tensor, self._slots.tensor, attention, [], self._sample_tokens.tensor,
-            "mixed")
+        self.batch, self.decode = (
+            Batch(self._ids.first(tokens), self._positions.first(tokens), self._slots.first(tokens), attention, [],
+                  self._sample_tokens.tensor, phase)
+            for tokens, phase in ((max_tokens, _MIXED), (min(max_rows, max_tokens), _DECODE)))
 
     def hold(self, rows: Sequence[Row]) -> bool:
         """True if they are not too many."""

@@ -38,7 +38,7 @@ class Model:
             attended = k.paged_attention(q, keys, values, batch.attention, scale)
             out = k.linear(attended, layer.o.weight, layer.o.bias)
             normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps)
-            gated = k.swiglu(k.linear(normed, layer.gate_up.weight, layer.gate_up.bias))
+            gated = k.linear_swiglu(normed, layer.gate_up.weight, layer.gate_up.bias)
             out = k.linear(gated, layer.down.weight, layer.down.bias)
             normed, residual = k.add_rms_norm(out, residual, next_norm, eps)
         return normed

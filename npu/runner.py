@@ -2,7 +2,8 @@
 
 1. `launch` forgets the requests that ended and meets the new ones (the sampler keeps what sampling takes of each).
 2. The step's rows become one batch of tensors. The decoder was captured when the runner was made, where the backend
-   can: it runs as one dispatch that reads the batch where it lies. LM head and sampler follow.
+   can: it runs as one dispatch that reads the batch where it lies. LM head and sampler follow; of a step whose rows
+   all decode their likeliest tokens they are part of the dispatch.
 3. `collect` waits for the sampled ids and brings them to the host.
 
 On a device that works on its own, step n + 1 may be launched before step n is collected.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet, Observe, Span, Timings
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import Backend, Event
+from npuserve.npu.backends.base import Backend, Captured, Event
 from npuserve.npu.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import Progress, load_weights
@@ -93,6 +94,8 @@ class Runner:
             max_num_batched_tokens, max_num_seqs, -(-max_model_len // block_size), block_size, backend)
         with torch.inference_mode():
             self._captured = backend.capture(lambda: self._model.hidden(self._buffers.batch, self._cache))
+            self._captured_decode = backend.capture(
+                lambda: self._model.likeliest(self._model.hidden(self._buffers.decode, self._cache)))
 
     @property
     def fallbacks(self) -> list[str]:
@@ -118,8 +121,7 @@ class Runner:
             self._steps += 1
             with self._kernels.timed(batch.phase) if timed else nullcontext() as timings:
                 span = self._backend.span()
-                hidden = self._hidden(batch, timings) if held else self._model.hidden(batch, self._cache)
-                sampled, prompt = self._sample(hidden, batch, step.rows)
+                sampled, prompt = self._step(batch, step.rows, held, timings)
                 span.stop()
             return Launched(batch.samples, sampled, prompt, span, self._backend.event(), timings)
 
@@ -140,24 +142,22 @@ class Runner:
             launched.timings.report()
         return result
 
-    def _hidden(self, batch: Batch, timings: Timings | None) -> Tensor:
-        """[T, H] of a batch in `_buffers`."""
-        if self._captured is None:
-            return self._model.hidden(batch, self._cache)
-        if timings is None:
-            return self._captured.replay(len(batch.ids))
-        hidden, calls = self._captured.replay_timed(len(batch.ids))
-        timings.add(calls)
-        return hidden
-
-    def _sample(
-        self, hidden: Tensor, batch: Batch, rows: Sequence[Row]
+    def _step(
+        self, batch: Batch, rows: Sequence[Row], held: bool, timings: Timings | None
     ) -> tuple[SampledIds | None, list[tuple[int, Logprobs]]]:
+        """held: the batch is in `_buffers`."""
+        likeliest = self._sampler.only_likeliest(batch.samples)
+        if held and self._captured_decode and likeliest and len(batch.samples) == len(rows) == len(batch.ids):
+            return SampledIds(_replay(self._captured_decode, len(rows), timings)), []
+        if held and self._captured:
+            hidden = _replay(self._captured, len(batch.ids), timings)
+        else:
+            hidden = self._model.hidden(batch, self._cache)
         prompt = self._prompt_logprobs(hidden, batch, rows) if self._prompts else []
         if not batch.samples:
             return None, prompt
-        sampling = hidden[batch.sample_tokens]
-        if self._sampler.only_likeliest(batch.samples):
+        sampling = hidden if len(batch.samples) == len(hidden) else hidden[batch.sample_tokens]
+        if likeliest:
             return SampledIds(self._model.likeliest(sampling)), prompt
         return self._sampler.sample(self._model.logits(sampling), batch.samples), prompt
 
@@ -177,6 +177,14 @@ class Runner:
                     report = self._sampler.prompt_logprobs(logits, ids, request.sampling.prompt_logprobs)
                     reports.append((row.request_id, report))
         return reports
+
+
+def _replay(captured: Captured, rows: int, timings: Timings | None) -> Tensor:
+    if timings is None:
+        return captured.replay(rows)
+    result, calls = captured.replay_timed(rows)
+    timings.add(calls)
+    return result
 
 
 def load_runner(

@@ -67,7 +67,7 @@ def write_tokenizer(folder: Path, size: int) -> None:
     """A byte-level BPE of exactly `size` ids, the last of them the end of text."""
     end = "<|endoftext|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = list(itertools.islice(itertools.product(alphabet, repeat=2), size - len(alphabet) - 1))
+    pairs = list(itertools.islice(itertools.product(alphabet, alphabet), size - len(alphabet) - 1))
     words = [*alphabet, *("".join(pair) for pair in pairs)]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -27,7 +27,7 @@ class Npuserve(harness.Generator):
         parser = argparse.ArgumentParser()
         settings.add_arguments(parser)
         config = settings.load(parser.parse_args([
-            str(args.model), "--threads", str(args.threads), "--dtype", "bfloat16", "--kv-cache-memory", "2GiB"]),
+            str(args.model), "--threads", str(args.threads), "--dtype", "bfloat16", "--kv-cache-memory", "1280MiB"]),
             os.environ)
         self.runner = load_model(config, config.model)
         self.budget = config.max_num_batched_tokens

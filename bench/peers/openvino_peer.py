@@ -19,7 +19,7 @@ class OpenVino(harness.Generator):
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = 512
         scheduler.enable_prefix_caching = False
-        scheduler.cache_size = 2
+        scheduler.cache_size = 1
         self.pipeline = genai.ContinuousBatchingPipeline(
             str(args.model), scheduler, "CPU",
             {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": args.threads,

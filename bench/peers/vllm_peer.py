@@ -1,7 +1,7 @@
-"""vLLM for CPUs, in bfloat16, its engine stepped directly in this process. See harness.py.
+"""vLLM for CPUs, in bfloat16, its engine stepped directly; engine and worker are processes, as it starts them.
 
-Its libraries must be loaded before Python's own: libiomp5.so, which its package brings, and libtcmalloc_minimal.so.4,
-both in the environment's `lib` folder (install.sh puts them there).
+See harness.py. Its libraries must be loaded before Python's own: libiomp5.so, which its package brings, and
+libtcmalloc_minimal.so.4, both in the environment's `lib` folder (install.sh puts them there).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 import harness
 
 
-def preload(args: argparse.Namespace) -> None:
-    """Starts the process anew where it does not have the environment that vLLM asks for."""
+def cores(args: argparse.Namespace) -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[: args.threads]))
+
+
+def prepare(args: argparse.Namespace, **more: str) -> None:
+    """Starts the process anew where it does not have the environment that vLLM asks for, and `more`."""
     libraries = [Path(sys.prefix, "lib", name) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     for library in libraries:
         if not library.exists():
             raise SystemExit(f"{library} is missing; see install.sh")
-    cores = sorted(os.sched_getaffinity(0))[: args.threads]
-    wanted = {"LD_PRELOAD": ":".join(map(str, libraries)), "VLLM_CPU_KVCACHE_SPACE": "2",
-              "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-              # What vLLM sets for a worker process of its own.
-              "OMP_NUM_THREADS": str(args.threads), "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0",
-              "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]"}
+    wanted = {"LD_PRELOAD": ":".join(map(str, libraries)), "VLLM_CPU_KVCACHE_SPACE": "1",
+              "VLLM_CPU_OMP_THREADS_BIND": cores(args), **more}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)
 
@@ -62,4 +62,4 @@ class Vllm(harness.Generator):
 
 
 if __name__ == "__main__":
-    harness.main(Vllm, preload)
+    harness.main(Vllm, prepare)

@@ -101,17 +101,26 @@ struct Item {
 // Tiles of so few rows wait for memory: they fetch what comes next.
 constexpr bool waits(int rows) { return rows <= 4; }
 
+// How many of a split's tokens the rows see: each token's heads one more than those of the token before.
+struct Seen {
+    int64_t first, group, tokens;
+    INLINE int64_t by(int64_t row) const { return std::min(tokens, first + row / group); }
+};
+
 // S[row][token] = q . k, for one split.
 template <class D>
 struct Scores {
     typedef typename DotOf<D>::type Dot;
     const char *q;
     const char *const *panels;  // of keys, by 16 tokens; MAX_PANELS more than there are
-    int64_t row_bytes, words, row, panel;
+    int64_t row_bytes, words;
     float *scores;
+    Seen seen;
+    int64_t row, panel;
 
     template <int R, int P>
     INLINE void run() const {
+        if (panel * LANES >= seen.by(row + R - 1)) return;
         typename Dot::Acc acc[R][P];
         const char *w[P], *ahead[P];
         for (int p = 0; p < P; p++) w[p] = panels[panel + p], ahead[p] = panels[panel + p + P];
@@ -130,8 +139,10 @@ struct Weighted {
     static constexpr int64_t AHEAD = 16;  // words
     const char *weights;
     const char *const *values;  // by word; AHEAD more than there are
-    int64_t words, row, panel, padded_dim;
+    int64_t padded_dim;
     float *out;
+    Seen seen;
+    int64_t row, panel;
 
     template <int R, int P>
     INLINE void run() const {
@@ -140,6 +151,7 @@ struct Weighted {
         const char *x = weights + row * row_bytes;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
+        int64_t words = ceil_div<int64_t>(seen.by(row + R - 1), D::PER_WORD);
         for (int64_t k = 0; k < words; k++) {
             const char *w = values[k] + panel * 64, *next = values[k + AHEAD] + panel * 64;
             if (waits(R)) {
@@ -240,11 +252,12 @@ struct Attention {
                         s.op.at<T>(0) + ((item.first + i) * s.q_heads + head * s.group) * s.dim,
                         size_t(s.group * s.dim) * sizeof(T));
         int64_t count = queries * s.group;
-        for (int64_t i = 0; i < count; i++) work.total_mass[i] = 0;
+        bool first = !cut;
         for (; split < end; split++) {
             int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
-            attend(s, work, item, head, split, from, count);
-            for (int64_t i = from; i < count; i++) {
+            attend(s, work, item, head, split, from, count, first ? work.total : work.sum,
+                   first ? work.total_largest : work.largest, first ? work.total_mass : work.mass);
+            for (int64_t i = first ? count : from; i < count; i++) {
                 float *sum = work.sum + i * s.padded_dim;
                 if (cut) {
                     float *p = s.partial(index, splits, split, head * s.group + i);
@@ -255,6 +268,7 @@ struct Attention {
                           work.total + i * s.padded_dim);
                 }
             }
+            first = false;
         }
         if (cut) return;
         for (int64_t i = 0; i < count; i++)
@@ -262,9 +276,9 @@ struct Attention {
                 head * s.group + i % s.group);
     }
 
-    // largest, mass and sum of rows [from, count) over one split.
+    // sum, largest and mass of rows [from, count) over one split.
     static void attend(const Shape &s, const Work &work, const Item &item, int64_t head, int64_t split, int64_t from,
-                       int64_t count) {
+                       int64_t count, float *sum, float *largest_of, float *mass_of) {
         int64_t begin = split * SPLIT, last = item.position + count / s.group;
         int64_t tokens = std::min(SPLIT, last - begin), panels = ceil_div<int64_t>(tokens, LANES);
         const char *key_panels[SPLIT_PANELS + MAX_PANELS], *values[SPLIT / PER_WORD + Weighted<D>::AHEAD];
@@ -290,18 +304,19 @@ struct Attention {
             values[words - 1] = reinterpret_cast<const char *>(work.last_word);
         }
         int64_t dim_bytes = s.dim * int64_t(sizeof(T));
+        Seen seen{item.position + from / s.group + 1 - begin, s.group, tokens};
         for_tiles(count - from, panels, Next{values, words, s.padded_dim * 4 / 64},
                   Scores<D>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, key_panels, dim_bytes,
-                            s.dim / PER_WORD, 0, 0, work.scores + from * SPLIT});
+                            s.dim / PER_WORD, work.scores + from * SPLIT, seen, 0, 0});
         float factor = float(s.op.f[0]) * LOG2E;
         for (int64_t i = from; i < count; i++) {
-            int64_t seen = std::min(tokens, item.position + i / s.group + 1 - begin);
+            int64_t mine = seen.by(i - from);
             float *scores = work.scores + i * SPLIT;
             T *weights = work.weights + i * SPLIT;
             F low = set1(-INFINITY), most = low;
-            int64_t full = seen / LANES * LANES;
+            int64_t full = mine / LANES * LANES;
             for (int64_t t = 0; t < full; t += LANES) most = max(most, load(scores + t));
-            if (full < seen) most = max(most, first(load(scores + full), seen - full, low));
+            if (full < mine) most = max(most, first(load(scores + full), mine - full, low));
             float largest = lane_max(most);
             F mass = zero(), peak = set1(largest), scale = set1(factor);
             for (int64_t t = 0; t < full; t += LANES) {
@@ -310,18 +325,18 @@ struct Attention {
                 D::put(weights + t, p);
             }
             int64_t t = full;
-            if (full < seen) {
-                F p = first(D::round(exp2((load(scores + full) - peak) * scale)), seen - full, zero());
+            if (full < mine) {
+                F p = first(D::round(exp2((load(scores + full) - peak) * scale)), mine - full, zero());
                 mass = mass + p;
                 D::put(weights + full, p);
                 t += LANES;
             }
             for (; t < whole; t += LANES) D::put(weights + t, zero());
-            work.largest[i] = largest * factor, work.mass[i] = lane_sum(mass);
+            largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
         }
         for_tiles(count - from, s.padded_dim / LANES, Next{next_panels, following, s.dim * LANES * BYTES / 64},
-                  Weighted<D>{reinterpret_cast<const char *>(work.weights + from * SPLIT), values, words, 0, 0,
-                              s.padded_dim, work.sum + from * s.padded_dim});
+                  Weighted<D>{reinterpret_cast<const char *>(work.weights + from * SPLIT), values, s.padded_dim,
+                              sum + from * s.padded_dim, seen, 0, 0});
     }
 
     // The total takes up the next split. A total of mass 0 has none yet.
@@ -344,8 +359,8 @@ struct Attention {
 
     static INLINE void put(const Shape &s, const float *total, float mass, int64_t token, int64_t q_head) {
         T *out = s.op.template at<T>(6) + (token * s.q_heads + q_head) * s.dim;
-        F divisor = set1(mass);
-        for (int64_t d = 0; d < s.dim; d += LANES) put_n<D>(out + d, load(total + d) / divisor, s.dim - d);
+        F factor = set1(1.0f / mass);
+        for (int64_t d = 0; d < s.dim; d += LANES) put_n<D>(out + d, load(total + d) * factor, s.dim - d);
     }
 };
 
@@ -378,66 +393,109 @@ template <class D>
 struct QkNormRopeKvWrite {
     typedef typename D::type T;
     static constexpr int64_t PER_WORD = D::PER_WORD;
-    static constexpr int64_t UNIT_TOKENS = 4;
+    // Tokens of a panel share its cache lines: threads that took them in turn would wait for each other.
+    static constexpr int64_t UNIT_TOKENS = LANES;
 
     static int64_t units(const Call &call) { return ceil_div<int64_t>(call.rows, UNIT_TOKENS); }
 
     static void run(const Call &call, int64_t unit) {
+        // Sizes that the compiler knows stay in registers.
+        switch (call.op.n[3]) {
+            case 128: return tokens<128>(call, unit);
+            case 64: return tokens<64>(call, unit);
+            default: return tokens<0>(call, unit);
+        }
+    }
+
+    template <int64_t DIM>
+    static void tokens(const Call &call, int64_t unit) {
         const Op &op = call.op;
-        int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = op.n[3], block_size = op.n[4], half = dim / 2;
-        int64_t padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
+        const int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = DIM ? DIM : op.n[3], block_size = op.n[4];
+        const int64_t padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
         T *turned = static_cast<T *>(scratch(size_t(dim) * (sizeof(T) + 4) + 256));
         float *normed = reinterpret_cast<float *>(turned) + ceil_div<int64_t>(dim * int64_t(sizeof(T)), 64) * 16;
         const int64_t *positions = op.at<int64_t>(4), *slots = op.at<int64_t>(5);
+        float eps = float(op.f[0]);
         for (int64_t t = unit * UNIT_TOKENS; t < std::min(call.rows, (unit + 1) * UNIT_TOKENS); t++) {
             const T *in = op.at<T>(0) + t * (q_heads + 2 * kv_heads) * dim;
-            const float *cos = op.at<float>(3) + positions[t] * dim, *sin = cos + half;
+            const float *cos = op.at<float>(3) + positions[t] * dim;
             T *q = op.at<T>(8) + t * q_heads * dim;
             for (int64_t h = 0; h < q_heads; h++)
-                turn(in + h * dim, op.at<T>(1), float(op.f[0]), cos, sin, dim, normed, q + h * dim);
+                turn<DIM>(in + h * dim, op.at<T>(1), eps, cos, dim, normed, q + h * dim);
             int64_t slot = slots[t];
             if (slot < 0) continue;
             int64_t block = slot / block_size, offset = slot % block_size;
             for (int64_t h = 0; h < kv_heads; h++) {
-                turn(in + (q_heads + h) * dim, op.at<T>(2), float(op.f[0]), cos, sin, dim, normed, turned);
-                uint32_t *keys = op.at<uint32_t>(6) +
-                                 ((block * kv_heads + h) * (block_size / LANES) + offset / LANES) * (dim / PER_WORD) * LANES;
+                turn<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, normed, turned);
+                int64_t panel = (block * kv_heads + h) * (block_size / LANES) + offset / LANES;
+                uint32_t *keys = op.at<uint32_t>(6) + panel * (dim / PER_WORD) * LANES + offset % LANES;
                 for (int64_t w = 0; w < dim / PER_WORD; w++)
-                    std::memcpy(keys + w * LANES + offset % LANES, turned + w * PER_WORD, 4);
-                T *values = op.at<T>(7) + ((block * kv_heads + h) * (block_size / PER_WORD) + offset / PER_WORD) *
-                                              padded_dim * PER_WORD;
-                const T *v = in + (q_heads + kv_heads + h) * dim;
-                // Only this token's half of each word is written: another thread may write the other.
-                for (int64_t d = 0; d < dim; d++) values[d * PER_WORD + offset % PER_WORD] = v[d];
+                    keys[w * LANES] = word_at(reinterpret_cast<const char *>(turned) + w * 4);
+                int64_t word = (block * kv_heads + h) * (block_size / PER_WORD) + offset / PER_WORD;
+                write_value(op.at<T>(7) + word * padded_dim * PER_WORD, in + (q_heads + kv_heads + h) * dim, dim,
+                            offset % PER_WORD);
             }
         }
     }
 
-    // One head [dim]: normalized if there is a gamma, then turned.
-    static INLINE void turn(const T *x, const T *gamma, float eps, const float *cos, const float *sin, int64_t dim,
-                            float *normed, T *out) {
+    // Only this token's part of each word is written: another thread may write the other.
+    static INLINE void write_value(T *words, const T *v, int64_t dim, int64_t part) {
+        int64_t d = 0;
+#if defined(__AVX512BW__)
+        if (PER_WORD == 2) {
+            __mmask32 mine = part ? 0xAAAAAAAAu : 0x55555555u;
+            for (; d + LANES <= dim; d += LANES) {
+                __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(v + d)));
+                _mm512_mask_storeu_epi16(words + d * 2, mine, part ? _mm512_slli_epi32(x, 16) : x);
+            }
+        }
+#endif
+        for (; d < dim; d++) words[d * PER_WORD + part] = v[d];
+    }
+
+    // One head [dim]: normalized if there is a gamma, then turned. normed: [dim], for the numbers between.
+    template <int64_t DIM>
+    static INLINE void turn(const T *x, const T *gamma, float eps, const float *cos_sin, int64_t dim, float *normed,
+                            T *out) {
+        if constexpr (DIM > 0) {
+            constexpr int VECTORS = DIM / LANES, HALF = VECTORS / 2;
+            F v[VECTORS];
+            _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) v[i] = D::get(x + i * LANES);
+            if (gamma) {
+                F squares = zero();
+                _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) squares = fma(v[i], v[i], squares);
+                F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(DIM) + eps));
+                _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++)
+                    v[i] = D::round(D::round(v[i] * factor) * D::get(gamma + i * LANES));
+            }
+            _Pragma("GCC unroll 4") for (int i = 0; i < HALF; i++) {
+                F c = load(cos_sin + i * LANES), s = load(cos_sin + DIM / 2 + i * LANES);
+                D::put(out + i * LANES, v[i] * c - v[i + HALF] * s);
+                D::put(out + DIM / 2 + i * LANES, v[i + HALF] * c + v[i] * s);
+            }
+            return;
+        }
         if (gamma) {
             F squares = zero();
-            for (int64_t d = 0; d < dim; d += LANES) {
-                F v = get_n<D>(x + d, dim - d);
+            by_lanes(dim, [&](int64_t d, int64_t n) {
+                F v = get_n<D>(x + d, n);
                 squares = fma(v, v, squares);
-            }
+            });
             F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(dim) + eps));
-            for (int64_t d = 0; d < dim; d += LANES) {
-                F v = D::round(get_n<D>(x + d, dim - d) * factor);
-                put_n<Float32>(normed + d, D::round(v * get_n<D>(gamma + d, dim - d)), dim - d);
-            }
+            by_lanes(dim, [&](int64_t d, int64_t n) {
+                F v = D::round(get_n<D>(x + d, n) * factor);
+                put_n<Float32>(normed + d, D::round(v * get_n<D>(gamma + d, n)), n);
+            });
         } else {
-            for (int64_t d = 0; d < dim; d += LANES) put_n<Float32>(normed + d, get_n<D>(x + d, dim - d), dim - d);
+            by_lanes(dim, [&](int64_t d, int64_t n) { put_n<Float32>(normed + d, get_n<D>(x + d, n), n); });
         }
         int64_t half = dim / 2;
-        for (int64_t d = 0; d < half; d += LANES) {
-            int64_t n = half - d;
+        by_lanes(half, [&](int64_t d, int64_t n) {
             F a = get_n<Float32>(normed + d, n), b = get_n<Float32>(normed + half + d, n);
-            F c = get_n<Float32>(cos + d, n), s = get_n<Float32>(sin + d, n);
+            F c = get_n<Float32>(cos_sin + d, n), s = get_n<Float32>(cos_sin + half + d, n);
             put_n<D>(out + d, a * c - b * s, n);
             put_n<D>(out + half + d, b * c + a * s, n);
-        }
+        });
     }
 };
 

@@ -3,6 +3,7 @@
 // Packed: [N / 16] panels of [words of K] of 16 words, see tile.h; N and K are padded with zeros.
 //
 //   linear         p: x [T, K], packed weights, bias [N] or null, out [T, N]        n: T, K, N
+//   linear_swiglu  the same, of gate and up; out [T, N / 2], N / 2 a multiple of 16
 //   linear_w8a8    p: x [T, K] int8, packed int8 weights, bias or null, out, x_scale [T] float32, w_scale [N] float32,
 //                     sums of each weight row [N] int32                            n: T, K, N
 //   linear_argmax  p: x, packed weights, bias or null, best [panels, T] float32, ids [panels, T] int32: of each group
@@ -25,13 +26,13 @@ struct Split {
     int tile_rows, tile_panels;
     bool once;  // each weight meets all rows in one tile
 
-    Split(int64_t rows, int64_t words, int64_t columns, int threads) {
+    Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired = false) {
         panels = ceil_div<int64_t>(columns, LANES);
         once = rows <= MAX_ROWS;
         if (once) {
             // The weights are read once: units are small, so that threads end together.
             tile_rows = int(rows);
-            tile_panels = panels_for(tile_rows);
+            tile_panels = tile_panels_of(tile_rows, paired);
             int64_t bytes = tile_panels * words * 64;
             panels_per_unit = tile_panels * std::max<int64_t>(1, UNIT_BYTES / bytes);
             rows_per_unit = rows;
@@ -41,7 +42,7 @@ struct Split {
             int64_t wanted = UNITS_PER_THREAD * threads;
             bool wide = panels >= wanted * panels_for(BLOCK_ROWS) || rows > NARROW_ROWS;
             tile_rows = wide ? BLOCK_ROWS : MAX_ROWS;
-            tile_panels = panels_for(tile_rows);
+            tile_panels = tile_panels_of(tile_rows, paired);
             panels_per_unit = tile_panels;
             int64_t groups = ceil_div(panels, panels_per_unit), cuts = rows > NARROW_ROWS ? ceil_div(wanted, groups) : 1;
             rows_per_unit = ceil_div(ceil_div(rows, cuts), int64_t(tile_rows)) * tile_rows;
@@ -51,6 +52,7 @@ struct Split {
         row_groups = ceil_div(rows, rows_per_unit);
     }
     int64_t units() const { return panel_groups * row_groups; }
+    static int tile_panels_of(int rows, bool paired) { return panels_for(rows) / (paired ? 2 : 1) * (paired ? 2 : 1); }
 
     static constexpr int64_t UNIT_BYTES = 64 << 10;
     static constexpr int64_t UNITS_PER_THREAD = 16;
@@ -66,33 +68,36 @@ int64_t words_of(int64_t k) {
 template <class Dot, bool ONCE>
 struct Tile {
     const char *x;  // of the tile's first row
-    const char *w;  // of the tile's first panel
-    int64_t x_stride, panel_bytes, words, tail_bytes;
-    const char *next;  // what this thread reads next: the panels of the next tile if ONCE, otherwise one panel
+    int64_t x_stride, words, tail_bytes;
+    const char *const *panels;
+    const char *const *next;  // what this thread reads next: so many panels again if ONCE, otherwise one run of words
     typename Dot::Acc *out;
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
-        const char *panels[P], *ahead[P];
-        for (int p = 0; p < P; p++) panels[p] = w + p * panel_bytes, ahead[p] = next + p * panel_bytes;
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        tile<Dot, R, P, ONCE ? P : 1>(acc, x, x_stride, panels, 64, words, ahead);
+        const char *w[P], *ahead[P];
+        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = next[ONCE ? p : 0];
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
+        tile<Dot, R, P, ONCE ? P : 1>(acc, x, x_stride, w, 64, words, ahead);
         if (tail_bytes) {
-            for (int p = 0; p < P; p++) panels[p] += words * 64;
-            tile_tail<Dot, R, P>(acc, x + words * 4, x_stride, panels, tail_bytes);
+            for (int p = 0; p < P; p++) w[p] += words * 64;
+            tile_tail<Dot, R, P>(acc, x + words * 4, x_stride, w, tail_bytes);
         }
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) out[r * P + p] = acc[r][p];
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) out[r * P + p] = acc[r][p];
     }
 };
 
-// Runs a unit of a product; element_bytes: of x. take(row, panel, accumulator) stores.
+// Runs a unit of a product; element_bytes: of x. take(row, column, accumulators, n) stores the n columns from there on.
+// Where Take::PAIRED, panel p of the first half of the columns and that of the second are neighbours in a tile, and take
+// gets the accumulators of both.
 template <class Dot, class Take>
 INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int64_t element_bytes, const Take &take) {
     const Op &op = call.op;
     int64_t k = op.n[1], x_stride = k * element_bytes, panel_bytes = words_of<Dot>(k) * 64;
+    int64_t words = k / Dot::PER_WORD, tail = k % Dot::PER_WORD * element_bytes;
     const char *x = op.at<char>(0), *w = op.at<char>(1);
     int64_t first = unit / split.row_groups * split.panels_per_unit;
     int64_t end = std::min(first + split.panels_per_unit, split.panels);
@@ -100,23 +105,32 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int
     int64_t row_end = std::min(row + split.rows_per_unit, call.rows);
     // Other threads take the units between this one and the next.
     int64_t later = (unit + call.threads) / split.row_groups * split.panels_per_unit;
+    auto address = [&](int64_t panel) {
+        return w + (Take::PAIRED ? panel / 2 + panel % 2 * (split.panels / 2) : panel) * panel_bytes;
+    };
     typename Dot::Acc out[MAX_ROWS * MAX_PANELS];
     for (int64_t panel = first; panel < end;) {
         int p = int(std::min<int64_t>(split.tile_panels, end - panel));
-        int64_t next = panel + p < end ? panel + p : later;
+        int64_t following = panel + p < end ? panel + p : later;
+        const char *panels[MAX_PANELS], *next[MAX_PANELS];
+        for (int j = 0; j < p; j++) panels[j] = address(panel + j), next[j] = address(following + j);
+        bool whole = (panel + p) * LANES <= op.n[2];
         for (int64_t r = row, block = 0; r < row_end; block++) {
             int rows = int(std::min<int64_t>(split.tile_rows, row_end - r));
-            const char *fetch = split.once ? w + next * panel_bytes
-                                : block < p ? w + (next + block) * panel_bytes
-                                            : x + r * x_stride;
-            const char *from = x + r * x_stride, *weights = w + panel * panel_bytes;
-            int64_t tail = k % Dot::PER_WORD * element_bytes;
+            const char *from = x + r * x_stride, *run = block < p ? next[block] : from + rows * x_stride;
             if (split.once)
-                with_rows(rows, p, Tile<Dot, true>{from, weights, x_stride, panel_bytes, k / Dot::PER_WORD, tail, fetch, out});
+                with_rows(rows, p, Tile<Dot, true>{from, x_stride, words, tail, panels, next, out});
             else
-                with_rows(rows, p, Tile<Dot, false>{from, weights, x_stride, panel_bytes, k / Dot::PER_WORD, tail, fetch, out});
-            for (int i = 0; i < rows; i++)
-                for (int j = 0; j < p; j++) take(r + i, panel + j, out[i * p + j]);
+                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, &run, out});
+            for (int i = 0; i < rows; i++) {
+                for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
+                    int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
+                    if (whole)
+                        take(r + i, column, out + i * p + j, LANES);
+                    else
+                        take(r + i, column, out + i * p + j, std::min<int64_t>(LANES, op.n[2] - column));
+                }
+            }
             r += rows;
         }
         panel += p;
@@ -137,11 +151,12 @@ struct DotOf<BFloat16> {
 // out = acc + bias
 template <class D>
 struct Store {
+    static constexpr bool PAIRED = false;
     typename D::type *out;
     const typename D::type *bias;
     int64_t columns;
-    INLINE void operator()(int64_t row, int64_t panel, F acc) const {
-        int64_t column = panel * LANES, n = std::min<int64_t>(LANES, columns - column);
+    INLINE void operator()(int64_t row, int64_t column, const F *accs, int64_t n) const {
+        F acc = *accs;
         if (bias) acc = acc + get_n<D>(bias + column, n);
         put_n<D>(out + row * columns + column, acc, n);
     }
@@ -162,20 +177,50 @@ struct Linear {
     }
 };
 
+// out = silu(gate + bias) * (up + bias), rounded as the two kernels do it one after the other.
+template <class D>
+struct StoreSwiglu {
+    static constexpr bool PAIRED = true;
+    typename D::type *out;
+    const typename D::type *bias;
+    int64_t columns;  // of out
+    INLINE void operator()(int64_t row, int64_t column, const F *accs, int64_t n) const {
+        F gate = accs[0], up = accs[1];
+        if (bias) {
+            gate = gate + get_n<D>(bias + column, n);
+            up = up + get_n<D>(bias + columns + column, n);
+        }
+        put_n<D>(out + row * columns + column, silu<D>(D::round(gate)) * D::round(up), n);
+    }
+};
+
+template <class D>
+struct LinearSwiglu {
+    typedef typename DotOf<D>::type Dot;
+    static Split split(const Call &call) {
+        return Split(call.rows, words_of<Dot>(call.op.n[1]), call.op.n[2], call.threads, true);
+    }
+    static int64_t units(const Call &call) { return split(call).units(); }
+    static void run(const Call &call, int64_t unit) {
+        StoreSwiglu<D> store{call.op.at<typename D::type>(3), call.op.at<typename D::type>(2), call.op.n[2] / 2};
+        product_unit<Dot>(call, split(call), unit, sizeof(typename D::type), store);
+    }
+};
+
 // out = acc * x_scale * w_scale + bias
 template <class D>
 struct StoreScaled {
+    static constexpr bool PAIRED = false;
     typename D::type *out;
     const typename D::type *bias;
     const float *x_scale, *w_scale;
     const int32_t *sums;
     int64_t columns;
-    INLINE void operator()(int64_t row, int64_t panel, DotInt8::Acc acc) const {
-        int64_t column = panel * LANES, n = std::min<int64_t>(LANES, columns - column);
+    INLINE void operator()(int64_t row, int64_t column, const DotInt8::Acc *acc, int64_t n) const {
         F x;
         EACH(i) {
             ivec offset = *reinterpret_cast<const ivec_u *>(sums + column + i * WIDTH) * DotInt8::X_OFFSET;
-            x.v[i] = __builtin_convertvector(acc.v[i] - offset, fvec);
+            x.v[i] = __builtin_convertvector(acc->v[i] - offset, fvec);
         }
         x = x * (get_n<Float32>(w_scale + column, n) * set1(x_scale[row]));
         if (bias) x = x + get_n<D>(bias + column, n);
@@ -197,12 +242,13 @@ struct LinearW8A8 {
 // Keeps, by row and lane, the largest output as its dtype rounds it, and its column: the first of equal ones.
 template <class D>
 struct KeepLargest {
+    static constexpr bool PAIRED = false;
     float *best;   // [rows, 16]
     int32_t *ids;  // [rows, 16]
     const typename D::type *bias;
     int64_t columns, counting, first_row;
-    INLINE void operator()(int64_t row, int64_t panel, F acc) const {
-        int64_t column = panel * LANES, n = std::min<int64_t>(LANES, columns - column);
+    INLINE void operator()(int64_t row, int64_t column, const F *accs, int64_t n) const {
+        F acc = *accs;
         if (bias) acc = acc + get_n<D>(bias + column, n);
         acc = D::round(acc);
         float *b = best + (row - first_row) * LANES;
@@ -320,6 +366,7 @@ typedef Unpack<int8_t, DotInt8> UnpackInt8;
 
 extern const Kernel LINEAR[] = {
     BY_DTYPE("linear", Linear),
+    BY_DTYPE("linear_swiglu", LinearSwiglu),
     BY_DTYPE("linear_w8a8", LinearW8A8),
     BY_DTYPE("linear_argmax", LinearArgmax),
     BY_DTYPE("argmax_of_units", ArgmaxOfUnits),

@@ -72,9 +72,7 @@ struct Swiglu {
             const T *gate = op.at<T>(0) + row * 2 * size + column, *up = gate + size;
             T *out = op.at<T>(1) + row * size + column;
             by_lanes(std::min(COLUMNS, size - column), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-                F x = get_n<D>(gate + i, n);
-                F silu = D::round(x / (set1(1.0f) + exp(zero() - x)));
-                put_n<D>(out + i, silu * get_n<D>(up + i, n), n);
+                put_n<D>(out + i, silu<D>(get_n<D>(gate + i, n)) * get_n<D>(up + i, n), n);
             });
         }
     }

@@ -112,10 +112,10 @@ INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
 template <class Dot, int R, int P>
 INLINE void tile_tail(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                       int64_t bytes) {
-    for (int r = 0; r < R; r++) {
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
         uint32_t word = 0;
         std::memcpy(&word, x + r * x_stride, size_t(bytes));
-        for (int p = 0; p < P; p++) Dot::step(acc[r][p], w[p], word);
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], w[p], word);
     }
 }
 

@@ -29,6 +29,7 @@ ROWS: dict[str, tuple[tuple[int, ...], str | None]] = {
     "add_rms_norm": ((0, 1), "512x1024"),
     "linear": ((0,), "32x2048x1024"),
     "linear_argmax": ((0,), None),
+    "linear_swiglu": ((0,), "32x1024x2x3072"),
     "linear_w8a8": ((0, 1), "32x2048x1024"),
     "quantize_per_token": ((0,), "512x1024"),
     "qk_norm_rope_kv_write": ((0, 5, 6), None),

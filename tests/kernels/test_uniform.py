@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npuserve.kernels.uniform import philox, uniform
+from npuserve.kernels.uniform import golden, philox, uniform
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def test_a_number_depends_on_seed_and_position_alone() -> None:
     assert together[4] == together[5]
     assert len(set(together.tolist())) == 5
     assert len(uniform([], [])) == 0
+
+
+def test_the_numbers_are_those_of_philox() -> None:
+    """Also where the native kernels make them."""
+    random = np.random.default_rng(0)
+    seeds, positions = (random.integers(0, 2**63, 500, dtype=np.uint64) * np.uint64(2) for _ in range(2))
+    positions[:100] = np.arange(100)
+    np.testing.assert_array_equal(uniform(seeds, positions), golden(seeds, positions))
 
 
 def test_all_bits_of_seed_and_position_count() -> None:
