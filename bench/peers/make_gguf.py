@@ -43,8 +43,8 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k in the order of llama.cpp's Llama, whose rotation takes neighbours where Hugging Face's takes
     halves."""
     rows, columns = weight.shape
-    halves: np.ndarray = weight.reshape(heads, 2, rows // heads // 2, columns)
-    return halves.swapaxes(1, 2).reshape(rows, columns)
+    ordered: np.ndarray = weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(weight.shape)
+    return ordered
 
 
 def main() -> None:

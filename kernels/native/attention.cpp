@@ -126,7 +126,7 @@ struct Scores {
         for (int p = 0; p < P; p++) w[p] = panels[panel + p], ahead[p] = panels[panel + p + P];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        tile<Dot, R, P, waits(R) ? P : 0>(acc, q + row * row_bytes, row_bytes, w, 64, words, ahead);
+        tile<Dot, R, P, waits(R) ? P : 0, true>(acc, q + row * row_bytes, row_bytes, w, 64, words, ahead);
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) store(scores + (row + r) * SPLIT + (panel + p) * LANES, acc[r][p]);
     }

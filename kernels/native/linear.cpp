@@ -70,17 +70,22 @@ struct Tile {
     const char *x;  // of the tile's first row
     int64_t x_stride, words, tail_bytes;
     const char *const *panels;
-    const char *const *next;  // what this thread reads next: so many panels again if ONCE, otherwise one run of words
+    const char *next;  // a run of words that this thread reads later, unless ONCE
     typename Dot::Acc *out;
+
+    // With few rows the processor follows the panels by itself, and faster than with our help. With more it does not
+    // see far enough ahead.
+    static constexpr int FOLLOWED_ROWS = 2;
+    static constexpr int64_t AHEAD = 2048;  // bytes
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
         const char *w[P], *ahead[P];
-        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = next[ONCE ? p : 0];
+        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = ONCE ? panels[p] + AHEAD : next;
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        tile<Dot, R, P, ONCE ? P : 1>(acc, x, x_stride, w, 64, words, ahead);
+        tile<Dot, R, P, (!ONCE ? 1 : R > FOLLOWED_ROWS ? P : 0), !ONCE>(acc, x, x_stride, w, 64, words, ahead);
         if (tail_bytes) {
             for (int p = 0; p < P; p++) w[p] += words * 64;
             tile_tail<Dot, R, P>(acc, x + words * 4, x_stride, w, tail_bytes);
@@ -119,9 +124,9 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int
             int rows = int(std::min<int64_t>(split.tile_rows, row_end - r));
             const char *from = x + r * x_stride, *run = block < p ? next[block] : from + rows * x_stride;
             if (split.once)
-                with_rows(rows, p, Tile<Dot, true>{from, x_stride, words, tail, panels, next, out});
+                with_rows(rows, p, Tile<Dot, true>{from, x_stride, words, tail, panels, nullptr, out});
             else
-                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, &run, out});
+                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, run, out});
             for (int i = 0; i < rows; i++) {
                 for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
                     int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
