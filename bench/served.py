@@ -1,11 +1,11 @@
 """What of the engine's own speed reaches the clients of a server on the same machine.
 
-    python bench/served.py MODEL [--streams 1,8,32] [--prompt 128] [--output 64] [--requests 4] [--rounds 3] [-- SETTINGS]
+    python bench/served.py MODEL [--streams 1,8,32] [--prompt 128] [--output 64] [--requests 4] [--rounds 3] [-- FLAGS]
 
 A closed loop: so many streams, each asking again as soon as it was answered, `--requests` times each. `engine` is
 scheduler and runner in a loop of their own, as the engine process has them, with nothing around them; `served` is
 `npuserve bench serve` against `npuserve serve`, all on these cores. In turn, each in a process of its own; output
-tokens/s, and the median ratio with its range. What follows `--` goes to both as settings.
+tokens/s, and the median ratio with its range. What follows `--` are settings of both.
 """
 
 from __future__ import annotations
