@@ -28,17 +28,6 @@ constexpr int64_t SPLIT_PANELS = SPLIT / LANES;
 constexpr int64_t ITEM_ROWS = 96;  // query heads times queries of an item, at most
 constexpr int64_t UNITS_PER_THREAD = 16;
 
-template <class D>
-struct DotOf;
-template <>
-struct DotOf<Float32> {
-    typedef DotFloat32 type;
-};
-template <>
-struct DotOf<BFloat16> {
-    typedef DotBFloat16 type;
-};
-
 struct Shape {
     const Op &op;
     int64_t tokens, q_heads, kv_heads, dim, block_size, stride, group, padded_dim, item_queries;

@@ -142,17 +142,6 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int
     }
 }
 
-template <class D>
-struct DotOf;
-template <>
-struct DotOf<Float32> {
-    typedef DotFloat32 type;
-};
-template <>
-struct DotOf<BFloat16> {
-    typedef DotBFloat16 type;
-};
-
 // out = acc + bias
 template <class D>
 struct Store {

@@ -88,6 +88,18 @@ struct DotInt8 {
     }
 };
 
+// The product of activations and weights of a dtype.
+template <class D>
+struct DotOf;
+template <>
+struct DotOf<Float32> {
+    typedef DotFloat32 type;
+};
+template <>
+struct DotOf<BFloat16> {
+    typedef DotBFloat16 type;
+};
+
 INLINE uint32_t word_at(const char *p) {
     uint32_t x;
     std::memcpy(&x, p, 4);

@@ -91,10 +91,10 @@ def test_taken_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert head == ["step", "index", "kernel", "shape", "difference", "relative", "drift"]
     calls = [line for line in lines if line[1] != "captured:"]
-    assert [line[0] for line in calls] == ["prompt"] * 11 + ["decode"] * 11
+    assert [line[0] for line in calls] == ["prompt"] * 10 + ["decode"] * 10
     assert calls[0][1:4] == ["0", "embedding", "10x256"]
-    assert calls[-1][1:4] == ["10", "add_rms_norm", "2x256"]
-    assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 11
+    assert calls[-1][1:4] == ["9", "add_rms_norm", "2x256"]
+    assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 10
 
 
 def test_a_prefix_of_a_model_that_has_none(capsys: pytest.CaptureFixture[str]) -> None:
