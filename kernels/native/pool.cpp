@@ -54,7 +54,7 @@ struct alignas(64) Progress {
 // A program on its way. Threads enter and leave; while one is inside, the job is not used for another program.
 struct Job {
     static constexpr int CLOSED = -(1 << 30);
-    std::atomic<int> inside{CLOSED};
+    std::atomic<int> inside{0};
     const KernelTable *table = nullptr;
     const Op *ops = nullptr;
     int64_t count = 0, rows = -1;
@@ -69,10 +69,10 @@ struct Job {
         return false;
     }
     void leave() { inside.fetch_sub(1, std::memory_order_acq_rel); }
+    // True for one caller alone, who may then set the job.
     bool close() {
         int none = 0;
-        return inside.load(std::memory_order_relaxed) == CLOSED ||
-               inside.compare_exchange_strong(none, CLOSED, std::memory_order_acq_rel);
+        return inside.compare_exchange_strong(none, CLOSED, std::memory_order_acq_rel);
     }
 
     void set(const KernelTable *kernels, const Op *first, int64_t number, int64_t rows_of_all, int threads_of_all) {

@@ -265,11 +265,6 @@ INLINE float widen1(uint16_t h) {
     std::memcpy(&x, &u, 4);
     return x;
 }
-INLINE uint16_t narrow1(float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, 4);
-    return x == x ? uint16_t((u + 0x7FFF + ((u >> 16) & 1)) >> 16) : uint16_t(0x7FC0);
-}
 
 // What a dtype is to the kernels: its storage, how many of it a 32-bit word holds, loads and rounded stores.
 struct Float32 {
@@ -278,7 +273,6 @@ struct Float32 {
     static INLINE F get(const float *p) { return load(p); }
     static INLINE void put(float *p, F x) { store(p, x); }
     static INLINE float get1(float x) { return x; }
-    static INLINE float put1(float x) { return x; }
     static INLINE F round(F x) { return x; }
 };
 struct BFloat16 {
@@ -287,7 +281,6 @@ struct BFloat16 {
     static INLINE F get(const uint16_t *p) { return widen(p); }
     static INLINE void put(uint16_t *p, F x) { narrow(p, x); }
     static INLINE float get1(uint16_t x) { return widen1(x); }
-    static INLINE uint16_t put1(float x) { return narrow1(x); }
     static INLINE F round(F x) { return round_bfloat16(x); }
 };
 
