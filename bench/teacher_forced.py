@@ -20,17 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends import select
-from npuserve.npu.batch import make_batch
-from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import load_weights
 from npuserve.npu.model import Model
 from npuserve.npu.model_config import ModelConfig
 from npuserve.npu.rope import cos_sin_table
-from npuserve.npu.step import Row
+from npuserve.npu.teacher_forced import forced_logits
 
 TEXTS = ["Write a function that reverses a string in Python.", "What is the capital of France?",
          "Explain why the sky is blue.", "def quicksort(items):", "请介绍一下长城。"]
-BLOCK, PER_STEP = 16, 4
+BLOCK = 16
 
 
 def texts_of(file: str | None, limit: int) -> list[str]:
@@ -43,30 +41,9 @@ def served_logits(folder: Path, sequences: list[list[int]], dtype: str, budget: 
     """[tokens, vocabulary] float32 of each sequence, computed as the engine does."""
     backend, config = select("cpu"), ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, getattr(torch, dtype), backend, lambda *_: None)
-    length = max(map(len, sequences))
-    per_row = -(-length // BLOCK)
-    model = Model(config, weights, cos_sin_table(config.rope, config.head_dim, length, backend.device),
-                  KernelSet(backend.kernels))
-    cache = KVCache.allocate(config, per_row * PER_STEP, BLOCK, getattr(torch, dtype), backend)
-    found: list[list[torch.Tensor]] = [[] for _ in sequences]
-    with torch.inference_mode():
-        for first in range(0, len(sequences), PER_STEP):
-            group = list(enumerate(sequences))[first : first + PER_STEP]
-            done = {number: 0 for number, _ in group}
-            while any(done[number] < len(ids) for number, ids in group):
-                room, rows = budget, []
-                for place, (number, ids) in enumerate(group):
-                    part = ids[done[number] : done[number] + room]
-                    if part:
-                        blocks = list(range(place * per_row, (place + 1) * per_row))
-                        end = done[number] + len(part)
-                        rows.append(Row(number, part, done[number], blocks[: -(-end // BLOCK)], False))
-                        room -= len(part)
-                logits = model.logits(model.hidden(make_batch(rows, BLOCK, backend), cache))[:, : config.vocab_size]
-                for row, part_logits in zip(rows, logits.float().split([len(r.token_ids) for r in rows]), strict=True):
-                    found[row.request_id].append(part_logits.clone())
-                    done[row.request_id] += len(row.token_ids)
-    return [torch.cat(parts) for parts in found]
+    cos_sin = cos_sin_table(config.rope, config.head_dim, max(map(len, sequences)), backend.device)
+    model = Model(config, weights, cos_sin, KernelSet(backend.kernels))
+    return list(forced_logits(model, backend, sequences, budget, BLOCK))
 
 
 def main() -> None:

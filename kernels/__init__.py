@@ -1,9 +1,15 @@
 """One file per kernel: its golden reference and its implementations side by side. Importing it fills the registry."""
 
+import os
+
+# torch would import an installed torch_npu by itself, which fails without a CANN; the backend imports it when chosen.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
 from npuserve.kernels import (
     attention,
     embedding,
     greedy,
+    last_ids,
     linear,
     logprobs,
     norm,
@@ -18,6 +24,7 @@ __all__ = [
     "attention",
     "embedding",
     "greedy",
+    "last_ids",
     "linear",
     "logprobs",
     "norm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.native import layout
 from npuserve.kernels.registry import Case, kernel
 
@@ -73,7 +74,7 @@ def _case(
         return q, k_cache, v_cache, metadata, head_dim**-0.5
 
     queries, contexts = ("+".join(map(str, sorted(set(x)))) for x in zip(*rows, strict=True))
-    return Case(f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}", make, benchmark)
+    return Case(f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}", make, benchmark, head_dim)
 
 
 @kernel(
@@ -84,6 +85,7 @@ def _case(
         _case([(7, 31), (1, 5)], 3, 1, 10, block_size=32),
         _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64),
         _case([(1, 700)], 4, 1, 16),
+        _case([(1, 130), (5, 40), (1, 7)], 4, 2, 128),
         *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True) for rows in (1, 8, 32)),
         _case([(512, 512)], 16, 8, 128, benchmark=True),
         _case([(512, 4096)], 16, 8, 128, benchmark=True),
@@ -152,3 +154,52 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, 
     native.call(
         "paged_attention", ("attention", q.dtype, p, n, [scale]), ("attention_merge", q.dtype, p, n, [scale]))
     return out
+
+
+def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Blocks of other sizes than multiples of `ascend.BLOCK` become such, each row's own in their order."""
+    q, keys, values, metadata, scale = args
+    wide = ascend.cached_head_dim(q.shape[-1])
+    caches = [ascend.padded(cache, wide) for cache in (keys, values)]
+    if keys.shape[1] % ascend.BLOCK:
+        tables, tail = metadata.block_tables, (*keys.shape[2:-1], wide)
+        slots = [cache[tables.long()].flatten(1, 2) for cache in caches]
+        width = -(-slots[0].shape[1] // ascend.BLOCK)
+        beyond = width * ascend.BLOCK - slots[0].shape[1]
+        caches = [F.pad(cache, (0, 0, 0, 0, 0, beyond)).view(-1, ascend.BLOCK, *tail) for cache in slots]
+        metadata = replace(metadata, block_tables=torch.arange(len(tables) * width).int().view(len(tables), width))
+    return ascend.to_device((q, *caches, metadata, scale))
+
+
+def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, keys, values, metadata, scale = ascend.to_host(args)
+    return q, keys[..., : q.shape[-1]], values[..., : q.shape[-1]], metadata, scale
+
+
+@ascend.implementation(paged_attention, adapt=_in_large_blocks, restore=_with_own_heads)
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`.
+
+    Fused attention in its variable-length layout (TND): one call for decode rows and chunks. It takes the lengths
+    from the host: in a captured graph those of the capture stand until the graph is told others (`NPUGraph.update`,
+    by the keyword actual_seq_lengths_kv)."""
+    tokens, q_heads, own = q.shape
+    blocks, block_size, kv_heads, dim = k_cache.shape
+    ends = metadata.host_cu_seqlens_q[1:]
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        ascend.padded(q[: ends[-1]], dim),
+        k_cache.view(blocks, block_size, kv_heads * dim),
+        v_cache.view(blocks, block_size, kv_heads * dim),
+        atten_mask=ascend.causal_mask(q.device),
+        actual_seq_lengths=ends,
+        actual_seq_lengths_kv=metadata.host_context_lens,
+        block_table=metadata.block_tables,
+        num_heads=q_heads,
+        scale=scale,
+        input_layout="TND",
+        num_key_value_heads=kv_heads,
+        sparse_mode=3,
+        block_size=block_size,
+    )
+    out = out.view(-1, q_heads, dim)[..., :own].reshape(-1, q_heads * own)
+    return out if len(out) == tokens else torch.cat([out, out.new_zeros(tokens - len(out), q_heads * own)])

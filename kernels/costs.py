@@ -40,6 +40,14 @@ def _embedding(ids: Tensor, table: Tensor) -> Cost:
     return Cost(_nbytes(ids) + 2 * len(ids) * table[:1].nbytes, 0, "fp32")
 
 
+def _take_ids(ids: Tensor, last: Tensor) -> Cost:
+    return Cost(3 * ids.nbytes, 0, "fp32")
+
+
+def _keep_ids(ids: Tensor, last: Tensor) -> Cost:
+    return Cost(2 * last.nbytes, 0, "fp32")
+
+
 def _rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Cost:
     return Cost(2 * x.nbytes + gamma.nbytes, 4 * x.numel(), "fp32")
 
@@ -116,6 +124,8 @@ def _logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> Cost:
 
 
 COSTS: dict[str, Callable[..., Cost]] = {
+    "take_ids": _take_ids,
+    "keep_ids": _keep_ids,
     "embedding": _embedding,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,

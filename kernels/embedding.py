@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
 from npuserve.kernels.native.packed import PackedWeight, Weight
 from npuserve.kernels.registry import Case, kernel
 
@@ -33,3 +33,8 @@ def _(ids: Tensor, table: Weight) -> Tensor:
     else:
         native.call("embedding", ("embedding", table.dtype, [ids, table, out], [*out.shape]))
     return out
+
+
+@ascend.implementation(embedding)
+def _(ids: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(ids, table)

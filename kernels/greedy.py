@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -43,3 +43,16 @@ def _(logits: Tensor, vocabulary: int) -> Tensor:
         ("greedy", logits.dtype, [logits, best, places], sizes),
         ("greedy_merge", logits.dtype, [best, places, ids], sizes))
     return ids
+
+
+@ascend.implementation(greedy)
+def _(logits: Tensor, vocabulary: int) -> Tensor:
+    real = logits[:, :vocabulary]
+    return real.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(dim=-1, keepdim=True)
+
+
+@triton.implementation(greedy)
+def _(logits: Tensor, vocabulary: int) -> Tensor:
+    from npuserve.kernels.triton import launch
+
+    return launch.greedy(logits, vocabulary)

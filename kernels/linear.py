@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight, Weight, dense
 from npuserve.kernels.registry import Case, kernel
@@ -123,3 +124,20 @@ def _(x: Tensor, weight: PackedWeight, bias: Tensor | None, vocabulary: int) -> 
         ("linear_argmax", x.dtype, [x, weight.words, bias, best, places], [*sizes, vocabulary]),
         ("argmax_of_units", x.dtype, [best, places, ids], sizes))
     return ids
+
+
+@ascend.implementation(linear)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+@ascend.implementation(linear_swiglu)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch_npu.npu_swiglu(F.linear(x, weight, bias), dim=-1)
+    return out
+
+
+@ascend.implementation(linear_argmax)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+    """The product runs over the padded rows too, whose number suits the cube unit; the choice does not."""
+    return greedy.implementations[ascend.LABEL].function(F.linear(x, weight, bias), vocabulary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuserve.kernels import ascend
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.sample import largest
 
@@ -33,4 +34,14 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
     chosen = ids.unsqueeze(1)
     rank = (real > real.gather(1, chosen)).sum(dim=-1) + 1
     top_ids = torch.stack([largest(row, n) for row in real]) if len(real) else chosen.new_empty(0, n)
+    return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)
+
+
+@ascend.implementation(logprobs)
+def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    real = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    logarithms = real.log_softmax(dim=-1)
+    chosen = ids.unsqueeze(1)
+    rank = (real > real.gather(1, chosen)).sum(dim=-1) + 1
+    top_ids = real.sort(dim=-1, descending=True, stable=True).indices[:, :n] if n else chosen[:, :0]
     return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)

@@ -25,16 +25,34 @@ COLD_BYTES = 256 << 20
 _PASS_SECONDS, _LONGEST_PASS = 0.003, 0.06
 _LEAST_PASSES, _MOST_PASSES, _SECONDS = 5, 25, 0.5
 
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Of a result in that dtype, beside the golden one: absolute, and as a part of it. A few roundings of values of about
+1."""
+
 Args = tuple[Any, ...]
 Bound = Literal["memory", "matrix", "cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How far an implementation is off on one case.
+
+    error: the largest difference of a number from the golden function's in float64; infinite for what is not a number.
+    other_ids: how many whole numbers, which are ids, ranks and counts, are others than the golden function's.
+    excess: the largest difference by what is tolerated, above 1 for what is wrong: by `TOLERANCE`; of quantized numbers
+    (int8) by 1, since a half rounds either way.
+    """
+
+    error: float
+    other_ids: int
+    excess: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A kernel's implementation on one case.
 
-    error: the largest difference of a number from the golden function's in float64. other_ids: how many int64 results,
-    which are ids and ranks, are others than the golden function's.
+    error, other_ids: as in `Accuracy`.
     seconds: of a call, the median. bytes_per_second, operations_per_second: of what a call must at least move and do.
     bound: which ceiling asks for the most time: that of products ("matrix") or that of bytes, which come from memory
     or from a cache. share: the part of `seconds` that this ceiling explains. The ceiling of caches is not measured, and
@@ -52,57 +70,80 @@ class Measured:
     others: float
 
 
-class Bench:
-    """One case of a kernel: its arguments, and the golden function's results for them in float64.
+class Oracle:
+    """One case of a kernel: its arguments, and the golden function's results for them in float64."""
 
-    ceilings, best: of the machine, and its `best()` of this run.
-    """
-
-    def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype, ceilings: Ceilings,
-                 best: dict[str, float]):
+    def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype):
         self._kernel = kernel
-        self._ceilings = ceilings
-        self._read = best["read_gbs"] * 1e9
+        self._tolerance = TOLERANCE[dtype]
         self._args = case.make(torch.Generator().manual_seed(0), dtype)
-        self._cost = cost(kernel.name, self._args)
-        self._peak = next(value for name, value in best.items() if name.startswith(self._cost.kind)) * 1e9
         wide = tuple(_wide(x) for x in self._args)
         versions = [x._version if isinstance(x, Tensor) else 0 for x in wide]
         results = _tensors(kernel.golden(*wide))
         self._changed = [i for i, x in enumerate(wide) if isinstance(x, Tensor) and x._version > versions[i]]
         self._expected = [*results, *(wide[i] for i in self._changed)]
 
-    def measure(self, label: str) -> Measured:
-        """label: GOLDEN, or a backend that has an implementation."""
-        made = Implementation(self._kernel.golden) if label == GOLDEN else self._kernel.implementations[label]
+    def accuracy(self, label: str) -> Accuracy:
+        """label: GOLDEN, which runs in the case's dtype, or a backend that has an implementation."""
+        made = self._implementation(label)
         args = made.adapt(_copies(self._args, self._changed))
         results = _tensors(made.function(*args))
         after = made.restore(args)
-        error, other_ids = 0.0, 0
-        for got, want in zip([*results, *(after[i] for i in self._changed)], self._expected, strict=True):
-            if want.dtype == torch.int64:
+        error, other_ids, excess = 0.0, 0, 0.0
+        for result, want in zip([*results, *(after[i] for i in self._changed)], self._expected, strict=True):
+            got = result.cpu()
+            if not want.is_floating_point() and want.dtype != torch.int8:
                 other_ids += int((got != want).sum())
             elif want.numel():
-                error = max(error, float(torch.where(got == want, 0.0, (got.double() - want.double()).abs()).max()))
-        bound, seconds, share, others = self._time(made, label)
-        return Measured(error, other_ids, seconds, self._cost.nbytes / seconds, self._cost.operations / seconds, bound,
-                        share, others)
+                difference = torch.where(got == want, 0.0, (got.double() - want.double()).abs())
+                difference = difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
+                error = max(error, float(difference.max()))
+                tolerated = self._tolerance * (1 + want.abs()) if want.is_floating_point() else torch.ones(())
+                excess = max(excess, float((difference / tolerated).max()))
+        return Accuracy(error, other_ids, excess)
 
-    def _time(self, made: Implementation[..., Any], label: str) -> tuple[Bound, float, float, float]:
-        """(bound, seconds of a call, share, others)."""
+    def _implementation(self, label: str) -> Implementation[..., Any]:
+        return Implementation(self._kernel.golden) if label == GOLDEN else self._kernel.implementations[label]
+
+
+class Bench(Oracle):
+    """An oracle that times calls, too."""
+
+    def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype):
+        super().__init__(kernel, case, dtype)
+        self.cost = cost(kernel.name, self._args)
+
+    def measure(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> Measured:
+        """On the CPU. ceilings, best: of the machine, and its `best()` of this run."""
+        accuracy = self.accuracy(label)
+        bound, seconds, share, others = self._time(label, ceilings, best)
+        return Measured(accuracy.error, accuracy.other_ids, seconds, self.cost.nbytes / seconds,
+                        self.cost.operations / seconds, bound, share, others)
+
+    def seconds(self, label: str, synchronize: Callable[[], None], passes: int = _LEAST_PASSES) -> float:
+        """Of a call on any device, the median; launches included. synchronize: returns once the device is done."""
+        one_pass = self._passes(label, recorded=False, synchronize=synchronize)
+        one_pass()
+        return statistics.median(one_pass() for _ in range(passes))
+
+    def _passes(self, label: str, recorded: bool, synchronize: Callable[[], None]) -> Callable[[], float]:
+        """What runs a pass of calls, each of them on cold arguments, and returns the seconds of a call."""
+        made = self._implementation(label)
         args = made.adapt(_copies(self._args, self._changed))
-        cold = sum(self._args[i].nbytes for i in self._cost.cold)
-        turns = [_copies(args, self._cost.cold) for _ in range(-(-COLD_BYTES // cold) if cold else 1)]
+        cold = sum(self._args[i].nbytes for i in self.cost.cold)
+        turns = [_copies(args, self.cost.cold) for _ in range(-(-COLD_BYTES // cold) if cold else 1)]
         fresh = [(i, args[i], args[i].clone()) for i in self._changed]
 
         def run(count: int) -> Callable[[], float]:
-            calls = _calls(made.function, [turns[i % len(turns)] for i in range(count)], recorded=label != GOLDEN)
+            calls = _calls(made.function, [turns[i % len(turns)] for i in range(count)], recorded)
 
             def one_pass() -> float:
                 for _, tensor, before in fresh:
                     tensor.copy_(before)
+                synchronize()
                 began = time.perf_counter()
                 calls()
+                synchronize()
                 return (time.perf_counter() - began) / count
 
             return one_pass
@@ -110,14 +151,19 @@ class Bench:
         first = run(1)
         alone = min(first(), first())
         count = -(-int(_PASS_SECONDS / alone + 1) // len(turns)) * len(turns)
-        one_pass = run(max(1, min(count, int(_LONGEST_PASS / alone))))
+        return run(max(1, min(count, int(_LONGEST_PASS / alone))))
 
-        c = self._cost
-        by_bytes, by_operations = c.nbytes / self._read, c.operations / self._peak
+    def _time(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> tuple[Bound, float, float, float]:
+        """(bound, seconds of a call, share, others)."""
+        one_pass = self._passes(label, recorded=label != GOLDEN, synchronize=lambda: None)
+        cold = sum(self._args[i].nbytes for i in self.cost.cold)
+        peak = next(value for name, value in best.items() if name.startswith(self.cost.kind)) * 1e9
+        c = self.cost
+        by_bytes, by_operations = c.nbytes / (best["read_gbs"] * 1e9), c.operations / peak
         bound: Bound = "matrix" if by_operations > by_bytes else "memory" if 2 * cold > c.nbytes else "cache"
         ceiling: Callable[[], float] = {
-            "matrix": lambda: c.operations / self._ceilings.peak(c.kind),
-            "memory": lambda: c.nbytes / self._ceilings.read(),
+            "matrix": lambda: c.operations / ceilings.peak(c.kind),
+            "memory": lambda: c.nbytes / ceilings.read(),
             "cache": lambda: by_bytes,
         }[bound]
         passes: list[tuple[float, float]] = []
@@ -161,7 +207,7 @@ def _copies(args: Args, which: Sequence[int]) -> Args:
 def _copy(value: Any) -> Any:
     """Of a tensor, in large pages where there are such, or of a dataclass of tensors."""
     if isinstance(value, Tensor):
-        if not native.available() or not value.nbytes:
+        if not native.available() or not value.is_cpu or not value.nbytes:
             return value.clone()
         made = native.library().allocate(value.nbytes).view(value.dtype).view(value.shape)
         return made.copy_(value)

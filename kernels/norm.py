@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.registry import Case, kernel
 
 _SHAPES = ((1, 8), (3, 33), (7, 64))
@@ -63,4 +64,17 @@ def _(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 def _(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, total = (native.empty(*x.shape, dtype=x.dtype) for _ in range(2))
     native.call("add_rms_norm", ("add_rms_norm", x.dtype, [x, residual, gamma, out, total], [*x.shape], [eps]))
+    return out, total
+
+
+@ascend.implementation(rms_norm)
+def _(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """Rounded once, after gamma."""
+    out: Tensor = torch_npu.npu_rms_norm(x, gamma, epsilon=eps)[0]
+    return out
+
+
+@ascend.implementation(add_rms_norm)
+def _(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, _, total = torch_npu.npu_add_rms_norm(x, residual, gamma, epsilon=eps)
     return out, total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuserve.kernels import ascend
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -40,3 +41,6 @@ def penalize(
     logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))
     logits.sub_(frequency.unsqueeze(1) * output_counts)
     logits.sub_(presence.unsqueeze(1) * (output_counts > 0))
+
+
+ascend.implementation(penalize)(penalize.golden)

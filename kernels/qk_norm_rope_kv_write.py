@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native, triton
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
 from npuserve.kernels.registry import Case, kernel
@@ -27,7 +28,7 @@ def _case(tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = 
         return qkv, *gammas, 1e-6, cos_sin, positions, slots, caches[0], caches[1], q_heads
 
     name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}"
-    return Case(name, make, benchmark)
+    return Case(name, make, benchmark, head_dim)
 
 
 @kernel(
@@ -36,6 +37,7 @@ def _case(tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = 
         _case(1, 4, 2, 8),
         _case(7, 3, 1, 10, norm=False),
         _case(33, 6, 3, 16),
+        _case(5, 4, 2, 128),
         *(_case(t, 16, 8, 128, benchmark=True) for t in (1, 32, 512)),
     ],
 )
@@ -114,3 +116,70 @@ def _(
          [qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, q],
          [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(k_cache)], [eps]))
     return q
+
+
+def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Slots that are not written become the first of one more block."""
+    *others, slots, keys, values, heads = args
+    padding, wide = keys.shape[0] * keys.shape[1], ascend.cached_head_dim(keys.shape[-1])
+    caches = (ascend.padded(torch.cat([cache, torch.zeros_like(cache[:1])]), wide) for cache in (keys, values))
+    return ascend.to_device((*others, slots.masked_fill(slots < 0, padding), *caches, heads))
+
+
+def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    *others, slots, keys, values, heads = ascend.to_host(args)
+    keys, values = (cache[:-1, ..., : args[4].shape[1]] for cache in (keys, values))
+    return *others, slots.masked_fill(slots >= keys.shape[0] * keys.shape[1], -1), keys, values, heads
+
+
+@ascend.implementation(qk_norm_rope_kv_write, adapt=_with_padding, restore=_without_padding)
+def _(
+    qkv: Tensor,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_q_heads: int,
+) -> Tensor:
+    """slot_mapping: none is negative; what is not to be kept goes to a block that nobody reads. k_cache, v_cache:
+    [B, block_size, Hkv, `ascend.cached_head_dim`(D)]. Cosines and sines are rounded to qkv's dtype, as transformers
+    does it too."""
+    tokens, dim, (kv_heads, wide) = len(qkv), cos_sin.shape[1], k_cache.shape[-2:]
+    heads = qkv.view(tokens, -1, dim)
+    q, k, v = (part.contiguous() for part in heads.split([num_q_heads, kv_heads, kv_heads], dim=1))
+    if q_gamma is not None:
+        q = torch_npu.npu_rms_norm(q, q_gamma, epsilon=eps)[0]
+    if k_gamma is not None:
+        k = torch_npu.npu_rms_norm(k, k_gamma, epsilon=eps)[0]
+    q, k = torch_npu.npu_mrope(
+        positions, q.view(tokens, -1), k.view(tokens, -1), ascend.table_as(cos_sin, qkv.dtype), dim,
+        mrope_section=[0, 0, 0], rotary_mode="half")
+    torch_npu.npu_scatter_pa_kv_cache(
+        ascend.padded(k.view(tokens, kv_heads, dim), wide), ascend.padded(v, wide), k_cache, v_cache, slot_mapping,
+        cache_mode="Norm")
+    turned: Tensor = q.view(tokens, num_q_heads, dim)
+    return turned
+
+
+@triton.implementation(qk_norm_rope_kv_write)
+def _(
+    qkv: Tensor,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_q_heads: int,
+) -> Tensor:
+    from npuserve.kernels.triton import launch
+
+    return launch.qk_norm_rope_kv_write(
+        qkv, q_gamma, k_gamma, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads
+    )

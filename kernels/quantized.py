@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.linear import QWEN3_06B
 from npuserve.kernels.native.packed import PackedInt8Weight
 from npuserve.kernels.registry import Case, kernel
@@ -99,4 +100,30 @@ def _(
     out = native.empty(len(x_q), n, dtype=dtype)
     p = [x_q, weight.packed.words, bias, out, x_scale, w_scale, weight.sums]
     native.call("linear_w8a8", ("linear_w8a8", dtype, p, [len(x_q), k, n]))
+    return out
+
+
+@ascend.implementation(quantize_per_token)
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    quantized, scale = torch_npu.npu_dynamic_quant(x)
+    return quantized, scale
+
+
+def _to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_q, x_scale, weight, *rest = ascend.to_device(args)
+    return x_q, x_scale, ascend.fractal_nz(weight), *rest
+
+
+def _from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_q, x_scale, weight, *rest = args
+    return ascend.to_host((x_q, x_scale, ascend.from_fractal_nz(weight), *rest))
+
+
+@ascend.implementation(linear_w8a8, adapt=_to_nz, restore=_from_nz)
+def _(
+    x_q: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """weight: [K, N] as `ascend.fractal_nz` makes it. dtype: float16 or bfloat16."""
+    out: Tensor = torch_npu.npu_quant_matmul(
+        x_q, weight, w_scale, pertoken_scale=x_scale, bias=bias, output_dtype=dtype)
     return out

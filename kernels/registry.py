@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -36,16 +36,31 @@ class Case:
     """One shape that a kernel is tested or timed on.
 
     make: the kernel's arguments on the CPU, from a generator of the CPU and the dtype of its activations and weights.
-    benchmark: for timing, at a real model's size; too large for the tests.
+    benchmark: for timing, at a real model's size; too large for the tests. head_dim: of its attention heads, which not
+    every device takes in every size; 0 where there are none.
     """
 
     name: str
     make: Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]
     benchmark: bool = False
+    head_dim: int = 0
 
 
 Adapter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """From arguments to arguments."""
+
+
+def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Tensors, and dataclasses of tensors, on that device; those that are there already, and all else, as they are."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: move(getattr(value, f.name)) for f in fields(value)})
+        return value
+
+    return tuple(map(move, args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +194,8 @@ class KernelSet:
     Call kernels through the set each time (`k.linear(...)`), since a timed step replaces its attributes.
     """
 
+    take_ids: Callable[..., Tensor]
+    keep_ids: Callable[..., None]
     embedding: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 
 # Candidates for top_p: those this much less likely than the likeliest, then this much less again, and so on.
@@ -43,12 +43,14 @@ def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float
     ],
 )
 def sample(
-    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
+    cut: bool = True,
 ) -> Tensor:
     """logits [R, Vp] float32 or bfloat16 -> ids [R, 1] int64, below `vocabulary`.
 
     temperature: [R] float32, above 0. top_k: [R] int64, off where below 1. top_p: [R] float32 in (0, 1], off at 1.
-    min_p: [R] float32 in [0, 1], off at 0. uniform: [R] float64 in [0, 1).
+    min_p: [R] float32 in [0, 1], off at 0. uniform: [R] float64 in [0, 1). cut: False where top_k and top_p are known
+    to be off in all rows, which spares a device to find out.
 
     Filters in Hugging Face's order: temperature; the top_k largest; of those, renormalized, the fewest likeliest whose
     mass reaches top_p (Holtzman et al. 2020, arXiv:1904.09751); those at least min_p times as likely as the likeliest.
@@ -80,7 +82,8 @@ def sample(
 
 @native.implementation(sample)
 def _(
-    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
+    cut: bool = True,
 ) -> Tensor:
     """Weights below 2**-126 of the likeliest's count as 0."""
     ids = native.empty(len(logits), 1, dtype=torch.int64)
@@ -89,6 +92,44 @@ def _(
         ("sample", logits.dtype, [logits, temperature, top_k, top_p, min_p, uniform, ids],
          [*logits.shape, vocabulary]))
     return ids
+
+
+@ascend.implementation(sample)
+def _(
+    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
+    cut: bool = True,
+) -> Tensor:
+    """Mass is summed in float32, which the device computes in, and `uniform` is rounded to it. No value visits the
+    host: all rows are sorted if one of them may be cut."""
+    scores = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    weights = _scaled(scores, temperature.unsqueeze(1)).exp()
+    if cut:
+        # In the order of likelihood, equal ones in that of ids.
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        ranked = weights.gather(1, order)
+        places = torch.arange(vocabulary, device=logits.device)
+        beyond = (places >= top_k.unsqueeze(1)) & (top_k > 0).unsqueeze(1)
+        ranked = ranked.masked_fill(beyond, 0.0)
+        mass = ranked.cumsum(dim=-1)
+        enough = (mass - ranked >= top_p.unsqueeze(1) * mass[:, -1:]) & (top_p < 1).unsqueeze(1)
+        weights = torch.zeros_like(weights).scatter(1, order, ranked.masked_fill(enough, 0.0))
+    weights = weights.masked_fill(weights < min_p.unsqueeze(1), 0.0)
+    # A sum in parts may not rise from each place to the next: only places that have weight count, and the largest sum
+    # among them is the whole.
+    cumulative = weights.cumsum(dim=-1).masked_fill(weights == 0, 0.0)
+    below_one = uniform.float().clamp(max=1 - 2**-24).unsqueeze(1)
+    passed = cumulative > below_one * cumulative.amax(dim=-1, keepdim=True)
+    return passed.to(torch.float32).argmax(dim=-1, keepdim=True)
+
+
+@triton.implementation(sample)
+def _(
+    logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
+    cut: bool = True,
+) -> Tensor:
+    from npuserve.kernels.triton import launch
+
+    return launch.sample(logits, vocabulary, temperature, top_k, top_p, min_p, uniform)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

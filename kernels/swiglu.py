@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -29,4 +30,10 @@ def _(gate_up: Tensor) -> Tensor:
     tokens, intermediate = len(gate_up), gate_up.shape[1] // 2
     out = native.empty(tokens, intermediate, dtype=gate_up.dtype)
     native.call("swiglu", ("swiglu", gate_up.dtype, [gate_up, out], [tokens, intermediate]))
+    return out
+
+
+@ascend.implementation(swiglu)
+def _(gate_up: Tensor) -> Tensor:
+    out: Tensor = torch_npu.npu_swiglu(gate_up, dim=-1)
     return out

@@ -1,8 +1,14 @@
-"""A step's rows as device tensors. The one place where host values become tensors."""
+"""A step's rows as device tensors. The one place where host values become tensors.
+
+All inputs of a step lie in one stretch of host memory, from where one copy takes them to the device. The copy may be
+queued behind the step before, so that two such stretches take turns: `fill` writes one while the other may still be
+read. On the device there is one, and the queue keeps its uses apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -13,140 +19,278 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.step import Row
+from npuserve.npu.step import PENDING, Row
 
 Phase = Literal["prefill", "decode", "mixed"]
 
-_VIEWS = 256
-"""Views of a buffer that are kept."""
+Array = np.ndarray[Any, Any]
+
+_ALIGNMENT = 64
+_PUTS_PER_ROW, _PUTS = 160, 64
+"""Bytes for each row, and arrays, that `Staged.put` takes beside a step's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of all rows, one row after the other.
+    """T tokens of R rows, one row after the other.
 
-    ids, positions, slot_mapping: [T] int64; slot = block * block_size + offset. attention: where each row's queries
-    and keys are. samples: (request_id, index of the next token in prompt + output) of the S rows that yield one.
-    sample_tokens: [S] int64, the last token of each of these. phase: of all rows together.
+    ids, positions, slot_mapping: [T] int64; slot = block * block_size + offset; an id below 0 is to be taken from what
+    the step before sampled (`take_ids`). attention: where each row's queries and keys are. sample_tokens: [S] int64,
+    the last tokens of the rows that yield one.
     """
 
     ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
     attention: AttentionMetadata
-    samples: list[tuple[int, int]]
     sample_tokens: Tensor
-    phase: Phase
 
 
-_MIXED: Phase = "mixed"
-_DECODE: Phase = "decode"
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a step that are computed together, and where they lie: from row and token `first` of the buffers on.
+
+    tokens: their number. decodes: that of the decode rows. samples: (request_id, index of the next token in prompt +
+    output) of the rows that yield one. cu_seqlens, context_lens: on the host, of `padded` rows: those after the step's
+    own are harmless.
+    """
+
+    rows: Sequence[Row]
+    first: int
+    tokens: int
+    decodes: int
+    samples: list[tuple[int, int]]
+    cu_seqlens: list[int]
+    context_lens: list[int]
+
+    @property
+    def padded(self) -> int:
+        return len(self.context_lens)
 
 
-class _Buffer:
-    """A tensor on the device and the host memory that fills it, which are one where the device is the host."""
+class Staged:
+    """A step's inputs on the host, until `upload` brings them to the device. parts: in the order of their rows."""
 
-    def __init__(self, backend: Backend, *shape: int, dtype: torch.dtype):
-        self._host = backend.host_buffer(*shape, dtype=dtype).zero_()
-        self.array = self._host.numpy()
-        self.tensor = self._host.to(backend.device)
-        self._shared = self.tensor.data_ptr() == self._host.data_ptr()
-        self._views: dict[int, Tensor] = {}
+    def __init__(self, host: Tensor, array: Array, device: Tensor, used: int) -> None:
+        self.parts: list[Part] = []
+        self._host, self._array, self._device, self._used = host, array, device, used
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def first(self, count: int) -> Tensor:
-        """The first `count` rows. Batches of one size follow each other: their views are made once."""
-        view = self._views.get(count)
-        if view is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            view = self._views[count] = self.tensor[:count]
-        return view
+    def put(self, values: Array) -> Tensor:
+        """A copy of further values, of any shape and dtype, and where it will be on the device."""
+        begin, end = self._used, self._used + values.nbytes
+        self._array[begin:end].view(values.dtype).reshape(values.shape)[...] = values
+        self._used = _aligned(end)
+        return _view(self._device, begin, torch.from_numpy(np.empty(0, values.dtype)).dtype, values.shape)
 
-    def put(self, values: np.ndarray[Any, Any] | None, count: int) -> Tensor:
-        """The first `count` rows, filled with `values`, or with what `array` holds already if that is None."""
-        if values is not None:
-            self.array[:count] = values
-        view = self.first(count)
-        if not self._shared:
-            view.copy_(self._host[:count], non_blocking=True)
-        return view
+    def put_tables(self, tables: Array, to: Tensor) -> None:
+        """tables: [R, W], for to[:R, :W]. They travel without what is beyond W."""
+        rows, width = tables.shape
+        self._tables = to[:rows, :width], self.put(tables)
+
+    def seal(self) -> None:
+        """Nothing more is put: what there is to copy is settled now, rather than while the device waits for it."""
+        self._copies = [(self._device[: self._used], self._host[: self._used])]
+        if self._tables:
+            self._copies.append(self._tables)
+
+    def upload(self) -> None:
+        """Bring it all to the device. Call it within enqueued work."""
+        if not self._copies:
+            self.seal()
+        for to, source in self._copies:
+            to.copy_(source, non_blocking=True)
 
 
 class BatchBuffers:
-    """Memory for one batch at a time, of at most max_tokens tokens of max_rows rows of max_blocks blocks.
+    """Memory for steps of at most max_tokens tokens of max_rows rows of max_blocks blocks.
 
-    batch, decode: the largest one and the largest of one token a row, of made-up numbers. `fill` gives batches that lie
-    at the same places, so that a step captured on these reads what `fill` wrote last.
+    padding_block: of the KV cache, where padding writes to, of at most max_rows further rows; None where no batch is
+    padded. `tokens` and `decode` are where the first part's numbers lie, so that a step captured on these reads what
+    was uploaded last; until then these are of padding.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, backend: Backend):
-        self.max_tokens, self.max_rows, self.max_blocks = max_tokens, max_rows, max_blocks
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
+        backend: Backend,
+    ):
+        self._limits = max_tokens, max_rows, max_blocks
         self._block_size = block_size
-        self._ids, self._positions, self._slots = (_Buffer(backend, max_tokens, dtype=torch.int64) for _ in range(3))
-        self._tables = _Buffer(backend, max_rows, max_blocks, dtype=torch.int32)
-        self._contexts = _Buffer(backend, max_rows, dtype=torch.int32)
-        self._cu_seqlens = _Buffer(backend, max_rows + 1, dtype=torch.int32)
-        self._sample_tokens = _Buffer(backend, max_rows, dtype=torch.int64)
-        attention = AttentionMetadata(
-            self._tables.tensor, self._contexts.tensor, self._cu_seqlens.tensor, [], [])
-        self.batch, self.decode = (
-            Batch(self._ids.first(tokens), self._positions.first(tokens), self._slots.first(tokens), attention, [],
-                  self._sample_tokens.tensor, phase)
-            for tokens, phase in ((max_tokens, _MIXED), (min(max_rows, max_tokens), _DECODE)))
+        self._padding = padding_block or 0
+        more = 0 if padding_block is None else max_rows
+        tokens, rows = max_tokens + more, max_rows + more
+        sections: dict[str, tuple[int, torch.dtype]] = {
+            "ids": (tokens, torch.int64), "positions": (tokens, torch.int64), "slots": (tokens, torch.int64),
+            "sample_tokens": (rows, torch.int64), "contexts": (rows, torch.int32),
+            "cu_seqlens": (rows + 2, torch.int32),
+        }
+        self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
+        # The tables' place on the device, which they are spread to from where they travel.
+        self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
+        room = self._fixed + self._tables.nbytes + _PUTS_PER_ROW * rows + _ALIGNMENT * _PUTS + 8 * tokens
+        self._device = backend.empty((room,), torch.uint8)
+        self._hosts = [backend.host_buffer(room, dtype=torch.uint8) for _ in range(2)]
+        self._arrays = [host.numpy() for host in self._hosts]
+        self._on: dict[str, Tensor] = {}
+        self._at: list[dict[str, Array]] = [{}, {}]
+        begin = 0
+        for name, (n, dtype) in sections.items():
+            self._on[name] = _view(self._device, begin, dtype, (n,))
+            for at, host in zip(self._at, self._hosts, strict=True):
+                at[name] = _view(host, begin, dtype, (n,)).numpy()
+            begin += _aligned(n * dtype.itemsize)
+        self._turn = 0
+        # Each row's blocks as they were written last: a list of blocks grows and is never changed.
+        self._table = np.zeros((rows, max_blocks), np.int32)
+        self._written: list[tuple[list[int], int]] = [([], 0)] * rows
+        self._hosts[0][: self._fixed].zero_()
+        self._pad(self._at[0], 0, 0, rows)
+        self._at[0]["slots"][:] = self._padding * block_size
+        self._device[: self._fixed].copy_(self._hosts[0][: self._fixed])
 
-    def hold(self, rows: Sequence[Row]) -> bool:
-        """True if they are not too many."""
-        return (
-            len(rows) <= self.max_rows
-            and sum(len(row.token_ids) for row in rows) <= self.max_tokens
-            and -(-max(row.start + len(row.token_ids) for row in rows) // self._block_size) <= self.max_blocks
-        )
+    def decode(self, rows: int) -> Batch:
+        """Of so many rows of one token each."""
+        return self._batch(0, rows, rows, rows, list(range(rows + 1)), [1] * rows, 0)
 
-    def fill(self, rows: Sequence[Row]) -> Batch:
-        """rows: at least one. The batch stands until the next call; what is copied to the device need not have arrived
-        when this returns."""
-        count, size = len(rows), self._block_size
-        lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, count)
-        starts = np.fromiter((row.start for row in rows), np.int64, count)
+    def tokens(self, tokens: int) -> Batch:
+        """Of so many tokens of any rows."""
+        rows = self._limits[1]
+        return self._batch(0, tokens, rows, rows, [], [], 0)
+
+    def batch(self, part: Part) -> Batch:
+        """A part's own rows, without padding."""
+        rows, index = len(part.rows), int(part.first > 0)
+        return self._batch(
+            part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
+            index)
+
+    def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
+        """(rows, size) of each of the one or two parts: at least one row; padded to `size` rows if these are more. All
+        rows of the first of two have one token.
+
+        sampled: request -> its place among the ids that the step before sampled, from where PENDING tokens are taken;
+        KeyError for one that has none. ValueError for one that is not alone in its row, and for more than the buffers
+        hold. The inputs of the step before the last must have reached the device.
+        """
+        self._turn = 1 - self._turn
+        staged = Staged(self._hosts[self._turn], self._arrays[self._turn], self._device, self._fixed)
+        first = width = 0
+        for rows, size in parts:
+            part, blocks = self._fill(self._at[self._turn], rows, max(size, len(rows)), first, sampled)
+            staged.parts.append(part)
+            first, width = first + part.padded, max(width, blocks)
+        staged.put_tables(self._table[:first, :width], self._tables)
+        return staged
+
+    def _fill(
+        self, at: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
+    ) -> tuple[Part, int]:
+        """Also the blocks of the longest row."""
+        count, block_size = len(rows), self._block_size
+        lengths = np.array([len(row.token_ids) for row in rows])
+        starts = np.array([row.start for row in rows])
         contexts = starts + lengths
         ends = np.cumsum(lengths)
-        total = int(ends[-1])
-
-        tables = self._tables.array
-        for table, row, used in zip(tables, rows, (-(-contexts // size)).tolist(), strict=False):
-            table[:used] = row.block_ids[:used]
-
-        decodes = sum(row.is_decode for row in rows)
-        if total == count:  # one token each
-            positions, place = starts, np.arange(count)
-        else:
-            positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-            place = np.repeat(np.arange(count), lengths)
-        slots = tables[place, positions // size].astype(np.int64) * size + positions % size
-        cu_seqlens_q = np.concatenate(([0], ends))
-        sampling = np.fromiter((row.samples for row in rows), np.bool_, count)
-        last = ends[sampling] - 1
+        total, blocks = int(ends[-1]), -(-contexts // block_size)
+        width = int(blocks.max())
+        if any(n > most for n, most in zip((total, size, width), self._limits, strict=True)):
+            raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
+                             f"where there is room for {', '.join(map(str, self._limits))}")
+        self._write_tables(rows, blocks.tolist(), first)
 
         ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, total)
+        if total == count:  # one token each
+            positions, place = starts, np.arange(first, first + count)
+        else:
+            positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+            place = np.repeat(np.arange(first, first + count), lengths)
+        for token in (ids == PENDING).nonzero()[0].tolist():
+            row = rows[place[token] - first]
+            if len(row.token_ids) > 1:
+                raise ValueError(f"request {row.request_id}: a token that is being sampled must be alone in its row")
+            ids[token] = -1 - sampled[row.request_id]
+        here = slice(first, first + total)
+        at["ids"][here] = ids
+        at["positions"][here] = positions
+        at["slots"][here] = (
+            self._table[place, positions // block_size].astype(np.int64) * block_size + positions % block_size)
+        at["contexts"][first : first + count] = contexts
+        cu_seqlens = at["cu_seqlens"][first + (first > 0) :]
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : count + 1] = ends
+        sampling = np.array([row.samples for row in rows])
+        last = (ends if sampling.all() else ends[sampling]) - 1
+        at["sample_tokens"][first : first + len(last)] = last
+        if size > count:
+            self._pad(at, first, count, size)
+        samples = [(row.request_id, row.start + len(row.token_ids)) for row in rows if row.samples]
+        return Part(
+            rows, first, total, sum(row.is_decode for row in rows), samples, cu_seqlens[: size + 1].tolist(),
+            at["contexts"][first : first + size].tolist()), width
+
+    def _write_tables(self, rows: Sequence[Row], blocks: Sequence[int], first: int) -> None:
+        """The first blocks[r] blocks of each row r."""
+        for place, (row, used) in enumerate(zip(rows, blocks, strict=True), first):
+            own, (written, count) = row.block_ids, self._written[place]
+            if own is not written:
+                count = 0
+            if used > count:
+                self._table[place, count:used] = own[count:used]
+                self._written[place] = own, used
+
+    def _pad(self, at: dict[str, Array], first: int, begin: int, end: int) -> None:
+        """Rows [begin, end) of the part at `first` become ones of one harmless token each: what they compute nobody
+        reads, and nobody's cache is touched. The rows before them have one token each."""
+        rows = slice(first + begin, first + end)
+        at["ids"][rows] = at["positions"][rows] = 0
+        at["slots"][rows] = self._padding * self._block_size
+        at["contexts"][rows] = 1
+        at["sample_tokens"][rows] = np.arange(begin, end)
+        at["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
+        self._table[rows, 0] = self._padding
+        self._written[rows] = [([], 0)] * (end - begin)
+
+    def _batch(
+        self, first: int, tokens: int, rows: int, samples: int, cu_seqlens: list[int], context_lens: list[int],
+        index: int,
+    ) -> Batch:
+        """index: of the part, each of which has one more number in cu_seqlens than rows."""
+        on, here = self._on, slice(first, first + tokens)
         return Batch(
-            ids=self._ids.put(ids, total),
-            positions=self._positions.put(positions, total),
-            slot_mapping=self._slots.put(slots, total),
+            ids=on["ids"][here],
+            positions=on["positions"][here],
+            slot_mapping=on["slots"][here],
             attention=AttentionMetadata(
-                block_tables=self._tables.put(None, count),
-                context_lens=self._contexts.put(contexts, count),
-                cu_seqlens_q=self._cu_seqlens.put(cu_seqlens_q, count + 1),
-                host_context_lens=contexts.tolist(),
-                host_cu_seqlens_q=cu_seqlens_q.tolist(),
+                block_tables=self._tables[first : first + rows],
+                context_lens=on["contexts"][first : first + rows],
+                cu_seqlens_q=on["cu_seqlens"][first + index : first + index + rows + 1],
+                host_context_lens=context_lens,
+                host_cu_seqlens_q=cu_seqlens,
             ),
-            samples=[(row.request_id, row.start + len(row.token_ids)) for row in rows if row.samples],
-            sample_tokens=self._sample_tokens.put(last, len(last)),
-            phase="decode" if decodes == count else "mixed" if decodes else "prefill",
+            sample_tokens=on["sample_tokens"][first : first + samples],
         )
 
 
 def make_batch(rows: Sequence[Row], block_size: int, backend: Backend) -> Batch:
-    """rows: at least one. A batch in memory of its own."""
+    """rows: at least one. A batch in memory of its own, of known tokens. Call it within enqueued work."""
     tokens = sum(len(row.token_ids) for row in rows)
     blocks = max(-(-(row.start + len(row.token_ids)) // block_size) for row in rows)
-    return BatchBuffers(tokens, len(rows), blocks, block_size, backend).fill(rows)
+    buffers = BatchBuffers(tokens, len(rows), blocks, block_size, None, backend)
+    staged = buffers.fill([(rows, len(rows))])
+    staged.upload()
+    return buffers.batch(staged.parts[0])
+
+
+def phase_of(rows: Sequence[Row]) -> Phase:
+    decodes = sum(row.is_decode for row in rows)
+    return "decode" if decodes == len(rows) else "mixed" if decodes else "prefill"
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(memory: Tensor, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Numbers in memory [n] uint8, from byte `begin` on."""
+    return memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)

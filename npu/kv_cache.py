@@ -22,7 +22,10 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backen
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per layer (keys, values), each of its shape of `Backend.cache_shapes`."""
+    """Per layer (keys, values), each of its shape of `Backend.cache_shapes`.
+
+    The last `Backend.padding_blocks` blocks are beyond the `num_blocks` that are given to requests.
+    """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
 
@@ -32,9 +35,11 @@ class KVCache:
     ) -> KVCache:
         """Written, not only reserved: the memory is taken now or never, and no step meets its page faults. Zeros,
         since what is not a number must not come out of a slot that nobody wrote."""
-        shapes = backend.cache_shapes(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        blocks = num_blocks + backend.padding_blocks
+        shapes = backend.cache_shapes(blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
         layers = tuple(
             (backend.empty(shapes[0], dtype), backend.empty(shapes[1], dtype)) for _ in range(config.num_layers))
         with ThreadPoolExecutor(backend.threads) as pool:  # it is the system that takes its time with new pages
             list(pool.map(Tensor.zero_, chain.from_iterable(layers)))
+        backend.synchronize()
         return cls(layers)

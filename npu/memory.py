@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from npuserve.kernels.attention import paged_attention
 from npuserve.kernels.linear import linear
 from npuserve.kernels.registry import Kernel
 from npuserve.kernels.sample import sample
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.kv_cache import block_bytes
 from npuserve.npu.model_config import ModelConfig, ModelError
+from npuserve.npu.prefill import staging_bytes
 from npuserve.npu.weights import linear_shapes
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 SCRATCH = 1 << 20
 """Bytes that a thread of the kernels keeps, at most."""
@@ -29,11 +31,36 @@ the matrix products too, they take more."""
 
 
 @dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Bytes on the host where it computes the prompts for a device.
+
+    weights: without an LM head. kv_cache: the mirror of the device's. activations: of a step of max_num_batched_tokens
+    tokens. staging: what is on its way to the device. available: before any of it is taken.
+    """
+
+    backend: str
+    weights: int
+    kv_cache: int
+    activations: int
+    staging: int
+    available: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.staging
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes by part, and what follows from them.
 
     weights: with the table of position embeddings. kv_cache: num_blocks blocks of block_size tokens.
-    activations: of a step of max_num_batched_tokens tokens. logits: of max_num_seqs rows, and their sampling.
+    activations: of a step of max_num_batched_tokens tokens, or of the decode rows that are left where the host computes
+    prompts, which is planned in `host`. logits: of max_num_seqs rows, and their sampling.
     base: the process itself: that which asks, if it has imported torch as an engine has. available: before any of it
     but the base is taken.
     dtype, max_model_len, block_size: as the engine will have them.
@@ -49,6 +76,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+    host: HostPlan | None = None
 
     @property
     def peak(self) -> int:
@@ -57,17 +85,22 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.peak - self.base <= self.available
+        return self.peak - self.base <= self.available and (self.host is None or self.host.fits)
 
     def require_fit(self) -> None:
         """Raises ModelError with the parts if it does not fit."""
-        if not self.fits:
-            parts = ("weights", "kv_cache", "activations", "logits")
-            listed = ", ".join(f"{part} {mib(getattr(self, part))}" for part in parts)
-            raise ModelError(
-                f"the model needs {mib(self.peak - self.base)} of memory ({listed}), and {mib(self.available)} is "
-                "available; a smaller kv_cache_memory, max_num_batched_tokens or dtype takes less"
-            )
+        if self.fits:
+            return
+        plan: MemoryPlan | HostPlan = self
+        what, needed, last = "the model", self.peak - self.base, "logits"
+        if needed <= self.available and self.host:
+            plan, needed, last = self.host, self.host.needed, "staging"
+            what = f"computing prompts on {plan.backend}"
+        parts = ("weights", "kv_cache", "activations", last)
+        listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts)
+        raise ModelError(
+            f"{what} needs {mib(needed)} of memory ({listed}), and {mib(plan.available)} is available; a smaller "
+            "kv_cache_memory, max_num_batched_tokens or dtype takes less")
 
 
 def predict(
@@ -80,33 +113,45 @@ def predict(
     kv_cache_memory: int = 0,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
+    prefill: Backend | None = None,
 ) -> MemoryPlan:
     """The plan by which `load_runner` loads, for settings as ServerConfig has them.
 
     block_size: 0 takes the backend's. kv_cache_memory: bytes; 0 takes enough for max_num_seqs requests of
     max_model_len tokens, or the backend's share of what is free if that is less. max_model_len: 0 takes the model's
-    own context, or what the KV cache holds if that is less.
+    own context, or what the KV cache holds if that is less. prefill: that computes the prompts, if not `backend`.
 
     Raises ModelError where max_model_len is beyond the model's context or the KV cache, and for a block_size that the
-    backend cannot have; BackendError for a dtype that it lacks. A plan that does not fit is returned: see
+    backend cannot have; BackendError for a dtype that it or `prefill` lacks. A plan that does not fit is returned: see
     `MemoryPlan.fits`.
     """
     dtype = backend.resolve_dtype(dtype, config.dtype)
+    backend.check_heads(config.head_dim)
     made: torch.dtype = getattr(torch, dtype)
+    if prefill and dtype not in prefill.dtypes:
+        raise BackendError(
+            f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
+            f"{', '.join(prefill.dtypes)}")
     block_size = block_size or backend.block_size
-    if block_size % backend.block_multiple:
-        raise ModelError(
-            f"block_size: {block_size} is not possible here; possible are multiples of {backend.block_multiple}")
+    multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
+    if block_size % multiple:
+        raise ModelError(f"block_size: {block_size} is not possible here; possible are multiples of {multiple}")
     length = max_model_len or config.context_length
     if length > config.context_length:
         raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
     available = backend.memory_available()
 
     weights = _weights(config, backend, made)
-    activations = _activations(config, backend, max_num_batched_tokens, length, made.itemsize)
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    activations = _activations(
+        config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
+    if prefill:  # a chunk's hidden states come from there
+        activations += max_num_batched_tokens * config.hidden_size * made.itemsize
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
 
     block = block_bytes(config, block_size, made, backend)
+    host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
+    mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
     least = -(-length // block_size) if max_model_len else 1
     if kv_cache_memory:
         num_blocks = kv_cache_memory // block
@@ -117,11 +162,13 @@ def predict(
             )
     else:
         room = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
+        if prefill and host:
+            room = min(room, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
         num_blocks = max(min(max_num_seqs * -(-length // block_size), room), least)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
         weights=weights + 4 * length * config.head_dim,
-        kv_cache=num_blocks * block,
+        kv_cache=(num_blocks + backend.padding_blocks) * block,
         activations=activations,
         logits=logits,
         base=_resident() + (WARM_UP if _has_own(backend, linear) else GOLDEN_WARM_UP),
@@ -130,6 +177,22 @@ def predict(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=length,
+        host=host and replace(host, kv_cache=num_blocks * mirrored),
+    )
+
+
+def _host(
+    config: ModelConfig, prefill: Backend, device: Backend, tokens: int, context: int, dtype: torch.dtype
+) -> HostPlan:
+    """Without the KV cache. Positions are counted as of the whole context."""
+    width = device.cache_shapes(1, device.block_size, config.num_kv_heads, config.head_dim, dtype)[0][-1]
+    return HostPlan(
+        backend=prefill.name,
+        weights=_weights(config.headless, prefill, dtype) + 4 * context * config.head_dim,
+        kv_cache=0,
+        activations=_activations(config, prefill, tokens, context, dtype.itemsize),
+        staging=staging_bytes(config, width, tokens, dtype.itemsize),
+        available=prefill.memory_available(),
     )
 
 
@@ -158,7 +221,7 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
     """The LM head's; the golden sampler works on up to six copies in float32. What edits of logits and penalties'
     counts take comes on top, by request."""
-    copies = 0 if _has_own(backend, sample) else 24
+    copies = backend.sampling_bytes if _has_own(backend, sample) else 24
     return rows * config.padded_vocabulary(backend.vocabulary_tile) * (itemsize + copies)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,6 +119,11 @@ class ModelConfig:
         layer += 2 * i * (h + self.mlp_bias) + h * (i + self.mlp_bias)
         tables = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + tables + h
+
+    @property
+    def headless(self) -> ModelConfig:
+        """The same decoder without an LM head of its own."""
+        return replace(self, tie_word_embeddings=True)
 
     def padded_vocabulary(self, tile: int) -> int:
         """vocab_size rounded up to a multiple of `tile`."""

@@ -1,35 +1,46 @@
 """Executes steps on the device.
 
 1. `launch` forgets the requests that ended and meets the new ones (the sampler keeps what sampling takes of each).
-2. The step's rows become one batch of tensors. The decoder was captured when the runner was made, where the backend
-   can: it runs as one dispatch that reads the batch where it lies. LM head and sampler follow; of a step whose rows
-   all decode their likeliest tokens they are part of the dispatch.
-3. `collect` waits for the sampled ids and brings them to the host.
+2. The step's rows are written to host memory from where one copy takes them to the device, and its work is enqueued: it
+   runs after that of the step before. Nobody waits.
+3. The decoder was captured when the runner was made, where the backend can: it runs as one dispatch that reads the
+   batch where it lies. LM head and sampler follow; of rows that all decode their likeliest tokens they are part of the
+   dispatch. Where only such decode rows can be captured, a step with chunks is one dispatch for its decode rows and
+   then the chunks' kernels.
+4. The sampled ids stay on the device: step n + 1 takes from there those of step n (its PENDING tokens). Their copy goes
+   to one of two host buffers while step n + 1 runs.
+5. `collect` waits for that copy.
 
-On a device that works on its own, step n + 1 may be launched before step n is collected.
+So step n + 1 may be launched before step n is collected, and no further one.
+
+Where prompts are computed on the host (`prefill`), the device does a step's decode rows while the host does its chunks;
+what is then left of the step is launched before the next one, or when it is collected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet, Observe, Span, Timings
-from npuserve.npu.backends import select
-from npuserve.npu.backends.base import Backend, Captured, Event
-from npuserve.npu.batch import Batch, BatchBuffers, make_batch
+from npuserve.npu.backends import select, select_prefill
+from npuserve.npu.backends.base import Backend, Captured, Event, Pending
+from npuserve.npu.batch import Batch, BatchBuffers, Part, Phase, Staged, phase_of
 from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import Progress, load_weights
 from npuserve.npu.memory import predict
 from npuserve.npu.model import Model
 from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.prefill import Chunk, HostPrefill
 from npuserve.npu.rope import cos_sin_table
-from npuserve.npu.sampler import Logprobs, SampledIds, Sampler
+from npuserve.npu.sampler import Logprobs, Plan, Sampler
 from npuserve.npu.step import NewRequest, Row, Step, StepResult
 from npuserve.npu.weights import ModelWeights
 
@@ -38,23 +49,72 @@ LOGITS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on its way. `runner.collect` it once. prompt: (request_id, reports) in the order of the positions."""
+class PromptRows:
+    """Hidden states from `begin` on that predict prompt tokens of a request. next_ids: [n] int64. n: how many likeliest
+    tokens each report names."""
 
-    samples: Sequence[tuple[int, int]] = ()
-    sampled: SampledIds | None = None
+    request_id: int
+    begin: int
+    next_ids: Tensor
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A part of a step as the device is to do it. first: of its tokens among those that the step samples. captured:
+    the dispatch that serves it, None for kernel by kernel."""
+
+    part: Part
+    first: int
+    plan: Plan
+    captured: Captured | None
+    prompt: list[PromptRows]
+
+
+@dataclass(slots=True)
+class Ran:
+    """What is left of a step when its work is queued. span: of its kernels. reports: of sampled tokens, by their
+    request, and of prompt tokens, in the order of the positions; on the host once `fetched` has come. The rest is as in
+    `StepResult`."""
+
+    span: Span
+    reports: list[tuple[list[int], Logprobs]] = field(default_factory=list)
     prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
-    span: Span | None = None
-    done: Event | None = None
-    timings: Timings | None = None
+    captured: bool = False
+    captured_decodes: int = 0
+    fetched: Event | None = None
+    timings: list[Timings] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way. `runner.collect` it once. requests: that it samples for; ids: [those] int64, on the host. ran:
+    None if it has no rows, and until all its work is queued."""
+
+    requests: list[int]
+    ids: Tensor
+    ran: Pending[Ran] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A step whose decode rows are queued, and whose chunks the host computes. work: what follows on the device."""
+
+    launched: Launched
+    begun: Pending[Ran]
+    chunk: Pending[Chunk]
+    work: Work
+    last: Tensor
+    phase: Phase | None
 
 
 class Runner:
     """A loaded model on a device, with its KV cache.
 
     num_blocks, block_size: of the KV cache. max_model_len: positions that a request may have. max_num_seqs,
-    max_num_batched_tokens: rows and tokens of the largest step that is captured; larger ones run kernel by kernel.
-    kernel_sampling: every so many steps each kernel call is timed and `observe` told of it; 0 for never.
+    max_num_batched_tokens: rows and tokens of the largest step. kernel_sampling: every so many steps each kernel call
+    is timed and `observe` told of it; 0 for never. prefill: the backend that computes the chunks of prompts, with its
+    weights, where that is not the device.
     """
 
     def __init__(
@@ -70,6 +130,7 @@ class Runner:
         max_num_batched_tokens: int,
         kernel_sampling: int = 0,
         observe: Observe | None = None,
+        prefill: tuple[Backend, ModelWeights] | None = None,
     ):
         self.config = config
         self.num_blocks = num_blocks
@@ -79,32 +140,46 @@ class Runner:
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.backend_name = backend.name
         self.parameters = config.num_parameters
-        self.deterministic = backend.deterministic
+        self.deterministic = backend.deterministic and prefill is None
         self._backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels)
         self._cache = KVCache.allocate(config, num_blocks, block_size, dtype, backend)
-        self._sampler = Sampler(self._kernels, config.vocab_size, backend.device)
+        self._sampler = Sampler(self._kernels, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # of the requests that want prompt_logprobs
         self._prompt_slice = max(1, LOGITS_BYTES // (4 * weights.padded_vocabulary))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
+        rows = min(max_num_seqs, max_num_batched_tokens)
         self._buffers = BatchBuffers(
-            max_num_batched_tokens, max_num_seqs, -(-max_model_len // block_size), block_size, backend)
+            max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
+            num_blocks if backend.padding_blocks else None, backend)
+        self._last = backend.empty((rows,), torch.int64).zero_()  # what the last step sampled
+        self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
+        self._sampled: dict[int, int] = {}  # request -> its place in _last
+        self._waiting: Waiting | None = None
+        self._prefill = HostPrefill(
+            *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
+            max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         with torch.inference_mode():
-            self._captured = backend.capture(lambda: self._model.hidden(self._buffers.batch, self._cache))
-            self._captured_decode = backend.capture(
-                lambda: self._model.likeliest(self._model.hidden(self._buffers.decode, self._cache)))
+            self._likeliest = backend.capture(self._decode, rows, decode=True)
+            self._any = backend.capture(
+                lambda tokens: self._hidden(self._buffers.tokens(tokens)), max_num_batched_tokens, decode=False)
+            self._decoding = self._any or backend.capture(
+                lambda rows: self._hidden(self._buffers.decode(rows)), rows, decode=True)
 
     @property
     def fallbacks(self) -> list[str]:
         """Names of the kernels that the backend serves by their golden functions."""
         return self._kernels.fallbacks
 
-    @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Start a step. Reads `step` only until it returns."""
+        """Start a step. Reads `step` and what it names only until it returns. Of two steps in flight the first must be
+        collected before a third is launched.
+
+        Raises ValueError for more rows or tokens than there is room for, KeyError for unknown requests."""
+        self._complete()
         for request_id in step.ended:
             self._sampler.remove(request_id)
             self._prompts.pop(request_id, None)
@@ -113,78 +188,210 @@ class Runner:
             if request.sampling.prompt_logprobs is not None:
                 self._prompts[request.request_id] = request
         if not step.rows:
-            return Launched()
-        with self._backend.stream():
-            held = self._buffers.hold(step.rows)
-            batch = self._buffers.fill(step.rows) if held else make_batch(step.rows, self.block_size, self._backend)
-            timed = self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
-            self._steps += 1
-            with self._kernels.timed(batch.phase) if timed else nullcontext() as timings:
-                span = self._backend.span()
-                sampled, prompt = self._step(batch, step.rows, held, timings)
-                span.stop()
-            return Launched(batch.samples, sampled, prompt, span, self._backend.event(), timings)
+            return Launched([], self._ids[0][:0])
+        staged = self._buffers.fill(self._parts(step.rows), self._sampled)
+        works: list[Work] = []
+        requests: list[int] = []
+        for part in staged.parts:
+            works.append(self._plan(part, len(requests), staged))
+            requests += [request_id for request_id, _ in part.samples]
+        self._sampled = dict(zip(requests, range(len(requests)), strict=True))
+        timed = self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
+        phase = phase_of(step.rows) if timed else None
+        self._steps += 1
+        launched = Launched(requests, self._ids[self._steps % 2][: len(requests)])
+        last = self._last[: len(requests)]
+        staged.seal()
+        prefill, hosted = self._prefill, works.pop() if self._on_host(works[-1].part) else None
+        if prefill:
+            for work in works:
+                prefill.written(work.part.rows)
+        if prefill and hosted:
+            begun = self._backend.enqueue(partial(self._begin, staged, works, phase))
+            chunk = prefill.launch(hosted.part.rows, all_hidden=bool(hosted.prompt), phase=phase)
+            self._waiting = Waiting(launched, begun, chunk, hosted, last, phase)
+        else:
+            launched.ran = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
+        return launched
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step's end."""
-        if launched.span is None or launched.done is None:
+        """Wait for a step's end. Steps are collected in the order of their launch."""
+        if self._waiting and self._waiting.launched is launched:
+            self._complete()
+        if launched.ran is None:
             return StepResult({}, {}, {}, 0.0)
-        launched.done.wait()
-        requests = [request_id for request_id, _ in launched.samples]
-        result = StepResult({}, {}, {}, launched.span.read())
-        if launched.sampled:
-            result.token_ids.update(zip(requests, launched.sampled.ids[:, 0].tolist(), strict=True))
-            result.logprobs.update({requests[row]: report for row, report in launched.sampled.reports().items()})
-        for request_id, logprobs in launched.prompt:
+        ran = launched.ran.wait()
+        assert ran.fetched
+        ran.fetched.wait()
+        result = StepResult(
+            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {}, ran.span.read(), ran.captured,
+            ran.captured_decodes, bool(ran.timings))
+        for requests, logprobs in ran.reports:
+            result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
+        for request_id, logprobs in ran.prompt:
             result.prompt_logprobs.setdefault(request_id, []).extend(logprobs.reports())
-        if launched.timings:
-            launched.timings.report()
+        for timings in ran.timings:
+            timings.report()
         return result
 
-    def _step(
-        self, batch: Batch, rows: Sequence[Row], held: bool, timings: Timings | None
-    ) -> tuple[SampledIds | None, list[tuple[int, Logprobs]]]:
-        """held: the batch is in `_buffers`."""
-        likeliest = self._sampler.only_likeliest(batch.samples)
-        if held and self._captured_decode and likeliest and len(batch.samples) == len(rows) == len(batch.ids):
-            return SampledIds(_replay(self._captured_decode, len(rows), timings)), []
-        if held and self._captured:
-            hidden = _replay(self._captured, len(batch.ids), timings)
-        else:
-            hidden = self._model.hidden(batch, self._cache)
-        prompt = self._prompt_logprobs(hidden, batch, rows) if self._prompts else []
-        if not batch.samples:
-            return None, prompt
-        sampling = hidden if len(batch.samples) == len(hidden) else hidden[batch.sample_tokens]
-        if likeliest:
-            return SampledIds(self._model.likeliest(sampling)), prompt
-        return self._sampler.sample(self._model.logits(sampling), batch.samples), prompt
+    def _complete(self) -> None:
+        """Queue what is left of the step that waits for the host, once that is done."""
+        if (waiting := self._waiting) is None:
+            return
+        self._waiting = None
+        chunk, ran = waiting.chunk.wait(), waiting.begun.wait()
+        waiting.launched.ran = self._backend.enqueue(partial(self._finish, waiting, chunk, ran))
 
-    def _prompt_logprobs(self, hidden: Tensor, batch: Batch, rows: Sequence[Row]) -> list[tuple[int, Logprobs]]:
+    # Planned on the host
+
+    def _parts(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], int]]:
+        """Rows that are computed together, and to how many they are padded."""
+        graphs = self._decoding if self._decoding is not self._any else None
+        if graphs is None and self._prefill is None:
+            return [(rows, len(rows))]
+        decodes = [row for row in rows if _decodes(row)]
+        captured = graphs is not None and 0 < len(decodes) <= graphs.largest
+        if not captured and self._prefill is None:
+            return [(rows, len(rows))]
+        others = [row for row in rows if not _decodes(row)]
+        size = graphs.size(len(decodes)) if graphs and captured else len(decodes)
+        return [(part, n) for part, n in ((decodes, size), (others, len(others))) if part]
+
+    def _on_host(self, part: Part) -> bool:
+        return self._prefill is not None and not _decodes(part.rows[0])
+
+    def _plan(self, part: Part, first: int, staged: Staged) -> Work:
+        plan = self._sampler.plan(part.samples, staged.put)
+        prompt = self._prompt_rows(part, staged) if self._prompts else []
+        return Work(part, first, plan, self._captured(part, plan.likeliest), prompt)
+
+    def _captured(self, part: Part, likeliest: bool) -> Captured | None:
+        """What serves it. A captured step reads from the beginning of the buffers."""
+        if part.first or self._on_host(part):
+            return None
+        decode = len(part.samples) == len(part.rows) == part.tokens
+        found = ((likeliest and self._likeliest) or self._decoding) if decode else self._any
+        return found if found and part.tokens <= found.largest else None
+
+    def _prompt_rows(self, part: Part, staged: Staged) -> list[PromptRows]:
         """The row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length))."""
-        reports = []
-        for row, begin in zip(rows, batch.attention.host_cu_seqlens_q, strict=False):
+        found = []
+        for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
             request = self._prompts.get(row.request_id)
             if request is None or request.sampling.prompt_logprobs is None:
                 continue
             following = request.prompt_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
-            next_ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
-            predicting = hidden[begin : begin + len(following)]
-            for part, ids in zip(predicting.split(self._prompt_slice), next_ids.split(self._prompt_slice), strict=True):
-                if len(ids):
-                    logits = self._model.logits(part)
-                    report = self._sampler.prompt_logprobs(logits, ids, request.sampling.prompt_logprobs)
-                    reports.append((row.request_id, report))
+            if following:
+                found.append(PromptRows(
+                    row.request_id, begin, staged.put(np.array(following)), request.sampling.prompt_logprobs))
+        return found
+
+    # Done in the device's queue
+
+    @torch.inference_mode()
+    def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> Ran:
+        """last: the sampled ids on the device, for `ids` on the host. phase: of a step whose kernels are timed.
+
+        On a CPU this waits for the interpreter's lock while the processor is idle: what can be done before, is."""
+        return self._end(self._begin(staged, works, phase), last, ids)
+
+    @torch.inference_mode()
+    def _begin(self, staged: Staged, works: list[Work], phase: Phase | None) -> Ran:
+        staged.upload()
+        ran = Ran(self._backend.span())
+        with self._timed(phase, ran) as timings:
+            for work in works:
+                self._compute(work, ran, timings)
+        return ran
+
+    @torch.inference_mode()
+    def _finish(self, waiting: Waiting, chunk: Chunk, ran: Ran) -> Ran:
+        """The rest of a step whose chunks the host has computed."""
+        hidden = chunk.upload()
+        with self._timed(waiting.phase, ran):
+            self._sample(waiting.work, hidden, ran)
+        ran.timings += chunk.timings
+        return self._end(ran, waiting.last, waiting.launched.ids)
+
+    def _end(self, ran: Ran, last: Tensor, ids: Tensor) -> Ran:
+        ran.reports = [(requests, logprobs.fetch(self._backend)) for requests, logprobs in ran.reports]
+        ran.prompt = [(request_id, logprobs.fetch(self._backend)) for request_id, logprobs in ran.prompt]
+        ran.span.stop()
+        ran.fetched = self._backend.fetch(last, ids)
+        return ran
+
+    @contextmanager
+    def _timed(self, phase: Phase | None, ran: Ran) -> Iterator[Timings | None]:
+        """Times the kernels called in its body, if the step has a phase."""
+        if phase is None:
+            yield None
+            return
+        with self._kernels.timed(phase) as timings:
+            ran.timings.append(timings)
+            yield timings
+
+    def _compute(self, work: Work, ran: Ran, timings: Timings | None) -> None:
+        """Leaves the sampled ids in `_last`."""
+        part = work.part
+        hidden = _replay(work.captured, part, timings) if work.captured else None
+        if hidden is not None:
+            ran.captured = True
+            ran.captured_decodes += part.decodes
+            if work.captured is self._likeliest:
+                return
+        self._sample(work, self._hidden(self._buffers.batch(part)) if hidden is None else hidden, ran)
+
+    def _sample(self, work: Work, hidden: Tensor, ran: Ran) -> None:
+        """hidden: of all tokens of the part, or of those alone that sample."""
+        part = work.part
+        ran.prompt += self._prompt_logprobs(hidden, work.prompt)
+        count = len(part.samples)
+        if not count:
+            return
+        sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
+        if work.plan.likeliest:
+            ids = self._model.likeliest(sampling)
+        else:
+            sampled = self._sampler.sample(self._model.logits(sampling), work.plan)
+            ids = sampled.ids
+            if sampled.logprobs:
+                ran.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))
+        self._kernels.keep_ids(ids, self._last[work.first : work.first + count])
+
+    def _decode(self, rows: int) -> Tensor:
+        """A whole step of rows that decode their likeliest tokens."""
+        ids = self._model.likeliest(self._hidden(self._buffers.decode(rows)))
+        self._kernels.keep_ids(ids, self._last[:rows])
+        return ids
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        ids = self._kernels.take_ids(batch.ids, self._last)
+        return self._model.hidden(replace(batch, ids=ids), self._cache)
+
+    def _prompt_logprobs(self, hidden: Tensor, prompt: list[PromptRows]) -> list[tuple[int, Logprobs]]:
+        reports = []
+        for rows in prompt:
+            predicting = hidden[rows.begin : rows.begin + len(rows.next_ids)]
+            slices = zip(predicting.split(self._prompt_slice), rows.next_ids.split(self._prompt_slice), strict=True)
+            for part, ids in slices:
+                logits = self._model.logits(part)
+                reports.append((rows.request_id, self._sampler.prompt_logprobs(logits, ids, rows.n)))
         return reports
 
 
-def _replay(captured: Captured, rows: int, timings: Timings | None) -> Tensor:
+def _decodes(row: Row) -> bool:
+    """It is one token, and the next is sampled: the shape of a decode row, be it the prompt's last token."""
+    return row.samples and len(row.token_ids) == 1
+
+
+def _replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | None:
+    """None where a replay cannot be timed, and was not run."""
     if timings is None:
-        return captured.replay(rows)
-    result, calls = captured.replay_timed(rows)
-    timings.add(calls)
-    return result
+        return captured.replay(part.tokens, part.context_lens)
+    if (timed := captured.replay_timed(part.tokens, part.context_lens)) is None:
+        return None
+    timings.add(timed[1])
+    return timed[0]
 
 
 def load_runner(
@@ -200,26 +407,37 @@ def load_runner(
     kernel_sampling: int = 0,
     observe: Observe | None = None,
     threads: int = 0,
+    emulate: Sequence[str] | None = None,
+    decode_buckets: Sequence[int] = (),
+    prefill_device: str = "same",
     progress: Progress | None = None,
 ) -> Runner:
     """Load the model in `folder`. Zeros take the default: see `predict`, whose plan is followed.
 
+    emulate: as `select` takes it. decode_buckets: of `Backend`. prefill_device: as `select_prefill` takes it.
     progress: is told (bytes done, bytes in all) while the weights are read; None shows it on stderr.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for a device or dtype that is not
     to be had.
     """
-    device = select(backend)
+    device = select(backend, emulate)
     device.set_threads(threads)
+    device.decode_buckets = tuple(decode_buckets)
+    host = select_prefill(prefill_device, device)
+    if host:
+        host.set_threads(threads)
     config = ModelConfig.from_folder(folder)
     plan = predict(
         config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
         kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        prefill=host,
     )
     plan.require_fit()
-    weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress)
+    made: torch.dtype = getattr(torch, plan.dtype)
+    weights = load_weights(folder, config, made, device, progress)
     return Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kernel_sampling=kernel_sampling,
         observe=observe,
+        prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.uniform import uniform
+from npuserve.npu.backends.base import Backend, Event
 from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
+
+Put = Callable[["np.ndarray[Any, Any]"], Tensor]
+"""Where host values go: their place on the device, which they have reached when the step runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +32,25 @@ class Logprobs:
     top_ids: Tensor
     top_logprobs: Tensor
     counts: list[int]
+    fetched: Sequence[Event] = ()
+
+    def fetch(self, backend: Backend) -> Logprobs:
+        """Copies of them on the host, once `fetched` have come: they also keep what is being copied. Within enqueued
+        work."""
+        events = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            buffer = backend.host_buffer(*tensor.shape, dtype=tensor.dtype)
+            events.append(backend.fetch(tensor, buffer))
+            return buffer
+
+        return Logprobs(copy(self.ids), copy(self.logprob), copy(self.rank), copy(self.top_ids),
+                        copy(self.top_logprobs), self.counts, events)
 
     def reports(self) -> list[TokenLogprobs]:
-        """Copies them to the host."""
+        """Of what was fetched."""
+        for event in self.fetched:
+            event.wait()
         rows = zip(
             self.ids.tolist(),
             self.logprob.tolist(),
@@ -46,62 +68,100 @@ class SampledIds:
     """What was chosen, on the device.
 
     ids: [R, W] int64, W >= 1: row r's token is ids[r, 0]; devices that pad use the rest.
-    logprobs: the reports of the rows `logprob_rows`, None if no row asked.
+    logprobs: the reports of the rows of `Plan.reported`, None if no row asked.
     """
 
     ids: Tensor
     logprobs: Logprobs | None = None
-    logprob_rows: tuple[int, ...] = ()
-
-    def reports(self) -> dict[int, TokenLogprobs]:
-        """Row -> its report, copied to the host."""
-        return dict(zip(self.logprob_rows, self.logprobs.reports(), strict=True)) if self.logprobs else {}
 
 
 @dataclass(slots=True)
 class _State:
-    """What sampling needs of one request. Tensors are on the device, None where the request does not use them.
+    """What sampling needs of one request.
 
-    bias: (ids [n] int64, values [n] float32). counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32),
-    of the tokens before `next_position`, which is kept with them.
+    allowed_ids, bias, ending_ids: those below the vocabulary, empty where the request does not use them. edited: its
+    logits never are taken as they are. next_position: of a request with penalties, after the tokens that were counted.
+    on_device: made when it is first needed there.
     """
 
-    sampling: SamplingParams
-    prompt_len: int
+    request: NewRequest
+    allowed_ids: list[int]
+    bias: dict[int, float]
+    ending_ids: list[int]
+    edited: bool
+    next_position: int
+    on_device: _OnDevice | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    def withholds_ending(self, position: int) -> bool:
+        return bool(self.ending_ids) and position - len(self.request.prompt_ids) < self.sampling.min_tokens
+
+    def edits(self, position: int) -> bool:
+        """True if the logits at `position` are not taken as they are."""
+        return self.edited or self.withholds_ending(position)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """Tensors of a request on the device, None where it does not use them, and the host memory that they came from.
+
+    bias: (ids [n] int64, values [n] float32). counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32),
+    of the tokens that were chosen by the steps queued so far.
+    """
+
     allowed_ids: Tensor | None
     bias: tuple[Tensor, Tensor] | None
     ending_ids: Tensor | None
     counts: tuple[Tensor, Tensor] | None
-    next_position: int
+    sources: list[Tensor]
 
-    def withholds_ending(self, position: int) -> bool:
-        return self.ending_ids is not None and position - self.prompt_len < self.sampling.min_tokens
 
-    def edits(self, position: int) -> bool:
-        """True if the logits at `position` are not taken as they are."""
-        return (
-            self.allowed_ids is not None
-            or self.bias is not None
-            or self.counts is not None
-            or self.withholds_ending(position)
-        )
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How R tokens are to be chosen. Row numbers on the host are lists; tensors are on the device when the step runs.
+
+    likeliest: each row is to have the likeliest token of its logits, and nothing else is asked; the rest is empty then.
+    edited: (row, True if ending ids are withheld) of the rows whose logits are not taken as they are. penalized: rows;
+    penalties: (rows, repetition, presence, frequency). chance: temperature, top_k, top_p, min_p and random numbers as
+    `sample` takes them, of the rows whose temperature is above 0; cut: its last argument. rows: these and the others,
+    where there are both. reported: rows that get a report; report_counts: how many likeliest tokens it names;
+    report_rows: the rows again.
+    """
+
+    likeliest: bool
+    states: Sequence[_State] = ()
+    edited: Sequence[tuple[int, bool]] = ()
+    penalized: Sequence[int] = ()
+    penalties: tuple[Tensor, ...] = ()
+    chance: tuple[Tensor, ...] = ()
+    cut: bool = True
+    rows: tuple[Tensor, Tensor] | None = None
+    reported: Sequence[int] = ()
+    report_counts: Sequence[int] = ()
+    report_rows: Tensor | None = None
 
 
 class Sampler:
     """The only owner of the requests' sampling state.
 
-    kernels: those of the device. vocabulary: the real one; ids at or above it are never chosen.
+    kernels: those of the backend. vocabulary: the real one; ids at or above it are never chosen.
 
     A row's token is a function of its own logits, parameters, tokens so far and position, never of other rows. The
     logits of a row go through, in this order: allowed_token_ids, logit_bias, min_tokens (the ending ids cannot be
     chosen), penalties, then the likeliest token at temperature 0, else `sample` with the random number of (seed,
     position). Reports are of the logits as they came.
+
+    `plan` is the host's part, `sample` that of the device, which may come while the next step is planned: it changes
+    nothing that `plan` reads.
     """
 
-    def __init__(self, kernels: KernelSet, vocabulary: int, device: torch.device):
+    def __init__(self, kernels: KernelSet, vocabulary: int, backend: Backend):
         self._k = kernels
         self._vocabulary = vocabulary
-        self._device = device
+        self._backend = backend
         self._states: dict[int, _State] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -110,20 +170,17 @@ class Sampler:
             raise ValueError(f"request {request.request_id} is known already")
         sampling, vocabulary = request.sampling, self._vocabulary
         allowed = {i for i in sampling.allowed_token_ids if i < vocabulary}
-        bias = {i: value for i, value in sampling.logit_bias.items() if i < vocabulary}
         ending = {i for i in sampling.ending_ids if i < vocabulary} if sampling.min_tokens > 0 else set()
         # Where nothing but ending ids is allowed, they are not withheld: a row always has a token to choose.
         if allowed and allowed <= ending:
             ending = set()
+        bias = {i: value for i, value in sampling.logit_bias.items() if i < vocabulary}
         self._states[request.request_id] = _State(
-            sampling=sampling,
-            prompt_len=len(request.prompt_ids),
-            allowed_ids=self._index(sorted(allowed)) if allowed else None,
-            bias=(self._index(list(bias)), self._floats(list(bias.values()))) if bias else None,
-            ending_ids=self._index(sorted(ending)) if ending else None,
-            counts=(self._count(request.prompt_ids) > 0, self._count(request.output_ids))
-            if sampling.penalized
-            else None,
+            request=request,
+            allowed_ids=sorted(allowed),
+            bias=bias,
+            ending_ids=sorted(ending),
+            edited=bool(allowed or bias or sampling.penalized),
             next_position=len(request.prompt_ids) + len(request.output_ids),
         )
 
@@ -131,114 +188,136 @@ class Sampler:
         """Forgets a request; KeyError if it is not known."""
         del self._states[request_id]
 
-    def only_likeliest(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """True if each row, as `sample` takes them, is to have the likeliest token of its logits, and nothing else is
-        asked."""
-        states = ((self._states[request_id], position) for request_id, position in rows)
-        return all(
-            s.sampling.temperature == 0 and s.sampling.logprobs is None and not s.edits(position)
-            for s, position in states
-        )
+    def plan(self, rows: Sequence[tuple[int, int]], put: Put) -> Plan:
+        """rows: (request id, position) of each token to choose, the position being that in prompt + output.
 
-    def sample(self, logits: Tensor, rows: Sequence[tuple[int, int]]) -> SampledIds:
-        """Chooses one token per row of logits [R, Vp], which are not changed.
-
-        rows: (request id, position) of each, the position being that of the token to choose in prompt + output.
         Raises KeyError for an unknown request, and ValueError if a request with penalties skips or repeats a position,
         since its counts are of the tokens chosen here.
         """
         states = [self._states[request_id] for request_id, _ in rows]
-        positions = [position for _, position in rows]
+        if all(s.sampling.temperature == 0 and s.sampling.logprobs is None and not s.edits(position)
+               for s, (_, position) in zip(states, rows, strict=True)):
+            return Plan(True)
         for state, (request_id, position) in zip(states, rows, strict=True):
-            if state.counts is not None and position != state.next_position:
-                raise ValueError(f"request {request_id}: position {position} instead of {state.next_position}")
-        edited = [r for r, state in enumerate(states) if state.edits(positions[r])]
-        ids = self._choose(self._edit(logits, states, positions, edited) if edited else logits, states, positions)
-        for row, state in enumerate(states):
-            if state.counts is not None:
-                state.counts[1][ids[row, :1]] += 1
+            if state.sampling.penalized:
+                if position != state.next_position:
+                    raise ValueError(f"request {request_id}: position {position} instead of {state.next_position}")
                 state.next_position += 1
-        reported = tuple(r for r, state in enumerate(states) if state.sampling.logprobs is not None)
-        if not reported:
+        plan = Plan(False, states, [(r, s.withholds_ending(rows[r][1])) for r, s in enumerate(states)
+                                    if s.edits(rows[r][1])])
+        sampling = [state.sampling for state in states]
+
+        if penalized := [r for r, p in enumerate(sampling) if p.penalized]:
+            params = [sampling[r] for r in penalized]
+            plan = replace(plan, penalized=penalized, penalties=(
+                put(np.array(penalized)),
+                put(_floats([p.repetition_penalty for p in params])),
+                put(_floats([p.presence_penalty for p in params])),
+                put(_floats([p.frequency_penalty for p in params]))))
+
+        if chance := [r for r, p in enumerate(sampling) if p.temperature > 0]:
+            params = [sampling[r] for r in chance]
+            greedy = [r for r, p in enumerate(sampling) if p.temperature == 0]
+            cut = any(p.top_k > 0 or p.top_p < 1 for p in params)
+            both = (put(np.array(chance)), put(np.array(greedy))) if greedy else None
+            plan = replace(plan, rows=both, cut=cut, chance=(
+                put(_floats([p.temperature for p in params])),
+                put(np.array([p.top_k for p in params])),
+                put(_floats([p.top_p for p in params])),
+                put(_floats([p.min_p for p in params])),
+                put(uniform([p.seed for p in params], [rows[r][1] for r in chance]))))
+
+        if reported := [r for r, p in enumerate(sampling) if p.logprobs is not None]:
+            counts = [sampling[r].logprobs or 0 for r in reported]
+            plan = replace(plan, reported=reported, report_counts=counts, report_rows=put(np.array(reported)))
+        return plan
+
+    def sample(self, logits: Tensor, plan: Plan) -> SampledIds:
+        """Chooses one token per row of logits [R, Vp], which are not changed. Within enqueued work, in the order in
+        which the plans were made; not for a plan of the `likeliest`."""
+        ids = self._choose(self._edit(logits, plan) if plan.edited else logits, plan)
+        for row in plan.penalized:
+            _, output_counts = self._counts(plan.states[row])
+            output_counts[ids[row, :1]] += 1
+        if plan.report_rows is None:
             return SampledIds(ids)
-        counts = [states[r].sampling.logprobs or 0 for r in reported]
-        where = self._index(reported)
-        return SampledIds(ids, self._logprobs(logits[where], ids[where, 0], counts), reported)
+        where = plan.report_rows
+        return SampledIds(ids, self._logprobs(logits[where], ids[where, 0], list(plan.report_counts)))
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Tensor, n: int) -> Logprobs:
         """Reports of the prompt's tokens next_ids [T] int64, which logits [T, Vp] predict, with n likeliest ones."""
         return self._logprobs(logits, next_ids, [n] * len(next_ids))
 
-    def _choose(self, logits: Tensor, states: list[_State], positions: list[int]) -> Tensor:
+    def _choose(self, logits: Tensor, plan: Plan) -> Tensor:
         """ids [R, W]."""
-        chance = [r for r, state in enumerate(states) if state.sampling.temperature > 0]
-        if not chance:
+        if not plan.chance:
             return self._k.greedy(logits, self._vocabulary)
-        params = [states[r].sampling for r in chance]
-        numbers = uniform([p.seed for p in params], [positions[r] for r in chance])
-        where = self._index(chance)
-        drawn = self._k.sample(
-            logits if len(chance) == len(states) else logits[where],
-            self._vocabulary,
-            self._floats([p.temperature for p in params]),
-            torch.tensor([p.top_k for p in params], device=self._device),
-            self._floats([p.top_p for p in params]),
-            self._floats([p.min_p for p in params]),
-            torch.from_numpy(numbers).to(self._device),
-        )
-        if len(chance) == len(states):
-            return drawn
-        ids = torch.empty(len(states), 1, dtype=torch.int64, device=self._device)
-        ids[where] = drawn[:, :1]
-        likeliest = self._index([r for r, state in enumerate(states) if state.sampling.temperature == 0])
-        ids[likeliest] = self._k.greedy(logits[likeliest], self._vocabulary)[:, :1]
+        if plan.rows is None:
+            return self._k.sample(logits, self._vocabulary, *plan.chance, plan.cut)
+        chance, greedy = plan.rows
+        ids = torch.empty(len(plan.states), 1, dtype=torch.int64, device=logits.device)
+        ids[chance] = self._k.sample(logits[chance], self._vocabulary, *plan.chance, plan.cut)[:, :1]
+        ids[greedy] = self._k.greedy(logits[greedy], self._vocabulary)[:, :1]
         return ids
 
-    def _edit(self, logits: Tensor, states: list[_State], positions: list[int], edited: list[int]) -> Tensor:
+    def _edit(self, logits: Tensor, plan: Plan) -> Tensor:
         """The logits as they are to be chosen from: [R, vocabulary] float32, a copy."""
         result = logits[:, : self._vocabulary].to(torch.float32, copy=True)
-        for row in edited:
-            state, line = states[row], result[row]
-            if state.allowed_ids is not None:
+        for row, withholds_ending in plan.edited:
+            own, line = self._on_device(plan.states[row]), result[row]
+            if own.allowed_ids is not None:
                 masked = torch.full_like(line, -torch.inf)
-                masked[state.allowed_ids] = line[state.allowed_ids]
+                masked[own.allowed_ids] = line[own.allowed_ids]
                 line.copy_(masked)
-            if state.bias is not None:
-                line[state.bias[0]] += state.bias[1]
-            if state.ending_ids is not None and state.withholds_ending(positions[row]):
-                line[state.ending_ids] = -torch.inf
-        penalized = [r for r in edited if states[r].counts is not None]
-        if penalized:
-            self._penalize(result, states, penalized)
+            if own.bias is not None:
+                line[own.bias[0]] += own.bias[1]
+            if own.ending_ids is not None and withholds_ending:
+                line[own.ending_ids] = -torch.inf
+        if plan.penalized:
+            where, *penalties = plan.penalties
+            in_prompt, output_counts = zip(*(self._counts(plan.states[r]) for r in plan.penalized), strict=True)
+            lines = result[where]
+            self._k.penalize(lines, torch.stack(in_prompt), torch.stack(output_counts), *penalties)
+            result[where] = lines
         return result
 
-    def _penalize(self, logits: Tensor, states: list[_State], rows: list[int]) -> None:
-        """Changes these rows of logits [R, vocabulary] in place."""
-        where, params = self._index(rows), [states[r].sampling for r in rows]
-        in_prompt, output_counts = zip(*(counts for r in rows if (counts := states[r].counts)), strict=True)
-        lines = logits[where]
-        self._k.penalize(
-            lines,
-            torch.stack(in_prompt),
-            torch.stack(output_counts),
-            self._floats([p.repetition_penalty for p in params]),
-            self._floats([p.presence_penalty for p in params]),
-            self._floats([p.frequency_penalty for p in params]),
-        )
-        logits[where] = lines
+    def _counts(self, state: _State) -> tuple[Tensor, Tensor]:
+        counts = self._on_device(state).counts
+        assert counts is not None
+        return counts
+
+    def _on_device(self, state: _State) -> _OnDevice:
+        if state.on_device is None:
+            sources: list[Tensor] = []
+
+            def load(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+                source = self._backend.host_buffer(len(values), dtype=dtype)
+                source.copy_(torch.tensor(values, dtype=dtype))
+                sources.append(source)  # the copy need not have run when this returns
+                return source.to(self._backend.device, non_blocking=True)
+
+            def count(token_ids: list[int]) -> Tensor:
+                """How often each id is among them: [vocabulary] int32."""
+                counts = torch.zeros(self._vocabulary, dtype=torch.int32, device=self._backend.device)
+                ids = load(token_ids)
+                return counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+            request = state.request
+            state.on_device = _OnDevice(
+                allowed_ids=load(state.allowed_ids) if state.allowed_ids else None,
+                bias=(load(list(state.bias)), load(list(state.bias.values()), torch.float32)) if state.bias else None,
+                ending_ids=load(state.ending_ids) if state.ending_ids else None,
+                counts=(count(request.prompt_ids) > 0, count(request.output_ids))
+                if state.sampling.penalized else None,
+                sources=sources,
+            )
+        return state.on_device
 
     def _logprobs(self, logits: Tensor, ids: Tensor, counts: list[int]) -> Logprobs:
         n = min(max(counts, default=0), self._vocabulary)
         logprob, rank, top_ids, top_logprobs = self._k.logprobs(logits, self._vocabulary, ids, n)
         return Logprobs(ids, logprob, rank, top_ids, top_logprobs, counts)
 
-    def _count(self, token_ids: list[int]) -> Tensor:
-        """How often each id is among them: [vocabulary] int32."""
-        counts = torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=self._vocabulary)
-        return counts.to(self._device, torch.int32)
 
-    def _index(self, indices: Sequence[int]) -> Tensor:
-        return torch.tensor(indices, dtype=torch.int64, device=self._device)
-
-    def _floats(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+def _floats(values: list[float]) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=np.float32)

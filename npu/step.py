@@ -54,11 +54,16 @@ class NewRequest:
     sampling: SamplingParams
 
 
+PENDING = -1
+"""In place of a token that the step before samples: the device has it, the host not yet."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """A request's place in a step: compute `token_ids` at positions [start, start + len(token_ids)).
 
-    block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order.
-    samples: these are the last known tokens, so the step yields the next one.
+    token_ids: or [PENDING] alone, the token that this request's row of the step launched just before samples.
+    block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
+    samples: these are the last tokens so far, so the step yields the next one.
     """
 
     request_id: int
@@ -74,7 +79,10 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration. `ended` requests are forgotten before `new` ones are met, both before the rows are computed."""
+    """One iteration. `ended` requests are forgotten before `new` ones are met, both before the rows are computed.
+
+    Steps are computed in the order of their launch, so that one may be launched while the one before it runs.
+    """
 
     rows: list[Row]
     new: list[NewRequest] = field(default_factory=list)
@@ -106,9 +114,14 @@ class StepResult:
     prompt_logprobs: request_id -> reports of prompt tokens that this step's chunk predicted, in order: computing
         positions [a, b) yields those of prompt tokens [a + 1, min(b + 1, prompt length)).
     device_seconds: the device at work on this step.
+    captured: something of it was computed in a captured dispatch; captured_decodes: so many decode rows.
+    timed: its kernels were, one by one, and their latencies told.
     """
 
     token_ids: dict[int, int]
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     device_seconds: float
+    captured: bool = False
+    captured_decodes: int = 0
+    timed: bool = False

@@ -2,7 +2,8 @@
 
 First the ceilings of the run. Then, for each case and implementation, the error against the golden function in
 float64, the time of a call, and its share of the ceiling that binds it, which is measured in turn with the kernel. One
-JSON object a line with --json, the ceilings being the first; else a table.
+JSON object a line with --json, the ceilings being the first; else a table. Kernels of an NPU are timed by
+`npuserve check --accept`, against its own memory.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def run(args: argparse.Namespace) -> int:
     """ConfigError for a kernel, case or instruction set that is not there."""
     import torch
 
-    from npuserve.kernels import native
+    from npuserve.kernels import ascend, native
     from npuserve.kernels.ceilings import Ceilings
     from npuserve.kernels.measure import Bench
     from npuserve.kernels.registry import GOLDEN
 
     cases = list(_cases(args.kernel, args.case, getattr(torch, args.dtype)))
     isas = native.library().isas if native.available() else []
-    labels = {GOLDEN, *(label for kernel, _, _ in cases for label in kernel.implementations)}
+    labels = {GOLDEN, *(label for kernel, _, _ in cases for label in kernel.implementations)} - {ascend.LABEL}
     if args.backend and args.backend not in labels:
         raise ConfigError(f"backend: {args.backend!r} is not one of {', '.join(sorted(labels))}")
     if args.isa and args.isa not in isas:
@@ -61,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{'kernel':22}{'case':42}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
                   f"{'share':>7} of     {'others':>9}", flush=True)
         for kernel, case, dtype in cases:
-            bench = Bench(kernel, case, dtype, ceilings, best)
+            bench = Bench(kernel, case, dtype)
             for label in (*kernel.implementations, GOLDEN):
-                if args.backend not in ("", label):
+                if args.backend not in ("", label) or label == ascend.LABEL:
                     continue
-                measured = bench.measure(label)
+                measured = bench.measure(label, ceilings, best)
                 row: dict[str, Any] = {"kernel": kernel.name, "case": case.name,
                                        "dtype": str(dtype).removeprefix("torch."), "backend": label, **asdict(measured)}
                 print(json.dumps(row) if args.json else _line(row), flush=True)

@@ -1,7 +1,8 @@
 """`npuserve bench step`: the engine's step without the wire, scheduler and runner as the engine process has them.
 
 Single prompts are prefilled, alone, a few times each; then, for each context and batch size, so many requests are
-prefilled to the context and decoded in step with each other. One JSON object a line with --json, else a table.
+prefilled to the context and decoded in step with each other. A step is launched before the one before it is collected,
+unless --no-double-buffering. One JSON object a line with --json, else a table.
 
 With --layers, --lm-head or --dump a step is taken apart instead of timed: see bench_trace.py.
 """
@@ -15,13 +16,14 @@ import random
 import resource
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import bench_trace, settings
 from npuserve.service.arguments import number
 from npuserve.service.block_manager import BlockManager
@@ -33,7 +35,7 @@ from npuserve.service.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from npuserve.kernels.ceilings import Ceilings
-    from npuserve.npu.runner import Runner
+    from npuserve.npu.runner import Launched, Runner
 
 WARM_UP = 3
 REPEATS = 5
@@ -126,8 +128,9 @@ def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[A
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A step. sampled: rows that got a token. context: tokens whose keys and values it read, of all rows. in_kernels:
-    seconds, 0 where they were not timed."""
+    """A step. seconds: from when it was planned, or the one before it was collected, to its own result. sampled: rows
+    that got a token. context: tokens whose keys and values it read, of all rows. in_kernels: seconds, 0 where they were
+    not timed."""
 
     seconds: float
     sampled: int
@@ -138,12 +141,17 @@ class Timed:
 @dataclass
 class Bench:
     """runner, scheduler: as the engine process makes them, without a prefix cache, so that each prompt is computed.
-    budget: tokens a step. calls: the seconds of a step's kernel calls, where they were timed."""
+    budget: tokens a step. depth: steps in flight. calls: the seconds of a step's kernel calls, where they were timed.
+    flying: steps planned and not collected, when they were planned, and the runner's handles. collected: when the last
+    was."""
 
     runner: Runner
     scheduler: Scheduler
     budget: int
+    depth: int
     calls: list[float]
+    flying: deque[tuple[Step, float, Launched]] = field(default_factory=deque)
+    collected: float = 0.0
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
@@ -168,7 +176,7 @@ class Bench:
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
-        return cls(runner, scheduler, budget, calls)
+        return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
 
     @property
     def weights_bytes(self) -> int:
@@ -203,14 +211,20 @@ class Bench:
         return self.scheduler.add(request, (b"", 0), now).id
 
     def step(self) -> Timed:
+        """Launches what there is to launch, and collects the step that was launched first."""
+        while len(self.flying) < self.depth:
+            began = time.perf_counter()
+            step = self.scheduler.schedule(time.monotonic())
+            if not step.rows:
+                break
+            self.flying.append((step, began, self.runner.launch(step)))
+        step, began, handle = self.flying.popleft()
         self.calls.clear()
-        began = time.perf_counter()
-        step = self.scheduler.schedule(time.monotonic())
-        result = self.runner.collect(self.runner.launch(step))
+        result = self.runner.collect(handle)
         self.scheduler.apply(step, result, time.monotonic())
-        seconds = time.perf_counter() - began
+        began, self.collected = max(began, self.collected), time.perf_counter()
         context = sum(row.start + len(row.token_ids) for row in step.rows)
-        return Timed(seconds, len(result.token_ids), context, sum(self.calls))
+        return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls))
 
     def prefill(self, tokens: int) -> float:
         """Seconds from the request to its first token."""
@@ -228,6 +242,8 @@ class Bench:
         timed = [self.step() for _ in range(WARM_UP + steps)]
         for sequence_id in ids:
             self.scheduler.cancel(sequence_id)
+        while self.flying:
+            self.step()
         return timed[WARM_UP:]
 
 

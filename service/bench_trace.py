@@ -34,7 +34,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
     try:
         model, backend = load(
             resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,
-            max_model_len=prompt + 1, layers=args.layers or 0)
+            max_model_len=prompt + 1, layers=args.layers or 0,
+            emulate=config.relaxations if config.emulate else None)
     except (ValueError, OSError, MemoryError) as error:
         raise ConfigError(str(error)) from error
     if not args.json:

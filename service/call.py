@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from google.rpc import code_pb2
@@ -17,14 +17,19 @@ from grpc_status import rpc_status
 from npuserve.service import logs, metrics
 from npuserve.service.errors import InternalError, ServeError, to_status
 
+if TYPE_CHECKING:
+    from npuserve.service.tracing import Trace
+
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @contextlib.asynccontextmanager
-async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncIterator[dict[str, Any]]:
-    """The body of one RPC. What it puts into the dict stands in the log line, written at `level`.
+async def call(
+    context: Context, rpc: str, level: int = logging.DEBUG, trace: Trace | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """The body of one RPC. What it puts into the dict stands in the log line, written at `level`, and in the trace.
 
     A ServeError becomes its gRPC status; any other exception is a bug, INTERNAL to the client with an id that stands
     beside the traceback in the log. A cancel passes through: the client is gone, or its deadline.
@@ -32,6 +37,8 @@ async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncI
     began = time.monotonic()
     allowed = context.time_remaining()
     fields: dict[str, Any] = {"rpc": rpc}
+    if trace:
+        fields["trace_id"] = trace.id
     code = "OK"
     try:
         yield fields
@@ -53,6 +60,8 @@ async def call(context: Context, rpc: str, level: int = logging.DEBUG) -> AsyncI
         await _abort(context, InternalError(f"internal error, id {bug}"))
     finally:
         metrics.requests_total.labels(rpc, code).inc()
+        if trace:
+            trace.end(code, fields)
         logs.event(log, "request", level=level, code=code, seconds=round(time.monotonic() - began, 6), **fields)
 
 

@@ -1,17 +1,23 @@
-"""`npuserve check [MODEL]`: what this machine offers, and whether the model fits it. Starts no server."""
+"""`npuserve check [MODEL]`: what this machine offers, and whether the model fits it. Starts no server.
+
+With --accept the model is computed, too: see accept.py.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from npuserve.service import settings
-from npuserve.service.config import ServerConfig
+from npuserve.service import accept, settings
+from npuserve.service.config import ConfigError, ServerConfig
 
 # Of /proc/cpuinfo: what matters to the kernels, on x86 and on ARM.
 CPU_FEATURES = (
@@ -28,16 +34,36 @@ OPTIONAL = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    accept.add_arguments(parser)
     settings.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if the model can be served here with these settings, 1 if not; ConfigError for a wrong setting or folder."""
+    """0 if the model can be served here with these settings, and with --accept nothing failed; 1 if not. ConfigError
+    for a wrong setting or folder."""
     config = settings.load(args, os.environ)
+    if args.least_share is not None and not args.accept:
+        raise ConfigError("least_share: nothing is computed; --accept does")
+    with contextlib.redirect_stdout(sys.stderr):  # what others print, as torch_npu does when it is imported
+        found_model = model(config)  # first, as it is what starts an emulator
     report = {"machine": machine(), "native": native(), "backends": backends(), "optional": optional(),
-              "model": model(config)}
-    print(json.dumps(report) if args.json else text(report))
-    return 0 if report["model"]["fits"] else 1
+              "emulated": config.emulate, "model": found_model}
+    if not args.json:
+        print(text(report), flush=True)
+    good = found_model["fits"]
+    if good and args.accept:
+        found = []
+        for finding in accept.findings(config, args.least_share):
+            found.append(finding)
+            if not args.json:
+                print(accept.line(finding), flush=True)
+        good = not any(finding.passed is False for finding in found)
+        report["acceptance"] = {"passed": good, "findings": [asdict(finding) for finding in found]}
+        if not args.json:
+            print(accept.ending(found))
+    if args.json:
+        print(json.dumps(report))
+    return 0 if good else 1
 
 
 def machine() -> dict[str, Any]:
@@ -80,8 +106,9 @@ def backends() -> dict[str, Any]:
         available = there and backend_class(name).available()
         found[name] = {"present": there, "available": available}
         if available:
-            found[name]["memory_available_bytes"] = select(name).memory_available()
-            found[name]["kernels"] = KernelSet(name).labels
+            backend = select(name)
+            found[name]["memory_available_bytes"] = backend.memory_available()
+            found[name]["kernels"] = KernelSet(backend.kernels).labels
     return found
 
 
@@ -91,7 +118,7 @@ def optional() -> dict[str, bool]:
 
 def model(config: ServerConfig) -> dict[str, Any]:
     """The plan of its memory by part, in bytes; with `error` where it cannot be served at all."""
-    from npuserve.npu.backends import select
+    from npuserve.npu.backends import select, select_prefill
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.loader import weight_files
     from npuserve.npu.memory import predict
@@ -101,11 +128,13 @@ def model(config: ServerConfig) -> dict[str, Any]:
     folder = resolve(config.model)
     found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
     try:
-        facts, backend = ModelConfig.from_folder(folder), select(config.device)
+        facts = ModelConfig.from_folder(folder)
+        backend = select(config.device, config.relaxations if config.emulate else None)
         plan = predict(
             facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
             kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens)
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill=select_prefill(config.prefill_device, backend))
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
     try:
@@ -127,6 +156,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "bytes": {part: getattr(plan, part) for part in ("weights", "kv_cache", "activations", "logits", "base")},
         "peak_bytes": plan.peak,
         "available_bytes": plan.available,
+        "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
     }
 
 
@@ -138,6 +168,7 @@ def native_text(isa: str | None, isas: list[str]) -> str:
 
 def text(report: dict[str, Any]) -> str:
     """The report for people."""
+    from npuserve.kernels.registry import GOLDEN
     from npuserve.npu.memory import mib
 
     it = report["machine"]
@@ -152,13 +183,15 @@ def text(report: dict[str, Any]) -> str:
             lines.append(f"{name:11} {'not available here' if backend['present'] else 'not in this version'}")
             continue
         labels = backend["kernels"]
-        own = [kernel for kernel, label in labels.items() if label == name]
-        fallen = [kernel for kernel, label in labels.items() if label != name]
+        own = [kernel for kernel, label in labels.items() if label != GOLDEN]
+        fallen = [kernel for kernel, label in labels.items() if label == GOLDEN]
         lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
         lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
         lines.append(f"{'':11} by plain torch: {', '.join(fallen) or 'none'}")
     for name, there in report["optional"].items():
         lines.append(f"{'optional':11} {name}: {'found' if there else 'absent'}, for {OPTIONAL[name]}")
+    if report["emulated"]:
+        lines.append("emulated    the device is emulated: what follows proves calls and numbers, not speed")
     plan = report["model"]
     lines.append(f"model       {plan['name']}")
     if "error" in plan:
@@ -173,9 +206,15 @@ def text(report: dict[str, Any]) -> str:
     lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
     # The process itself is there before what is available is read.
     needed = plan["peak_bytes"] - plan["bytes"]["base"]
-    verdict = "fits" if plan["fits"] else "does NOT fit"
+    verdict = "fits" if needed <= plan["available_bytes"] else "does NOT fit"
     free = mib(plan["available_bytes"])
     lines.append(f"{'':11} {verdict}: needs {mib(needed)} beyond the process, {free} available")
+    if host := plan["host"]:
+        lines.append(f"{'':11} prompts are computed on {host['backend']}, of whose memory this takes")
+        lines += [f"{'':11} {part.replace('_', ' '):12} {mib(host[part]):>12}"
+                  for part in ("weights", "kv_cache", "activations", "staging")]
+        lines.append(f"{'':11} {'fits' if host['fits'] else 'does NOT fit'}: needs {mib(host['needed'])}, "
+                     f"{mib(host['available'])} available")
     if plan["missing_weights"]:
         lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
     return "\n".join(lines)

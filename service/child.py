@@ -20,6 +20,9 @@ Arguments = TypeVar("Arguments")
 UNUSABLE = 2
 """A child's exit code where starting it again would not help: the configuration or the model is at fault."""
 
+DEVICE_FAULT, NODE_FAULT = 3, 4
+"""The engine's exit codes after an error of its device: starting it again mends it; it would not."""
+
 
 def read_arguments(kind: type[Arguments]) -> Arguments:
     """The line that the parent wrote. msgspec.ValidationError if it is not of that kind."""

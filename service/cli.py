@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": ("supervisor", "serve a model over gRPC"),
     "generate": ("generate", "send one prompt to a server and stream the answer"),
     "chat": ("chat", "talk with a served model"),
+    "top": ("top", "watch a server's load, latencies and slowest kernels"),
     "bench serve": ("bench_serve", "load a running server and report latencies and throughput"),
     "bench kernels": ("bench_kernels", "time each kernel beside what the machine can do at most"),
     "bench step": ("bench_step", "time the engine's step without the wire"),

@@ -7,6 +7,7 @@ back here.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -30,6 +31,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: a folder, a hub name, or "" for the built-in model. port, metrics_port: 0 takes a free one.
     max_model_len: tokens of prompt and answer; 0 takes the model's own. block_size: tokens a KV-cache block; 0 takes
     the backend's. kv_cache_memory: bytes; 0 takes what is free, within reason. max_queue: requests that wait.
+    emulate_relax, decode_buckets: lists with commas, see `relaxations` and `buckets`.
     """
 
     model: str = ""
@@ -38,7 +40,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 50051
     metrics_port: int = 9090
     device: Literal["auto", "cpu", "npu", "cuda"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    emulate: bool = False
+    emulate_relax: str = ""
+    decode_buckets: str = ""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: int = 0
     block_size: int = 0
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
@@ -50,6 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     double_buffering: bool = True
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
+    max_connection_age_seconds: float = 0.0
     tensor_parallel_size: int = 1
     threads: int = 0
     priority_aging_seconds: float = 10.0
@@ -58,6 +64,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Literal["auto", "text", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False
+    metrics_vllm_aliases: bool = False
+    target_ttft_seconds: float = 2.0
+    target_itl_seconds: float = 0.2
+    otlp_endpoint: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
@@ -69,6 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
             "max_queue": (0, 1 << 20), "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
             "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20), "drain_seconds": (0, 86400),
+            "max_connection_age_seconds": (0, 86400),
+            "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -78,13 +90,31 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("host: must not be empty; 0.0.0.0 is all addresses")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+        if self.otlp_endpoint and not re.fullmatch(r"https?://[^/\s]+:\d+/?", self.otlp_endpoint):
+            raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} must be like http://host:4317, https:// for TLS")
+        if self.emulate_relax and not self.emulate:
+            raise ConfigError("emulate_relax: nothing is emulated; --emulate does")
+        if not all(1 <= rows <= 65536 for rows in self.buckets):
+            raise ConfigError(f"decode_buckets: {self.decode_buckets!r} must be numbers in [1, 65536], as in 1,2,4,8")
         reserved = {
-            "kv_cache_dtype": "auto", "prefill_device": "same", "tensor_parallel_size": 1,
+            "kv_cache_dtype": "auto", "tensor_parallel_size": 1,
             "tls_cert": "", "tls_key": "", "tls_client_ca": "", "api_keys": "",
         }
         for name, only in reserved.items():
             if getattr(self, name) != only:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is reserved, not implemented in this version")
+
+    @property
+    def relaxations(self) -> tuple[str, ...]:
+        """What the emulated device accepts beyond what the real one does."""
+        return tuple(name.strip() for name in self.emulate_relax.split(",") if name.strip())
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Rows of the decode steps that are captured, ascending; () for the device's own choice; 0 where the setting
+        is not a number."""
+        found = [part.strip() for part in self.decode_buckets.split(",") if part.strip()]
+        return tuple(sorted({int(part) if part.isdecimal() else 0 for part in found}))
 
 
 def to_json(config: ServerConfig) -> bytes:

@@ -3,9 +3,11 @@
 1. `receive` takes what the front ends sent: new requests go to the scheduler's queue, cancelled ones leave it and
    their blocks are free at once.
 2. `schedule` plans one step: which requests compute how many tokens.
-3. `launch` hands the step to the runner, `collect` waits for its sampled ids.
-4. `apply` appends them to their requests, ends those that are done, and frees their blocks.
-5. `send` tells each front end, in one message, what this step made for its requests.
+3. `launch` hands the step to the runner, which has the device compute it after the one before.
+4. `collect` waits for the sampled ids of the step before, while the device is at work on this one: two steps are in
+   flight then. (Without double buffering one is, and it is this step that is waited for.)
+5. `apply` appends them to their requests, ends those that are done, and frees their blocks.
+6. `send` tells each front end, in one message, what that step made for its requests.
 
 The scheduler owns the requests, the block manager the KV cache's blocks, the runner the device. The engine owns only
 who is live under which name, so that each request ends in exactly one Output with a finish or an error, or in a
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any, Protocol
 
 from npuserve.npu.step import Step, StepResult
@@ -53,51 +55,72 @@ class Runner(Protocol):
 
 
 class Engine:
-    """Serves the front ends of `socket` until `stop`. epoch: of this engine's life, on every message that it sends."""
+    """Serves the front ends of `socket` until `stop`. epoch: of this engine's life, on every message that it sends.
+    double_buffering: a step is launched before the one before it is collected."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int):
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
+        double_buffering: bool = True,
+    ):
         self._scheduler = scheduler
         self._runner = runner
         self._socket = socket
         self._model = model
         self._epoch = epoch
+        self._depth = 2 if double_buffering else 1
+        self._flying: deque[tuple[Step, Any, float]] = deque()  # (step, the runner's handle, when it was launched)
         self._metrics = EngineMetrics(scheduler)
         self._live: dict[tuple[bytes, int], Sequence] = {}
         self._names: dict[str, tuple[bytes, int]] = {}
         self._frontends: set[bytes] = set()
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
         self._last_heartbeat = 0.0
-        self._checked = False
+        self._idle = False  # nothing is in flight, nothing was to be launched, and all was found in order
         self._stopping = False
 
     def stop(self) -> None:
-        """End `run` after the current step. Safe to call from a signal handler."""
+        """End `run` once what is in flight is applied. Safe to call from a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
         while not self._stopping:
-            self.receive(0.0 if self._scheduler.has_work else HEARTBEAT_SECONDS)
+            self.receive(HEARTBEAT_SECONDS if self._idle else 0.0)
             step = self._scheduler.schedule(time.monotonic())
             if step.rows:
-                launched = self._metrics.launching(step)
-                result = self._runner.collect(self._runner.launch(step))
-                collected = time.monotonic()
-                self.apply(step, result, collected)
-                self._metrics.stepped(step, result, launched, collected)
-                self._checked = False
-            elif not self._checked:
+                self.launch(step)
+            if self._flying and (not step.rows or len(self._flying) == self._depth):
+                self.collect()
+            elif not self._flying and not self._idle:
                 self._scheduler.check_integrity()
-                self._checked = True
+                self._idle = True
                 self._last_heartbeat = 0.0  # all front ends hear now that nothing runs
             self.send()
+        while self._flying:
+            self.collect()
+
+    def launch(self, step: Step) -> None:
+        handle = self._runner.launch(step)
+        self._flying.append((step, handle, self._metrics.launched(step)))
+        self._idle = False
+
+    def collect(self) -> None:
+        """Wait for the oldest step in flight, and apply it."""
+        step, handle, launched = self._flying.popleft()
+        result = self._runner.collect(handle)
+        collected = time.monotonic()
+        made = self.apply(step, result, collected)
+        self._metrics.stepped(step, result, made, launched, collected)
 
     def receive(self, timeout: float) -> None:
         """Handle all messages that are there, after waiting at most `timeout` seconds for the first."""
         for frontend, message in self._socket.receive(timeout):
             self._handle(frontend, message)
 
-    def apply(self, step: Step, result: StepResult, now: float) -> None:
+    def apply(self, step: Step, result: StepResult, now: float) -> int:
+        """How many tokens it made for requests that are still there."""
+        made = 0
         for progress in self._scheduler.apply(step, result, now):
+            made += len(progress.token_ids)
             sequence = progress.sequence
             frontend, key = sequence.origin
             finish = sequence.finish(progress.reason) if progress.reason else None
@@ -105,6 +128,7 @@ class Engine:
                 Output(key, progress.token_ids, finish, None, progress.logprobs, progress.prompt_logprobs))
             if progress.reason:
                 self._forget(sequence)
+        return made
 
     def send(self) -> None:
         """What there is for each front end; a heartbeat to all of them now and then."""

@@ -33,6 +33,9 @@ STALL_SECONDS = 60
 a CPU."""
 
 RECONNECT_SECONDS = 0.05
+PAGE_SECONDS = 0.1
+"""What is counted with every token reaches the metrics page no more often while tokens come."""
+INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
 
 
 class Stream:
@@ -100,7 +103,7 @@ class Stream:
                 self.first_token = now
                 metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
             else:
-                metrics.inter_token_latency_seconds.observe(now - self.last_token)
+                INTER_TOKEN.observe(now - self.last_token)
             self.last_token = now
             self.buffered += len(output.token_ids)
         if output.error:
@@ -136,6 +139,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_key = 0
         self._silence = 0
+        self._paged = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -256,7 +260,13 @@ class EngineClient:
             stream = self._streams.get(output.key)
             if stream:
                 stream.push(output, now)
+        if now - self._paged >= PAGE_SECONDS or not message.outputs:
+            self._page(now)
+
+    def _page(self, now: float) -> None:
+        self._paged = now
         metrics.stream_buffered_tokens.set(sum(stream.buffered for stream in self._streams.values()))
+        metrics.flush()
 
     def _lose(self) -> None:
         """The connection is gone: so is all that was in flight."""
@@ -267,6 +277,8 @@ class EngineClient:
             if not reply.done():
                 reply.set_exception(Unavailable("the engine died before it answered"))
         self.load = Load()
+        metrics.stream_buffered_tokens.set(0)
+        metrics.flush()
         if self.state in ("ready", "stalled"):
             self._set_state("down")
 

@@ -12,12 +12,19 @@ from npuserve.service.messages import Load
 from npuserve.service.scheduler import Scheduler
 
 RATE_SECONDS = 2.0
+LOAD_SECONDS = 0.01
+"""The load that front ends are told is no older while steps run."""
 PAGE_SECONDS = 0.1
-"""Gauges, and counters that the scheduler keeps, reach the page no more often while steps run."""
+"""Gauges, tallies, and counts that are kept elsewhere reach the page no more often while steps run."""
 
 # Looked up once, since to find a child by its labels costs as much as to count with it.
-STEP_SECONDS = {phase: metrics.step_seconds.labels(phase, "eager") for phase in ("prefill", "mixed", "decode")}
-STEP_TOKENS = {phase: metrics.step_tokens.labels(phase) for phase in STEP_SECONDS}
+PHASES = ("prefill", "mixed", "decode")
+MODES = ("captured", "eager")
+STEP_SECONDS = {(phase, mode): metrics.tally(metrics.step_seconds, phase, mode) for phase in PHASES for mode in MODES}
+STEP_TOKENS = {phase: metrics.tally(metrics.step_tokens, phase) for phase in PHASES}
+HOST_GAP = metrics.tally(metrics.step_host_gap_seconds)
+TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase in PHASES}
+DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in MODES}
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
 
@@ -27,7 +34,12 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self._reported = (0, 0, 0)
-        self._idle_since: float | None = None
+        self._made = 0  # tokens since the load was last looked at
+        self._looked = 0.0
+        # Steps since the last page: (step, its result, launched, collected, whether there was more to do).
+        self._steps: list[tuple[Step, StepResult, float, float, bool]] = []
+        self._ended = 0.0  # when the device was done with the last step, as far as the host can tell
+        self._busy = False
         self._generated = 0
         self._rate = 0.0
         self._rate_since = time.monotonic()
@@ -35,28 +47,23 @@ class EngineMetrics:
         self.load = Load()
         self.heartbeat()
 
-    def launching(self, step: Step) -> float:
-        """Call just before a step's launch; returns the time for `stepped`."""
+    def launched(self, step: Step) -> float:
+        """Call just after a step's launch; returns the time for `stepped`."""
         now = time.monotonic()
-        if self._idle_since is not None:
-            metrics.step_host_gap_seconds.observe(now - self._idle_since)
         for new in step.new:
             arrival = self._scheduler.arrival_of(new.request_id)
             metrics.queue_time_seconds.observe(max(0.0, now - arrival))
             metrics.prompt_tokens_total.inc(len(new.prompt_ids))
         return now
 
-    def stepped(self, step: Step, result: StepResult, launched: float, collected: float) -> None:
-        """Call after a step was applied."""
-        decodes = [row.is_decode for row in step.rows].count(True)
-        phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
-        STEP_SECONDS[phase].observe(collected - launched)
-        STEP_TOKENS[phase].observe(step.num_tokens)
-        metrics.generation_tokens_total.inc(len(result.token_ids))
-        self._generated += len(result.token_ids)
-        # The gap counts only while there is something to do next.
-        self._idle_since = launched + result.device_seconds if self._scheduler.has_work else None
-        self._update(collected)
+    def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
+        """Call after a step was applied, in which it made so many tokens."""
+        # Counted with the next page, all at once: here every line would run with cold caches, at several times its cost.
+        busy = self._scheduler.has_work
+        self._steps.append((step, result, launched, collected, busy))
+        self._made += made
+        if not busy or collected - self._looked >= LOAD_SECONDS:
+            self._update(collected)
 
     def cancelled(self, seconds: float) -> None:
         metrics.cancel_to_free_seconds.observe(seconds)
@@ -73,6 +80,10 @@ class EngineMetrics:
 
     def _update(self, now: float) -> None:
         scheduler = self._scheduler
+        self._looked = now
+        metrics.generation_tokens_total.inc(self._made)
+        self._generated += self._made
+        self._made = 0
         if now - self._rate_since >= RATE_SECONDS:
             self._rate = self._generated / (now - self._rate_since)
             self._generated, self._rate_since = 0, now
@@ -94,3 +105,26 @@ class EngineMetrics:
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts
+        self._decoded = dict.fromkeys(MODES, 0)
+        for one in self._steps:
+            self._count(*one)
+        self._steps.clear()
+        for mode, tokens in self._decoded.items():
+            DECODE_TOKENS[mode].inc(tokens)
+        metrics.flush()
+
+    def _count(self, step: Step, result: StepResult, launched: float, collected: float, busy: bool) -> None:
+        decodes = [row.is_decode for row in step.rows].count(True)
+        phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
+        # Where it had to wait for the step before, it began when that ended.
+        began = max(launched, self._ended)
+        if self._busy:
+            HOST_GAP.observe(began - self._ended)
+        self._ended = min(began + result.device_seconds, collected)
+        self._busy = busy  # a gap counts only where there is something to do
+        STEP_SECONDS[phase, "captured" if result.captured else "eager"].observe(collected - began)
+        STEP_TOKENS[phase].observe(step.num_tokens)
+        if result.timed:
+            TIMED_SECONDS[phase].inc(result.device_seconds)
+        self._decoded["captured"] += result.captured_decodes
+        self._decoded["eager"] += decodes - result.captured_decodes

@@ -46,22 +46,26 @@ def load_model(config: ServerConfig, folder: str, observe: Observe | None = None
     from npuserve.npu.runner import load_runner
 
     def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
-        metrics.kernel_latency_seconds.labels(kernel, phase, backend).observe(seconds)
+        metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)
 
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
         block_size=config.block_size, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
-        observe=observe or publish, threads=config.threads)
+        observe=observe or publish, threads=config.threads,
+        emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
+        prefill_device=config.prefill_device)
 
 
 def build(args: EngineArgs) -> Engine:
     """Load the model and bind the socket. Raises what `load_model` does."""
+    from npuserve.kernels.registry import KERNELS
+
     began = time.monotonic()
     config = args.config
     runner = load_model(config, args.folder)
-    for kernel in runner.fallbacks:
-        metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc()
+    for kernel in KERNELS:
+        metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache), max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
@@ -73,7 +77,7 @@ def build(args: EngineArgs) -> Engine:
         kv_cache_dtype=runner.dtype_name, backend=runner.backend_name, max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue, kv_cache_tokens=capacity, parameters=runner.parameters,
         deterministic=runner.deterministic)
-    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch)
+    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", seconds=round(seconds, 3), epoch=args.epoch, kv_cache_tokens=capacity)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name)
@@ -85,6 +89,29 @@ def main() -> int:
     logs.setup(args.config, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child.on_parent_death(lambda: os._exit(1))
+    try:
+        return serve(args)
+    except Exception as error:
+        code = fault_code(error)
+        if code is None:
+            raise
+        return code
+
+
+def fault_code(error: Exception) -> int | None:
+    """The exit code for an error of the device, which is logged; None for any other error."""
+    from npuserve.npu.backends import fault
+    from npuserve.npu.backends.base import Fault
+
+    found = fault(error)
+    if found is None:
+        return None
+    logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error))
+    return child.NODE_FAULT if found is Fault.NODE else child.DEVICE_FAULT
+
+
+def serve(args: EngineArgs) -> int:
+    """Until the engine is told to stop."""
     try:
         engine = build(args)
     except (ValueError, OSError, MemoryError) as error:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import grpc.aio
 import msgspec
@@ -29,6 +31,9 @@ from npuserve.service.health import Health
 from npuserve.service.model_folder import ModelFolder, open_folder, resolve
 from npuserve.service.servicer import InferenceServicer
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from npuserve.service.tracing import Tracing
 
 log = logging.getLogger("npuserve.service.frontend")
 
@@ -57,7 +62,8 @@ class Frontend:
         self._config = args.config
         self._port = args.port
         self._engine = EngineClient(args.engine_address, lambda state: self._update())
-        self._inference = InferenceServicer(args.config, self._engine)
+        self._tracing = _open_tracing(args.config)
+        self._inference = InferenceServicer(args.config, self._engine, self._tracing)
         self._health = Health()
         self._server = grpc.aio.server(options=_options(args.config))
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._server)
@@ -94,6 +100,8 @@ class Frontend:
         self._health.drain()
         await self._server.stop(self._config.drain_seconds)
         await self._engine.close()
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
 
     def _update(self) -> None:
         ready = self._engine.state == "ready" and self._inference.folder is not None
@@ -102,7 +110,19 @@ class Frontend:
             child.report("ready")
 
 
+def _open_tracing(config: ServerConfig) -> Tracing | None:
+    """None where nothing is to be traced: then OpenTelemetry is not even imported."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from npuserve.service.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(f"otlp_endpoint: {error}; pip install 'npuserve[otel]'") from None
+    return Tracing(config.otlp_endpoint)
+
+
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    age = math.ceil(config.max_connection_age_seconds * 1000)
     return [
         ("grpc.so_reuseport", int(config.frontends > 1)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -114,6 +134,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         # Ours find clients whose machine is gone, so that their requests are cancelled.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
+        # Calls under way have no limit: that is gRPC's default.
+        *([("grpc.max_connection_age_ms", age)] if age else []),
     ]
 
 

@@ -3,9 +3,14 @@
 Processes share a folder of memory-mapped values (prometheus_client's multiprocess mode, PROMETHEUS_MULTIPROC_DIR,
 which the supervisor sets for its children before they import this), and the supervisor's metrics page adds them up.
 So counters and histograms survive an engine's restart, and gauges are those of the living.
+
+What is counted with every token or step goes through a `tally`, and to the page with the owner's next `flush`.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -38,6 +43,11 @@ inter_token_latency_seconds = _histogram("inter_token_latency_seconds", "Gap bet
 time_per_output_token_seconds = _histogram(
     "time_per_output_token_seconds", "(end to end - time to first token) / (tokens - 1), per request", GAP)
 e2e_request_latency_seconds = _histogram("e2e_request_latency_seconds", "Arrival to the last token", LATENCY)
+prefill_time_seconds = _histogram("prefill_time_seconds", "Steps that computed an answer's prompt", LATENCY)
+decode_time_seconds = _histogram("decode_time_seconds", "From then to an answer's last token", LATENCY)
+request_prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens of an answer", TOKENS)
+request_generation_tokens = _histogram("request_generation_tokens", "Generated tokens of an answer", TOKENS)
+requests_on_target_total = _counter("requests_on_target_total", "Answers that kept both latency targets")
 stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
 
 # Engine
@@ -52,11 +62,15 @@ prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens fou
 preemptions_total = _counter("preemptions_total", "Requests whose blocks were taken back, to be recomputed")
 kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks that live requests hold")
 kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
-step_seconds = _histogram("step_seconds", "Launch to collected result of a step", STEP, "phase", "mode")
+step_seconds = _histogram(
+    "step_seconds", "Launch of a step, or the end of the one before it, to its collected result", STEP, "phase", "mode")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
+decode_tokens_total = _counter("decode_tokens_total", "Tokens of decode rows, by how they were computed", "mode")
 step_host_gap_seconds = _histogram("step_host_gap_seconds", "The device idle between steps, waiting for the host", STEP)
 kernel_latency_seconds = _histogram(
     "kernel_latency_seconds", "One kernel call on a sampled step", KERNEL, "kernel", "phase", "backend")
+timed_step_seconds_total = _counter(
+    "timed_step_seconds_total", "The device at work on the steps whose kernels were timed", "phase")
 kernel_fallback_total = _counter(
     "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")
 cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "A cancel's arrival to its blocks being free", STEP)
@@ -65,4 +79,60 @@ engine_heartbeat_timestamp = _gauge(
 
 # Supervisor
 engine_restarts_total = _counter("engine_restarts_total", "Times the engine process was started again")
-build_info = _gauge("build_info", "1; the version is in the labels", "version", "torch", "backend", mode="livemax")
+build_info = _gauge(
+    "build_info", "1; the version is in the labels", "version", "torch", "backend", "model", mode="livemax")
+target_seconds = _gauge(
+    "target_seconds", "What an answer must keep to be on target: ttft, and itl in the mean", "latency", mode="livemax")
+
+# Values that are worth a 0 before the first sample: a rate needs two samples, and an alert must not miss the first.
+KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
+    requests_total: tuple(
+        (rpc, code) for rpc in ("Generate", "StreamGenerate")
+        for code in ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED",
+                     "UNAVAILABLE")),
+    request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",)),
+    queue_rejections_total: (("queue_full",), ("duplicate",), ("too_large",), ("front_end",)),
+}
+
+
+class Tally:
+    """Samples of a histogram's child, kept here until `flush`: a tenth of what `Histogram.observe` costs."""
+
+    def __init__(self, child: Histogram):
+        self._child = child
+        self._bounds = [float(bound) for bound in child._upper_bounds]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        self._any = False
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+        self._any = True
+
+    def flush(self) -> None:
+        if not self._any:
+            return
+        for bucket, count in zip(self._child._buckets, self._counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._child._sum.inc(self._sum)
+        self._counts = [0] * len(self._bounds)
+        self._sum, self._any = 0.0, False
+
+
+_tallies: list[Tally] = []
+
+
+@cache
+def tally(histogram: Histogram, *labels: str) -> Tally:
+    """The one of these labels, in this process."""
+    made = Tally(histogram.labels(*labels) if labels else histogram)
+    _tallies.append(made)
+    return made
+
+
+def flush() -> None:
+    """Bring what this process's tallies have to the page. Call it some times a second, and when nothing goes on."""
+    for one in _tallies:
+        one.flush()

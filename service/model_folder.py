@@ -79,16 +79,17 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     config = _read(folder / "config.json", required=True)
     generation = _read(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder)
-    name = served_name or _name(folder, model)
+    name = served_as(folder, model, served_name)
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     if not eos and tokenizer:
         eos = _ids(tokenizer.eos_id)
     return ModelFolder(name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer)
 
 
-def _name(folder: Path, model: str) -> str:
-    if not model:
-        return BUILT_IN
+def served_as(folder: Path, model: str, served_name: str) -> str:
+    """The name under which a model is served. Arguments as of `open_folder`."""
+    if served_name or not model:
+        return served_name or BUILT_IN
     return folder.resolve().name if Path(model).expanduser().is_dir() else model
 
 

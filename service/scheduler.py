@@ -12,7 +12,7 @@ The life of a request here:
 5. If blocks run out it may be preempted: its blocks are freed, its tokens stay, and it is back at 2 to compute them
    again. Its hashed prefix may still be there then.
 6. It ends once: by its own token in `apply`, or by `cancel`. Its blocks are free at once, and the runner is told to
-   forget it through `Step.ended` of the next step.
+   forget it through `Step.ended` of the next step. What a step in flight still makes of it is dropped.
 
 Order. The effective priority of a request is priority - waited_seconds / aging_seconds, lower is earlier, where
 waiting is counted from arrival on and never anew. All requests age alike, so the order of two never changes: it is
@@ -26,11 +26,22 @@ per running request free, so that what was just admitted is not preempted as soo
 
 Preemption. Only a running request that needs one more block preempts, and only the request of the last rank among
 the running, itself included. As ranks are constant, no two requests evict each other in turn, and the first of all
-always goes on: it is never a victim, and alone it fits. A request with a step in flight is not preempted before that
-is applied.
+always goes on: it is never a victim, and alone it fits. A victim with a step in flight gets no further row until its
+ids are here, and is preempted then.
 
-A step may be planned before the one before it is applied: `schedule` does the bookkeeping of computed tokens, `apply`
-that of sampled ones, and a request whose next token is still in flight has nothing to compute.
+Overlap. A step may be planned before the one before it is applied; no more than these two are in flight. `schedule`
+does the bookkeeping of computed tokens, `apply` that of sampled ones. A request whose next token is being sampled has
+that one planned: it may compute it as PENDING, at a position that is known, so that it is at most one token ahead of
+what is on the host. Lengths are known, so no step passes max_tokens; that a token ends its request is known one step
+late, and that step's row of it is computed for nothing.
+
+A block is given away at once, though a step in flight may still use it. That is safe, since steps run in the order in
+which they were planned:
+
+    in flight: old owner's last reads and writes ──►│ later: new owner writes slots, and reads only what it wrote
+
+and nobody else reads what a step in flight writes: a block is shared only once it is registered, which `apply` does
+when all its slots were written by applied steps, and rows of a request write ever higher positions.
 """
 
 from __future__ import annotations
@@ -41,7 +52,7 @@ from operator import attrgetter
 
 import msgspec
 
-from npuserve.npu.step import NewRequest, Row, Step, StepResult, TokenLogprobs
+from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult, TokenLogprobs
 from npuserve.service.block_manager import BlockManager, IntegrityError
 from npuserve.service.errors import InvalidField, QueueFull
 from npuserve.service.messages import FinishReason, Request
@@ -145,15 +156,20 @@ class Scheduler:
         rows: list[Row] = []
         new: list[NewRequest] = []
 
+        victim: Sequence | None = None  # is to be preempted once its steps in flight are applied
         for sequence in tuple(self._running):
-            if sequence.waits:  # preempted in this loop, and so are all behind it
+            if sequence.waits or sequence is victim:  # the last of the running, as all that are behind it wait
                 break
-            if len(sequence.token_ids) - sequence.num_computed_tokens == 1 and self._grow(sequence):
-                rows.append(self._plan(sequence, 1))
-                budget -= 1
+            if sequence.num_uncomputed_tokens == 1 and sequence.may_go_on:
+                blocked = self._grow(sequence)
+                if blocked is None:
+                    rows.append(self._plan(sequence, 1))
+                    budget -= 1
+                else:
+                    victim = blocked
 
         for sequence in self._running:
-            if budget and len(sequence.token_ids) - sequence.num_computed_tokens > 1:
+            if budget and sequence is not victim and sequence.num_uncomputed_tokens > 1:
                 rows.append(self._plan(sequence, budget))
                 budget -= len(rows[-1].token_ids)
 
@@ -194,6 +210,7 @@ class Scheduler:
             if row.samples:
                 token = result.token_ids[row.request_id]
                 sequence.token_ids.append(token)
+                sequence.num_pending_tokens -= 1
                 reason = sequence.finish_reason()
                 logprobs = result.logprobs.get(row.request_id)
                 if reason is not None:
@@ -248,13 +265,17 @@ class Scheduler:
     def _plan(self, sequence: Sequence, budget: int) -> Row:
         """The row of its next uncomputed tokens, at most `budget`; its blocks are there."""
         start, tokens, block_ids = sequence.num_computed_tokens, sequence.token_ids, sequence.blocks.block_ids
-        end = min(len(tokens), start + budget)
+        end, planned = start + budget, len(tokens) + sequence.num_pending_tokens
+        samples = end >= planned
+        if samples:
+            end = planned
+            sequence.num_pending_tokens += 1
         num_blocks = -(-end // self.blocks.block_size)
         sequence.num_computed_tokens = end
         sequence.in_flight += 1
         return Row(
-            sequence.id, tokens[start:end], start,
-            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], end == len(tokens))
+            sequence.id, tokens[start:end] or [PENDING], start,
+            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], samples)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give the first of the queue a seat and blocks for all its tokens; False if they are not there."""
@@ -271,20 +292,21 @@ class Scheduler:
         insort(self._running, sequence, key=_rank)
         return True
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Give it a block for its next token, preempting from the last rank up; False if it must wait itself."""
-        while not self.blocks.allocate(sequence.blocks, len(sequence.token_ids)):
+    def _grow(self, sequence: Sequence) -> Sequence | None:
+        """Give it a block for its next token, preempting from the last rank up. None if it has one now; otherwise the
+        request for which it must wait: that with steps in flight, or itself, preempted."""
+        while not self.blocks.allocate(sequence.blocks, sequence.num_tokens):
             victim = self._running[-1]
             if victim.in_flight:
-                return False
+                return victim
             del self._running[-1]
             self.blocks.free(victim.blocks)
             victim.preempt()
             insort(self._waiting, victim, key=_rank)
             self.preemptions += 1
             if victim is sequence:
-                return False
-        return True
+                return victim
+        return None
 
     def _end(self, sequence: Sequence) -> None:
         """Forget it and free its blocks; the runner hears of it if it has met it."""

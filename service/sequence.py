@@ -11,8 +11,8 @@ class Sequence:
 
     id: rises with every request added; never used twice. origin: front end's identity and its key.
     rank: the place among all requests, lower is earlier; constant (see scheduler.py).
-    token_ids: prompt, then answer. Positions [0, num_computed_tokens) are in the KV cache, or will be once the steps
-        in flight have run.
+    token_ids: prompt, then answer, as far as it is on the host. Steps in flight sample num_pending_tokens more.
+    num_computed_tokens: positions below it are in the KV cache, or will be once the steps in flight have run.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     waits: in the queue, holding no block; not yet admitted, or preempted. met: the runner knows it.
     in_flight: steps planned and not yet applied that have a row of it.
@@ -25,8 +25,8 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met", "num_computed_tokens",
-        "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "origin", "prefill_chunks", "queue", "rank",
-        "request", "token_ids", "waits",
+        "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "origin",
+        "prefill_chunks", "queue", "rank", "request", "token_ids", "waits",
     )
 
     def __init__(self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float) -> None:
@@ -37,6 +37,7 @@ class Sequence:
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
         self.num_prefill_tokens = 0  # tokens that were known at the last admission
         self.num_reported_tokens = 1  # prompt tokens that need no log-probability report any more; the first has none
         self.cached_tokens = 0
@@ -56,7 +57,8 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Those of the steps in flight included."""
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -64,7 +66,15 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def may_go_on(self) -> bool:
+        """It may sample one more token: there would not be too many of them, and the one before is on the host or the
+        first that is not."""
+        pending = self.num_pending_tokens
+        return pending < 2 and (
+            not pending or len(self.token_ids) + pending - self.num_prompt_tokens < self.request.max_tokens)
 
     @property
     def uses_prefix_cache(self) -> bool:

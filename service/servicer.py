@@ -22,9 +22,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from npuserve.service import metrics, validation
+from npuserve.service import messages, metrics, validation
 from npuserve.service.answer import REASONS, Answer
 from npuserve.service.call import Context, call
 from npuserve.service.config import ServerConfig
@@ -34,6 +34,9 @@ from npuserve.service.model_folder import ModelFolder
 from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
+
+if TYPE_CHECKING:
+    from npuserve.service.tracing import Trace, Tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,14 +49,16 @@ REASON_NAMES = {number: name for name, number in REASONS.items()}
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """folder: None until the tokenizer is loaded. draining: takes no new requests any more."""
 
-    def __init__(self, config: ServerConfig, engine: EngineClient):
+    def __init__(self, config: ServerConfig, engine: EngineClient, tracing: Tracing | None = None):
         self.folder: ModelFolder | None = None
         self.draining = False
         self._config = config
         self._engine = engine
+        self._tracing = tracing
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with call(context, "Generate", logging.INFO) as fields:
+        trace = self._tracing.begin(context, "Generate") if self._tracing else None
+        async with call(context, "Generate", logging.INFO, trace) as fields:
             whole, texts = pb.GenerateResponse(), []
 
             async def take(part: pb.StreamGenerateResponse) -> None:
@@ -64,13 +69,14 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 if part.HasField("finish"):
                     whole.finish.CopyFrom(part.finish)
 
-            await self._answer(request, context, fields, take)
+            await self._answer(request, context, fields, trace, take)
             whole.text = "".join(texts)
         return whole
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with call(context, "StreamGenerate", logging.INFO) as fields:
-            await self._answer(request, context, fields, context.write)
+        trace = self._tracing.begin(context, "StreamGenerate") if self._tracing else None
+        async with call(context, "StreamGenerate", logging.INFO, trace) as fields:
+            await self._answer(request, context, fields, trace, context.write)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         async with call(context, "ResumeStream"):
@@ -117,7 +123,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def _answer(
-        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any],
+        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], trace: Trace | None,
         send: Callable[[pb.StreamGenerateResponse], Awaitable[None]],
     ) -> None:
         """Sends the messages of one answer; the last one has its finish."""
@@ -131,7 +137,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                     finish = await stream.stop(answer.keep)
                 if finish:
                     last = answer.last(finish, time.monotonic())
-                    _record(last.finish, stream, fields)
+                    self._record(last.finish, finish.timing, stream, fields)
+                    if trace:
+                        trace.finished(finish.timing, self.folder.name, stream.first_token)
                     await send(last)
                     return
                 part = answer.message()
@@ -149,6 +157,26 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)
         return ask
 
+    def _record(self, finish: pb.Finish, timing: messages.Timing, stream: Stream, fields: dict[str, Any]) -> None:
+        """An answer's end: its metrics, and its part of the log line."""
+        arrival, generated = stream.request.arrival, finish.usage.generated_tokens
+        reason = REASON_NAMES[finish.reason]
+        metrics.request_finish_total.labels(reason).inc()
+        metrics.request_prompt_tokens.observe(finish.usage.prompt_tokens)
+        metrics.request_generation_tokens.observe(generated)
+        metrics.prefill_time_seconds.observe(sum(timing.prefill_chunks))
+        metrics.decode_time_seconds.observe(timing.decode)
+        fields.update(reason=reason, cached_tokens=finish.usage.cached_tokens, generated_tokens=generated)
+        if stream.first_token is not None and stream.last_token is not None:
+            ttft, e2e = stream.first_token - arrival, stream.last_token - arrival
+            tpot = (e2e - ttft) / (generated - 1) if generated > 1 else 0.0
+            metrics.e2e_request_latency_seconds.observe(e2e)
+            if generated > 1:
+                metrics.time_per_output_token_seconds.observe(tpot)
+            if ttft <= self._config.target_ttft_seconds and tpot <= self._config.target_itl_seconds:
+                metrics.requests_on_target_total.inc()
+            fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))
+
     def _require_folder(self) -> ModelFolder:
         if self.draining:
             raise Unavailable("the server is draining; another will take the request")
@@ -162,17 +190,3 @@ async def _run(size: int, function: Callable[P, T], *arguments: P.args, **keywor
     if size > LONG_TEXT:
         return await asyncio.to_thread(function, *arguments, **keywords)
     return function(*arguments, **keywords)
-
-
-def _record(finish: pb.Finish, stream: Stream, fields: dict[str, Any]) -> None:
-    """An answer's end: its metrics, and its part of the log line."""
-    arrival, generated = stream.request.arrival, finish.usage.generated_tokens
-    reason = REASON_NAMES[finish.reason]
-    metrics.request_finish_total.labels(reason).inc()
-    fields.update(reason=reason, cached_tokens=finish.usage.cached_tokens, generated_tokens=generated)
-    if stream.first_token is not None and stream.last_token is not None:
-        ttft, e2e = stream.first_token - arrival, stream.last_token - arrival
-        metrics.e2e_request_latency_seconds.observe(e2e)
-        if generated > 1:
-            metrics.time_per_output_token_seconds.observe((e2e - ttft) / (generated - 1))
-        fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))

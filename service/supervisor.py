@@ -4,8 +4,8 @@
    engine. It imports neither grpc nor torch, and never forks.
 2. Each child reads one JSON line on stdin, which stays open: its end tells the child that the parent is gone. Each
    says on stdout, in JSON lines, what the parent waits for: a front end its port, all that they are ready.
-3. A child that dies is started again after a growing pause. Exit code 2 is a wrong configuration or model, which no
-   restart mends: everything stops.
+3. A child that dies is started again after a growing pause. Exit code 2 is a wrong configuration or model, 4 a device
+   at fault, which no restart mends: everything stops.
 4. SIGTERM or Ctrl-C drains: the front ends end what runs, then the engine is asked to leave. A second one kills.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from npuserve.service import logs, settings
-from npuserve.service.child import UNUSABLE
+from npuserve.service.child import NODE_FAULT, UNUSABLE
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.metrics_page import MetricsPage
 
@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`npuserve serve`: 0 after a clean drain, 1 after giving up or having to kill, 2 for a wrong configuration."""
+    """`npuserve serve`: 0 after a clean drain, 1 after giving up or having to kill, 2 for a wrong configuration, 4 for
+    a device that is at fault."""
     config = settings.load(args, os.environ)
     logs.setup(config, "supervisor")
     return asyncio.run(Supervisor(config).run())
@@ -169,7 +170,7 @@ class Supervisor:
                 for child in self._frontends if self._port else self._frontends[:1]:
                     self._start(child)
                 await asyncio.sleep(0)  # the front ends are under way before anything else is imported
-                self._page = MetricsPage(self._folder, self._config.host, self._config.metrics_port)
+                self._page = MetricsPage(self._folder, self._config)
                 threading.Thread(target=self._find_model, args=(loop,), name="model", daemon=True).start()
                 code = await self._over
                 clean = await self._drain()
@@ -206,16 +207,17 @@ class Supervisor:
 
     def _find_model(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the engine once the model's folder is here. A thread that nobody waits for, since it may download."""
-        from npuserve.service.model_folder import resolve
+        from npuserve.service.model_folder import resolve, served_as
 
+        config = self._config
         try:
-            folder, error = str(resolve(self._config.model)), None
+            folder, error = resolve(config.model), None
         except Exception as wrong:
-            folder, error = "", wrong
+            folder, error = Path(), wrong
 
         def found() -> None:
             if error is None:
-                self._model = folder
+                self._model, self._name = str(folder), served_as(folder, config.model, config.served_name)
                 self._start(self._engine)
             elif not self._over.done():
                 self._over.set_exception(error)
@@ -236,7 +238,7 @@ class Supervisor:
             self._up[child] = line
             if len(self._up) == len(self._frontends) + 1:
                 facts = self._up[self._engine]
-                self._page.built(facts["backend"])
+                self._page.built(facts["backend"], self._name)
                 self.ready.set()
                 seconds, tokens = time.monotonic() - self._began, facts["kv_cache_tokens"]
                 logs.event(log, f"ready in {seconds:.1f} s", seconds=seconds, kv_cache_tokens=tokens)
@@ -264,8 +266,8 @@ class Supervisor:
             self._page.forget(child.pid)
             # Without the engine no front end is ready, and each says so again.
             self._up = {} if child is self._engine else {up: line for up, line in self._up.items() if up is not child}
-            if code == UNUSABLE:
-                return UNUSABLE
+            if code in (UNUSABLE, NODE_FAULT):
+                return code
             quick = 1 if time.monotonic() - began >= self._restarts.healthy else quick + 1
             pause = self._restarts.pause(quick)
             if pause is None:

@@ -12,6 +12,8 @@ from hypothesis import settings
 # Before anything imports torch: workers of pytest-xdist run side by side, and so do the servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+# As npuserve.npu does: an installed torch_npu is not to be imported where there is no CANN.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 # In CI the examples are the same at each run, so that a failure is the change's own.
 settings.register_profile("npuserve", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI")))

@@ -47,7 +47,8 @@ def shipped() -> dict[str, Path]:
     files = {}
     for folder, package in SOURCES.items():
         for file in (ROOT / folder).rglob("*"):
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in (".cpp", ".h", ".so"):
+            native = file.parent == ROOT / "kernels" / "native" and file.suffix in (".cpp", ".h", ".so")
+            if file.is_file() and "__pycache__" not in file.parts and not native:
                 files[f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"] = file
     return files
 

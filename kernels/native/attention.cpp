@@ -1,7 +1,7 @@
 // Attention over the paged KV cache.
 //
 // Per layer, with w numbers to a word of 32 bits and Dp the head's size rounded up to 16:
-//     keys    [blocks, Hkv, block_size / 16, D / w, 16, w]     a panel of 16 tokens, as tile.h takes columns
+//     keys    [blocks, Hkv, D / w, block_size, w]              words along the head, panels of 16 along the tokens
 //     values  [blocks, Hkv, block_size / w, Dp, w]             words along tokens, panels along the head
 //
 // A query's context is cut into splits of SPLIT tokens at absolute positions. Each split is computed from nothing
@@ -36,11 +36,20 @@ struct Shape {
     int32_t context(int64_t row) const { return op.at<int32_t>(4)[row]; }
     int32_t begin(int64_t row) const { return op.at<int32_t>(5)[row]; }
     int32_t *plan() const { return op.at<int32_t>(7); }
-    // Of a token's key or value in the cache, whose heads hold block after block; token: a multiple of 16.
+    // The number of a block's head in the cache: the block that holds a row's token.
     int64_t place(int64_t row, int64_t head, int64_t token) const {
-        int64_t block = op.at<int32_t>(3)[row * stride + token / block_size];
-        return (block * kv_heads + head) * block_size + token % block_size;
+        return op.at<int32_t>(3)[row * stride + token / block_size] * kv_heads + head;
     }
+    // Where a row's key or value begins, the token a multiple of 16; word_bytes: of a word of all tokens or numbers.
+    const char *key(int64_t row, int64_t head, int64_t token, int64_t words) const {
+        return op.at<char>(1) + place(row, head, token) * words * key_stride() + token % block_size * 4;
+    }
+    const char *value(int64_t row, int64_t head, int64_t token, int64_t per_word) const {
+        return op.at<char>(2) + (place(row, head, token) * block_size + token % block_size) / per_word * value_stride();
+    }
+    // Bytes from one word of a block's keys, and of its values, to the next.
+    int64_t key_stride() const { return block_size * 4; }
+    int64_t value_stride() const { return padded_dim * 4; }
 
     // The number of rows, which becomes the plan's last number, and in plan[r] the number of items (queries of one
     // request, at most item_queries) before row r's.
@@ -85,6 +94,7 @@ struct Item {
 
 // Tiles of so few rows wait for memory: they fetch what comes next.
 constexpr bool waits(int rows) { return rows <= 4; }
+constexpr int WIDEST = 8;  // panels of a tile
 
 // How many of a split's tokens the rows see: each token's heads one more than those of the token before.
 struct Seen {
@@ -92,28 +102,37 @@ struct Seen {
     INLINE int64_t by(int64_t row) const { return std::min(tokens, first + row / group); }
 };
 
-// S[row][token] = q . k, for one split.
+// A stretch of a split's tokens in one block: where its words begin, and how many tokens before and in it.
+struct Run {
+    const char *at;
+    int64_t first, tokens;
+};
+
+// S[row][token] = q . k, for one run.
 template <class D>
 struct Scores {
     typedef typename DotOf<D>::type Dot;
     const char *q;
-    const char *const *panels;  // of keys, by 16 tokens; MAX_PANELS more than there are
-    int64_t row_bytes, words;
+    int64_t row_bytes, words, stride;
+    Run keys;
+    Next after;  // the run
     float *scores;
     Seen seen;
     int64_t row, panel;
 
     template <int R, int P>
     INLINE void run() const {
-        if (panel * LANES >= seen.by(row + R - 1)) return;
+        int64_t token = keys.first + panel * LANES;
+        if (token >= seen.by(row + R - 1)) return;
         typename Dot::Acc acc[R][P];
-        const char *w[P], *ahead[P];
-        for (int p = 0; p < P; p++) w[p] = panels[panel + p], ahead[p] = panels[panel + p + P];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        tile<Dot, R, P, waits(R) ? P : 0, true>(acc, q + row * row_bytes, row_bytes, w, 64, words, ahead);
+        const char *w = keys.at + panel * 64;
+        bool more = (panel + P) * LANES < keys.tokens;
+        stream<Dot, R, P, waits(R)>(acc, q + row * row_bytes, row_bytes, w, stride, words,
+                                    more ? Next{w + P * 64, stride} : after);
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) store(scores + (row + r) * SPLIT + (panel + p) * LANES, acc[r][p]);
+            for (int p = 0; p < P; p++) store(scores + (row + r) * SPLIT + token + p * LANES, acc[r][p]);
     }
 };
 
@@ -121,10 +140,10 @@ struct Scores {
 template <class D>
 struct Weighted {
     typedef typename DotOf<D>::type Dot;
-    static constexpr int64_t AHEAD = 16;  // words
     const char *weights;
-    const char *const *values;  // by word; AHEAD more than there are
-    int64_t padded_dim;
+    const Run *values;
+    int64_t runs, padded_dim;
+    Next after;  // the split
     float *out;
     Seen seen;
     int64_t row, panel;
@@ -136,45 +155,27 @@ struct Weighted {
         const char *x = weights + row * row_bytes;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        int64_t words = ceil_div<int64_t>(seen.by(row + R - 1), D::PER_WORD);
-        for (int64_t k = 0; k < words; k++) {
-            const char *w = values[k] + panel * 64, *next = values[k + AHEAD] + panel * 64;
-            if (waits(R)) {
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) __builtin_prefetch(next + p * 64, 0, 2);
-            }
-            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-                uint32_t word = word_at(x + r * row_bytes + k * 4);
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], w + p * 64, word);
-            }
+        int64_t see = seen.by(row + R - 1), stride = padded_dim * 4;
+        for (int64_t i = 0; i < runs && values[i].first < see; i++) {
+            Next next = i + 1 < runs ? Next{values[i + 1].at + panel * 64, stride} : after;
+            int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), D::PER_WORD);
+            stream<Dot, R, P, waits(R)>(acc, x + values[i].first / D::PER_WORD * 4, row_bytes,
+                                        values[i].at + panel * 64, stride, words, next);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) store(out + (row + r) * padded_dim + (panel + p) * LANES, acc[r][p]);
     }
 };
 
-// Runs of memory that are needed next: `count` of them, of `lines` cache lines each.
-struct Next {
-    const char *const *runs;
-    int64_t count, lines;
-
-    // Fetches the part-th of so many parts.
-    INLINE void fetch(int64_t part, int64_t parts) const {
-        for (int64_t line = count * lines * part / parts; line < count * lines * (part + 1) / parts; line++)
-            __builtin_prefetch(runs[line / lines] + line % lines * 64, 0, 2);
-    }
-};
-
 // Panels stay in the cache while all rows meet them.
 template <class Functor>
-INLINE void for_tiles(int64_t rows, int64_t panels, const Next &next, Functor f) {
-    int most_rows = rows <= MAX_ROWS ? int(rows) : BLOCK_ROWS, most = panels_for(most_rows);
-    int64_t tiles = ceil_div(panels, int64_t(most)) * ceil_div(rows, int64_t(most_rows)), tile = 0;
-    for (f.panel = 0; f.panel < panels; f.panel += most) {
-        for (f.row = 0; f.row < rows; f.row += most_rows) {
-            with_rows(int(std::min<int64_t>(most_rows, rows - f.row)), int(std::min<int64_t>(most, panels - f.panel)), f);
-            if (!waits(most_rows)) next.fetch(tile++, tiles);
-        }
-    }
+INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
+    int most_rows = rows <= MAX_ROWS ? int(rows) : panels >= panels_for(BLOCK_ROWS) ? BLOCK_ROWS : MAX_ROWS;
+    int most = panels_for(most_rows, WIDEST);
+    for (f.panel = 0; f.panel < panels; f.panel += most)
+        for (f.row = 0; f.row < rows; f.row += most_rows)
+            with_rows<WIDEST>(int(std::min<int64_t>(most_rows, rows - f.row)),
+                              int(std::min<int64_t>(most, panels - f.panel)), f);
 }
 
 template <class D>
@@ -224,11 +225,12 @@ struct Attention {
         bool cut = s.cut(items, call.threads);
         int64_t splits = cut ? s.most_splits(rows) : 1;
         // Items of one head follow each other, for they share its keys and values. The last ones of a prompt have the
-        // most to do: they come first.
-        int64_t index = items - 1 - unit / splits % items, head = unit / splits / items;
+        // most to do: they come first. Splits go through the heads, whose blocks are neighbours.
+        int64_t index = items - 1 - (cut ? unit / s.kv_heads / splits : unit % items);
+        int64_t head = cut ? unit % s.kv_heads : unit / items;
         Item item(s, rows, index);
         int64_t queries = item.end - item.first, last = item.position + queries;  // context of the last query
-        int64_t split = cut ? unit % splits : 0, end = cut ? split + 1 : ceil_div(last, SPLIT);
+        int64_t split = cut ? unit / s.kv_heads % splits : 0, end = cut ? split + 1 : ceil_div(last, SPLIT);
         if (split * SPLIT >= last) return;
 
         Work work(s);
@@ -240,7 +242,11 @@ struct Attention {
         bool first = !cut;
         for (; split < end; split++) {
             int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
-            attend(s, work, item, head, split, from, count, first ? work.total : work.sum,
+            // What this thread most likely goes on with.
+            int64_t following = cut ? (head + call.threads) % s.kv_heads : head;
+            int64_t token = std::min(split + (following <= head), (last - 1) / SPLIT) * SPLIT;
+            Next after{s.key(item.row, following, token, s.dim / PER_WORD), s.key_stride()};
+            attend(s, work, item, head, split, from, count, after, first ? work.total : work.sum,
                    first ? work.total_largest : work.largest, first ? work.total_mass : work.mass);
             for (int64_t i = first ? count : from; i < count; i++) {
                 float *sum = work.sum + i * s.padded_dim;
@@ -263,36 +269,34 @@ struct Attention {
 
     // sum, largest and mass of rows [from, count) over one split.
     static void attend(const Shape &s, const Work &work, const Item &item, int64_t head, int64_t split, int64_t from,
-                       int64_t count, float *sum, float *largest_of, float *mass_of) {
-        int64_t begin = split * SPLIT, last = item.position + count / s.group;
-        int64_t tokens = std::min(SPLIT, last - begin), panels = ceil_div<int64_t>(tokens, LANES);
-        const char *key_panels[SPLIT_PANELS + MAX_PANELS], *values[SPLIT / PER_WORD + Weighted<D>::AHEAD];
-        const char *next_panels[SPLIT_PANELS];
-        constexpr int64_t BYTES = sizeof(T);
-        for (int64_t p = 0; p < panels; p++) {
-            int64_t token = begin + p * LANES;
-            key_panels[p] = s.op.template at<char>(1) + s.place(item.row, head, token) * s.dim * BYTES;
-            const char *value = s.op.template at<char>(2) + s.place(item.row, head, token) * s.padded_dim * BYTES;
-            for (int64_t w = 0; w < LANES / PER_WORD; w++)
-                values[p * LANES / PER_WORD + w] = value + w * s.padded_dim * 4;
+                       int64_t count, Next after, float *sum, float *largest_of, float *mass_of) {
+        int64_t begin = split * SPLIT, tokens = std::min(SPLIT, item.position + count / s.group - begin);
+        int64_t whole = tokens / PER_WORD * PER_WORD, padded = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD;
+        Run keys[SPLIT_PANELS], values[SPLIT_PANELS + 1];
+        int64_t runs = 0, value_runs = 0;
+        for (int64_t token = 0; token < tokens; runs++) {
+            int64_t at = begin + token, here = std::min(s.block_size - at % s.block_size, tokens - token);
+            keys[runs] = {s.key(item.row, head, at, s.dim / PER_WORD), token, here};
+            if (token < whole)
+                values[value_runs++] = {s.value(item.row, head, at, PER_WORD), token, std::min(here, whole - token)};
+            token += here;
         }
-        int64_t following = std::min(SPLIT_PANELS, ceil_div<int64_t>(std::max<int64_t>(0, last - begin - SPLIT), LANES));
-        for (int64_t p = 0; p < following; p++)
-            next_panels[p] = s.op.template at<char>(1) + s.place(item.row, head, begin + SPLIT + p * LANES) * s.dim * BYTES;
-        int64_t whole = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD, words = whole / PER_WORD;
-        for (int64_t p = panels; p < panels + MAX_PANELS; p++) key_panels[p] = key_panels[panels - 1];
-        for (int64_t w = words; w < words + Weighted<D>::AHEAD; w++) values[w] = values[words - 1];
-        if (tokens < whole) {
+        if (whole < tokens) {
             // Half of the last word belongs to no token yet and may hold anything.
-            for (int64_t d = 0; d < s.padded_dim; d++)
-                work.last_word[d] = word_at(values[words - 1] + d * 4) & 0xFFFF;
-            values[words - 1] = reinterpret_cast<const char *>(work.last_word);
+            int64_t at = begin + whole, panel = at / LANES * LANES;
+            const char *word = s.value(item.row, head, panel, PER_WORD) + (at - panel) / PER_WORD * s.value_stride();
+            for (int64_t d = 0; d < s.padded_dim; d++) work.last_word[d] = word_at(word + d * 4) & 0xFFFF;
+            values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole};
         }
         int64_t dim_bytes = s.dim * int64_t(sizeof(T));
         Seen seen{item.position + from / s.group + 1 - begin, s.group, tokens};
-        for_tiles(count - from, panels, Next{values, words, s.padded_dim * 4 / 64},
-                  Scores<D>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, key_panels, dim_bytes,
-                            s.dim / PER_WORD, work.scores + from * SPLIT, seen, 0, 0});
+        for (int64_t i = 0; i < runs; i++)
+            for_tiles(count - from, ceil_div<int64_t>(keys[i].tokens, LANES),
+                      Scores<D>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, dim_bytes, s.dim / PER_WORD,
+                                s.key_stride(), keys[i],
+                                i + 1 < runs ? Next{keys[i + 1].at, s.key_stride()}
+                                             : Next{values[0].at, s.value_stride()},
+                                work.scores + from * SPLIT, seen, 0, 0});
         float factor = float(s.op.f[0]) * LOG2E;
         for (int64_t i = from; i < count; i++) {
             int64_t mine = seen.by(i - from);
@@ -316,12 +320,12 @@ struct Attention {
                 D::put(weights + full, p);
                 t += LANES;
             }
-            for (; t < whole; t += LANES) D::put(weights + t, zero());
+            for (; t < padded; t += LANES) D::put(weights + t, zero());
             largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
         }
-        for_tiles(count - from, s.padded_dim / LANES, Next{next_panels, following, s.dim * LANES * BYTES / 64},
-                  Weighted<D>{reinterpret_cast<const char *>(work.weights + from * SPLIT), values, s.padded_dim,
-                              sum + from * s.padded_dim, seen, 0, 0});
+        for_tiles(count - from, s.padded_dim / LANES,
+                  Weighted<D>{reinterpret_cast<const char *>(work.weights + from * SPLIT), values, value_runs,
+                              s.padded_dim, after, sum + from * s.padded_dim, seen, 0, 0});
     }
 
     // The total takes up the next split. A total of mass 0 has none yet.

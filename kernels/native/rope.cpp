@@ -51,10 +51,9 @@ struct QkNormRopeKvWrite {
             int64_t block = slot / block_size, offset = slot % block_size;
             for (int64_t h = 0; h < kv_heads; h++) {
                 turn<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, normed, turned);
-                int64_t panel = (block * kv_heads + h) * (block_size / LANES) + offset / LANES;
-                uint32_t *keys = op.at<uint32_t>(6) + panel * (dim / PER_WORD) * LANES + offset % LANES;
+                uint32_t *keys = op.at<uint32_t>(6) + (block * kv_heads + h) * (dim / PER_WORD) * block_size + offset;
                 for (int64_t w = 0; w < dim / PER_WORD; w++)
-                    keys[w * LANES] = word_at(reinterpret_cast<const char *>(turned) + w * 4);
+                    keys[w * block_size] = word_at(reinterpret_cast<const char *>(turned) + w * 4);
                 int64_t word = (block * kv_heads + h) * (block_size / PER_WORD) + offset / PER_WORD;
                 write_value(op.at<T>(7) + word * padded_dim * PER_WORD, in + (q_heads + kv_heads + h) * dim, dim,
                             offset % PER_WORD);

@@ -3,6 +3,8 @@
 //   rms_norm            p: x [T, H], null, gamma [H], out [T, H]                       n: T, H        f: eps
 //   add_rms_norm        p: x, residual [T, H], gamma [H], out, sum [T, H]              n: T, H        f: eps
 //   swiglu              p: gate and up [T, 2 I], out [T, I]                            n: T, I
+//   take_ids            p: ids [T] int64, last int64, out [T] int64                    n: T
+//   keep_ids            p: ids [T, W] int64, last [T] int64                            n: T, W
 //   embedding           p: ids [T] int64, table [V, H], out [T, H]                     n: T, H
 //   greedy              p: logits [T, Vp], best [parts, T] float32, ids [parts, T] int32: of each part of the columns
 //                          the largest logit and its first column                      n: T, Vp, columns that count
@@ -180,7 +182,22 @@ struct QuantizeRow {
 template <class D>
 using QuantizePerToken = ByRows<QuantizeRow<D>>;
 
+struct TakeId {
+    static int64_t row_bytes(const Op &) { return sizeof(int64_t); }
+    static INLINE void row(const Op &op, int64_t row) {
+        int64_t id = op.at<int64_t>(0)[row];
+        op.at<int64_t>(2)[row] = id < 0 ? op.at<int64_t>(1)[-1 - id] : id;
+    }
+};
+
+struct KeepId {
+    static int64_t row_bytes(const Op &) { return sizeof(int64_t); }
+    static INLINE void row(const Op &op, int64_t row) { op.at<int64_t>(1)[row] = op.at<int64_t>(0)[row * op.n[1]]; }
+};
+
 extern const Kernel ROWWISE[] = {
+    KERNEL("take_ids/int64", ByRows<TakeId>),
+    KERNEL("keep_ids/int64", ByRows<KeepId>),
     BY_DTYPE("rms_norm", RmsNorm),
     BY_DTYPE("add_rms_norm", AddRmsNorm),
     BY_DTYPE("swiglu", Swiglu),

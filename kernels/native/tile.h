@@ -5,6 +5,8 @@
 // R and P are: so a row's numbers do not depend on the rows beside it.
 #pragma once
 
+#include <algorithm>
+
 #include "vec.h"
 
 namespace npuserve {
@@ -13,13 +15,15 @@ namespace NPUSERVE_ISA {
 // acc + w . x over one word, by lane.
 struct DotFloat32 {
     static constexpr int PER_WORD = 1;
-    typedef F Acc;
+    typedef F Acc, W, X;
     static INLINE Acc start() { return zero(); }
-    static INLINE void step(Acc &acc, const char *w, uint32_t x) {
+    static INLINE W get(const char *w) { return load(reinterpret_cast<const float *>(w)); }
+    static INLINE X spread(uint32_t x) {
         float f;
         std::memcpy(&f, &x, 4);
-        acc = fma(load(reinterpret_cast<const float *>(w)), set1(f), acc);
+        return set1(f);
     }
+    static INLINE void step(Acc &acc, W w, X x) { acc = fma(w, x, acc); }
 };
 
 INLINE ivec load_words(const char *w, int part) {
@@ -30,24 +34,34 @@ struct DotBFloat16 {
     static constexpr int PER_WORD = 2;
     typedef F Acc;
     static INLINE Acc start() { return zero(); }
-    static INLINE void step(Acc &acc, const char *w, uint32_t x) {
 #if defined(__AVX512BF16__)
-        acc.v[0] = (fvec)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)load_words(w, 0),
-                                          (__m512bh)_mm512_set1_epi32(int32_t(x)));
+    typedef __m512bh W, X;
+    static INLINE W get(const char *w) { return (__m512bh)load_words(w, 0); }
+    static INLINE X spread(uint32_t x) { return (__m512bh)_mm512_set1_epi32(int32_t(x)); }
+    static INLINE void step(Acc &acc, W w, X x) { acc.v[0] = (fvec)_mm512_dpbf16_ps((__m512)acc.v[0], w, x); }
 #else
+    struct W {
+        F even, odd;
+    };
+    typedef W X;
+    static INLINE W get(const char *w) {
+        W both;
+        EACH(i) {
+            ivec v = load_words(w, i);
+            both.even.v[i] = (fvec)(v << 16);
+            both.odd.v[i] = (fvec)(v & int32_t(0xFFFF0000u));
+        }
+        return both;
+    }
+    static INLINE X spread(uint32_t x) {
         uint32_t low = x << 16, high = x & 0xFFFF0000u;
         float a, b;
         std::memcpy(&a, &low, 4);
         std::memcpy(&b, &high, 4);
-        F even, odd;
-        EACH(i) {
-            ivec v = load_words(w, i);
-            even.v[i] = (fvec)(v << 16);
-            odd.v[i] = (fvec)(v & int32_t(0xFFFF0000u));
-        }
-        acc = fma(odd, set1(b), fma(even, set1(a), acc));
-#endif
+        return {set1(a), set1(b)};
     }
+    static INLINE void step(Acc &acc, W w, X x) { acc = fma(w.odd, x.odd, fma(w.even, x.even, acc)); }
+#endif
 };
 
 // int8 times int8, exactly, in int32.
@@ -63,10 +77,21 @@ struct DotInt8 {
 #else
     static constexpr int X_OFFSET = 0;
 #endif
-    static INLINE void step(Acc &acc, const char *w, uint32_t x) {
 #if defined(__AVX512VNNI__)
-        acc.v[0] = (ivec)_mm512_dpbusd_epi32((__m512i)acc.v[0], _mm512_set1_epi32(int32_t(x ^ 0x80808080u)),
-                                             (__m512i)load_words(w, 0));
+    typedef __m512i W, X;
+    static INLINE W get(const char *w) { return (__m512i)load_words(w, 0); }
+    static INLINE X spread(uint32_t x) {
+        return _mm512_xor_si512(_mm512_set1_epi32(int32_t(x)), _mm512_set1_epi8(char(X_OFFSET)));
+    }
+#else
+    typedef const char *W;
+    typedef uint32_t X;
+    static INLINE W get(const char *w) { return w; }
+    static INLINE X spread(uint32_t x) { return x; }
+#endif
+    static INLINE void step(Acc &acc, W w, X x) {
+#if defined(__AVX512VNNI__)
+        acc.v[0] = (ivec)_mm512_dpbusd_epi32((__m512i)acc.v[0], x, w);
 #elif defined(__AVX2__)
         // Pairs of 16 bits: bytes 0 and 2 of each word, then 1 and 3.
         __m256i xs = _mm256_set1_epi32(int32_t(x));
@@ -117,9 +142,39 @@ INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
             __builtin_prefetch(ahead[a] + k * w_stride, 0, FAR ? 2 : 3);
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
             uint32_t word = word_at(x + r * x_stride + k * 4);
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], w[p] + k * w_stride, word);
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], Dot::get(w[p] + k * w_stride), Dot::spread(word));
         }
     }
+}
+
+// What is read next: an address, and the bytes from one of its words to the next.
+struct Next {
+    const char *at;
+    int64_t stride;
+};
+
+// The same of P panels side by side that come from memory: each of their words is loaded once for all rows. FETCH: some
+// words before its use, and at the end the first words of `next`.
+template <class Dot, int R, int P, bool FETCH>
+INLINE void stream(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
+                   int64_t words, Next next) {
+    constexpr int64_t AHEAD = 8;
+    auto run = [&](int64_t from, int64_t to, const char *ahead, int64_t stride) {
+        for (int64_t k = from; k < to; k++, ahead += stride) {
+            typename Dot::W v[P];
+            _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {
+                if (FETCH) __builtin_prefetch(ahead + p * 64, 0, 3);
+                v[p] = Dot::get(w + k * w_stride + p * 64);
+            }
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
+                auto word = Dot::spread(word_at(x + r * x_stride + k * 4));
+                _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) Dot::step(acc[r][p], v[p], word);
+            }
+        }
+    };
+    int64_t last = std::max<int64_t>(0, words - AHEAD);
+    run(0, last, w + AHEAD * w_stride, w_stride);
+    run(last, words, next.at, next.stride);
 }
 
 // One more word for the elements that do not fill one: n of them, the others being 0 on both sides.
@@ -129,39 +184,35 @@ INLINE void tile_tail(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
     _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
         uint32_t word = 0;
         std::memcpy(&word, x + r * x_stride, size_t(bytes));
-        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], w[p], word);
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], Dot::get(w[p]), Dot::spread(word));
     }
 }
 
 // The widest tile for m rows: as many panels as the registers allow beside them.
 constexpr int MAX_ROWS = MAX_ACC / 2 > 1 ? MAX_ACC / 2 : 1;
 constexpr int MAX_PANELS = 4;
-constexpr int panels_for(int rows) {
+constexpr int panels_for(int rows, int widest = MAX_PANELS) {
     int p = MAX_ACC / (rows < 1 ? 1 : rows);
-    return p > MAX_PANELS ? MAX_PANELS : p < 1 ? 1 : p;
+    return p > widest ? widest : p < 1 ? 1 : p;
 }
 // Rows of a tile where there are more than MAX_ROWS of them.
 constexpr int BLOCK_ROWS = MAX_ACC >= 24 ? 6 : MAX_ACC / 2 > 0 ? MAX_ACC / 2 : 1;
 
-// Calls f.template operator()<R, P>() for the tile of run-time sizes 1 <= r <= MAX_ROWS, 1 <= p <= panels_for(r).
-template <class Function, int R = MAX_ROWS>
-INLINE void with_rows(int r, int p, const Function &f) {
-    if constexpr (R >= 1) {
-        if (r == R) {
-            constexpr int MOST = panels_for(R);
-            if constexpr (MOST >= 4) {
-                if (p == 4) return f.template run<R, 4>();
-            }
-            if constexpr (MOST >= 3) {
-                if (p == 3) return f.template run<R, 3>();
-            }
-            if constexpr (MOST >= 2) {
-                if (p == 2) return f.template run<R, 2>();
-            }
-            return f.template run<R, 1>();
-        }
-        return with_rows<Function, R - 1>(r, p, f);
+template <int R, int P, class Function>
+INLINE void with_panels(int p, const Function &f) {
+    if constexpr (P > 1) {
+        if (p < P) return with_panels<R, P - 1>(p, f);
     }
+    f.template run<R, P>();
+}
+
+// Calls f.template run<R, P>() for the tile of run-time sizes 1 <= r <= MAX_ROWS, 1 <= p <= panels_for(r, WIDEST).
+template <int WIDEST = MAX_PANELS, int R = MAX_ROWS, class Function>
+INLINE void with_rows(int r, int p, const Function &f) {
+    if constexpr (R > 1) {
+        if (r < R) return with_rows<WIDEST, R - 1>(r, p, f);
+    }
+    with_panels<R, panels_for(R, WIDEST)>(p, f);
 }
 
 }  // namespace NPUSERVE_ISA

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 
-from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.backends.base import Backend, BackendError, Fault
 
 MODULES = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
 """Name -> module of this package, in the order in which "auto" tries them."""
@@ -24,11 +25,32 @@ def backend_class(name: str) -> type[Backend]:
     return found
 
 
-def select(name: str = "auto") -> Backend:
-    """The backend of that name; "auto": the first of npu, cuda, cpu that is available. Raises BackendError."""
-    candidates = present() if name == "auto" else [name]
-    for candidate in candidates:
+def select(name: str = "auto", emulate: Sequence[str] | None = None) -> Backend:
+    """The backend of that name; "auto": the first of npu, cuda, cpu that is available. Raises BackendError.
+
+    emulate: the device is an emulated one, which accepts so much more than the real one does; see `Backend.emulate`.
+    """
+    for candidate in present() if name == "auto" else [name]:
         cls = backend_class(candidate)
+        if emulate is not None:
+            cls.emulate(emulate)
         if cls.available():
             return cls()
-    raise BackendError(f"device: {' and '.join(candidates)} not available on this machine")
+        if name != "auto":
+            raise BackendError(f"device: {cls.unavailable()}")
+    raise BackendError(f"device: {' and '.join(present())} not available on this machine")
+
+
+def select_prefill(name: str, device: Backend) -> Backend | None:
+    """The backend of that name, to compute prompts for `device`; None for "same": the device does. Raises BackendError,
+    also where that is the device itself."""
+    if name == "same":
+        return None
+    if name == device.name:
+        raise BackendError(f"prefill_device: the whole model runs on {name}; leave prefill_device at same")
+    return select(name)
+
+
+def fault(error: BaseException) -> Fault | None:
+    """What is to be done about an error of a device; None if it is none of any device's."""
+    return next((found for name in present() if (found := backend_class(name).fault(error)) is not None), None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import ClassVar, Protocol
+from enum import Enum
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -21,21 +21,60 @@ class BackendError(ValueError):
     """The device that was asked for cannot be had; the message names those that can."""
 
 
+class Fault(Enum):
+    """What is to be done about an error of the device at run time.
+
+    In each case the requests that the engine has end as unavailable, with the time after which to ask again, and the
+    engine process leaves. It is started again after the first two; after the last, the server ends (service/child.py
+    has the exit codes). No step is launched anew in place: what a part of it has sampled, counted and written is there.
+    """
+
+    RETRYABLE = "retryable"
+    """A resource was short or something took too long: the same work may succeed."""
+    ENGINE = "engine"
+    """What the process has on the device is lost."""
+    NODE = "node"
+    """The device, its driver or its links are at fault: starting again there is no help."""
+
+
+T = TypeVar("T")
+Result = TypeVar("Result", covariant=True)
+
+
 class Event(Protocol):
-    """A mark in the device's queue of work, at what was queued when it was made."""
+    """A mark in the device's queue of work."""
 
     def wait(self) -> None:
-        """Return once the work before the mark is done."""
+        """Return once the work before the mark is done. Raises what the device has to say against it."""
+
+
+class Pending(Protocol[Result]):
+    """Work that was handed to the device's queue."""
+
+    def wait(self) -> Result:
+        """What the work returned, once it has: its kernels are queued then, or done. Raises what it raised."""
 
 
 class Captured(Protocol):
-    """A step that was captured at its largest size."""
+    """A step as one dispatch, for any number of rows from 1 to `largest`."""
 
-    def replay(self, tokens: int) -> torch.Tensor:
-        """What the step returns, of its first `tokens` rows: [tokens, ...], until the next replay."""
+    @property
+    def largest(self) -> int: ...
 
-    def replay_timed(self, tokens: int) -> tuple[torch.Tensor, list[tuple[str, float]]]:
-        """Also (kernel, seconds) of each kernel call."""
+    def size(self, rows: int) -> int:
+        """Rows that a replay for `rows` of them computes: the batch must be padded to so many, at most `largest`."""
+
+    def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
+        """What the step returns, of its first `rows` rows: [rows, ...], until the next replay.
+
+        context_lens: of all size(rows) rows, on the host, for devices whose attention takes lengths from there.
+        """
+
+    def replay_timed(
+        self, rows: int, context_lens: Sequence[int]
+    ) -> tuple[torch.Tensor, list[tuple[str, float]]] | None:
+        """Also (kernel, seconds) of each kernel call. None, and nothing was run, where a replay cannot be taken apart:
+        whoever wants the times then calls the kernels one by one."""
 
 
 class Backend(ABC):
@@ -44,7 +83,9 @@ class Backend(ABC):
     dtypes: of weights and activations that it computes in, by preference. vocabulary_tile: the LM head's rows are
     padded to a multiple of it. block_size: tokens of a KV-cache block if nobody asks for another. block_multiple: what
     that must be a multiple of. kernels: the label of its kernels. deterministic: a row's numbers depend neither on the
-    batch nor on chunking. threads: of the host, for the device's work.
+    batch nor on chunking. threads: of the host, for the device's work. padding_blocks: KV-cache blocks beyond those
+    that are given to requests, the first of them for the rows that pad a captured batch. decode_buckets: rows of the
+    decode steps that are captured; () for the device's own choice. sampling_bytes: what `sample` takes for a logit.
     """
 
     name: ClassVar[str]
@@ -52,6 +93,9 @@ class Backend(ABC):
     vocabulary_tile: ClassVar[int]
     block_size: ClassVar[int]
     block_multiple: int = 1
+    padding_blocks: int = 0
+    decode_buckets: tuple[int, ...] = ()
+    sampling_bytes: int = 0
     kernels: str
     deterministic: bool
     threads: int
@@ -61,6 +105,22 @@ class Backend(ABC):
     @abstractmethod
     def available(cls) -> bool:
         """True if this machine has the device and the software for it."""
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """Why it is not `available`, and what to do about it; one sentence."""
+        return f"{cls.name} not available on this machine"
+
+    @classmethod
+    def emulate(cls, relax: Sequence[str] = ()) -> None:
+        """Put an emulator in the device's place, for the whole process. relax: names of what it may accept beyond what
+        the device does. Raises BackendError where there is no emulator, or none can be had here."""
+        raise BackendError(f"emulate: there is no emulator of {cls.name}")
+
+    @classmethod
+    def fault(cls, error: BaseException) -> Fault | None:
+        """What is to be done about an error at run time; None if it is none of this device's."""
+        return None
 
     @abstractmethod
     def set_threads(self, count: int) -> None:
@@ -93,21 +153,45 @@ class Backend(ABC):
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a layer's keys and its values, as the kernels take them; num_blocks comes first."""
+        """Of a layer's keys and its values, as the kernels take them; num_blocks comes first. A device whose prompts
+        are computed elsewhere has slots as below, their heads padded or not."""
         shape = (num_blocks, block_size, kv_heads, head_dim)
         return shape, shape
+
+    def read_cache(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a layer's keys and values at slots [n] int64: each [n, kv_heads, head_dim]."""
+        return keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+
+    def write_cache(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor,
+        new_values: torch.Tensor,
+    ) -> None:
+        """What `read_cache` then reads: new_keys, new_values [n, kv_heads, head_dim]."""
+        keys.flatten(0, 1)[slots] = new_keys
+        values.flatten(0, 1)[slots] = new_values
+
+    def check_heads(self, head_dim: int) -> None:
+        """Raises BackendError for attention heads of a size that the kernels do not take."""
+        return
 
     @abstractmethod
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized tensor in host memory from which a copy to the device need not be waited for."""
 
     @abstractmethod
-    def stream(self) -> AbstractContextManager[None]:
-        """Inside, work goes to the queue of the engine's steps."""
+    def enqueue(self, work: Callable[[], T]) -> Pending[T]:
+        """Have `work` done after all that was enqueued before: the kernels that it calls go to the device's queue in
+        that order. A device with a queue of its own calls it at once; another hands it to a thread."""
 
     @abstractmethod
-    def event(self) -> Event:
-        """A mark at the end of what `stream`'s queue holds now."""
+    def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
+        """Copy a tensor of the device to a `host_buffer` of its shape and dtype. Call it within enqueued work.
+
+        What is copied is what the work queued so far makes of the tensor; work queued later may write it anew or take
+        its memory, and does not wait longer than it must. Copies arrive in order: the event is that of all of them.
+        """
 
     @abstractmethod
     def span(self) -> Span:
@@ -117,7 +201,11 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """Return once all queued work is done."""
 
-    def capture(self, step: Callable[[], torch.Tensor]) -> Captured | None:
-        """The kernels that `step` calls, as one dispatch; None if the device has no such thing. What `step` reads must
-        stay where it is for as long as the result is used."""
+    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+        """A step as one dispatch; None if the device has no such thing for these batches.
+
+        step: calls the kernels of a batch of so many rows, at most `largest`, which lies in memory that stays where it
+        is for as long as the result is used; the numbers in it are those of a harmless batch until then. decode: each
+        row is one token of a request of its own; otherwise rows are the tokens of any batch.
+        """
         return None

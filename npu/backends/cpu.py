@@ -1,20 +1,22 @@
-"""The CPU: work is done when a call returns, so streams and events are nearly nothing."""
+"""The CPU: one thread works off the queue of steps; what it calls is done when the call returns."""
 
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Generic
 
 import torch
 
-from npuserve.kernels.native import LANES, Arena, library, record
+from npuserve.kernels.native import LANES, Arena, Program, layout, library, record
 from npuserve.kernels.native import available as built
-from npuserve.kernels.native.layout import key_shape, value_shape
 from npuserve.kernels.native.packed import PackedWeight, Weight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
-from npuserve.npu.backends.base import Backend, BackendError, Captured, Event
+from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
 
 _TORCH_THREADS = torch.get_num_threads()
 """What torch would take, before anyone sets it: the environment may say so."""
@@ -29,6 +31,85 @@ class Done:
         return
 
 
+class Task(Generic[T]):
+    """Work for the queue's thread, which calls `run` and then `tell`."""
+
+    __slots__ = ("_error", "_result", "_told", "_work")
+
+    def __init__(self, work: Callable[[], T]):
+        self._work: Callable[[], T] | None = work
+        self._error: BaseException | None = None
+        self._told = threading.Lock()
+        self._told.acquire()
+
+    def run(self) -> None:
+        assert self._work
+        try:
+            self._result = self._work()
+        except BaseException as error:  # whoever waits raises it
+            self._error = error
+        self._work = None
+
+    def tell(self) -> None:
+        self._told.release()
+
+    def wait(self) -> T:
+        with self._told:
+            if self._error:
+                raise self._error
+            return self._result
+
+
+class Queue:
+    """A thread that works off tasks in order, and ends with None.
+
+    It tells of a task only when the next one has come to its kernels, which need no Python, or there is no next one:
+    whoever waits for a step would otherwise take the interpreter from the thread, and the kernels of the next step
+    would wait for as long as it has work of its own.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._untold: Task[Any] | None = None
+
+    def work_off(self) -> None:
+        while True:
+            if self.tasks.empty():
+                self.tell()
+            task = self.tasks.get()
+            if task is None:
+                return
+            task.run()
+            self.tell()
+            self._untold = task
+            del task  # what it held goes when it is told of, not when the next one comes
+
+    def tell(self) -> None:
+        """Of the task before, if nobody has been told. For the thread alone."""
+        if self._untold:
+            self._untold.tell()
+            self._untold = None
+
+
+class Recorded:
+    """A program of the native kernels, which runs any number of its rows."""
+
+    def __init__(self, program: Program, largest: int):
+        self._program = program
+        self.largest = largest
+
+    def size(self, rows: int) -> int:
+        return rows
+
+    def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
+        return self._program.replay(rows)
+
+    def replay_timed(
+        self, rows: int, context_lens: Sequence[int]
+    ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
+        return self._program.replay_timed(rows)
+
+
 class CpuBackend(Backend):
     """native: with the kernels in C++, which read weights and KV cache in their own layouts; without them, the golden
     functions serve. Those are torch's own matrix products, whose sums may depend on the number of rows: only the native
@@ -37,13 +118,15 @@ class CpuBackend(Backend):
     name = "cpu"
     dtypes = ("float32", "bfloat16")
     vocabulary_tile = 64
-    block_size = 16
+    block_size = 128
 
     def __init__(self, native: bool = built()) -> None:
         self.device = torch.device("cpu")
         self.kernels = self.name if native else GOLDEN
         self.deterministic = native
         self._arena = Arena() if native else None
+        self._queue = Queue()
+        self._thread: threading.Thread | None = None
         self.block_multiple = LANES if native else 1
         self.threads = self._threads(0)
 
@@ -53,11 +136,13 @@ class CpuBackend(Backend):
 
     def set_threads(self, count: int) -> None:
         self.threads = self._threads(count)
-        if self._arena is None:
-            torch.set_num_threads(self.threads)
-        else:
+        if self._arena is not None:
             library().set_threads(self.threads)
-            torch.set_num_threads(1)  # what is left to it is small, and its threads would be in the way
+        # What is left to torch beside native kernels is small, and its threads would be in the way.
+        of_torch = self.threads if self._arena is None else 1
+        torch.set_num_threads(of_torch)
+        if self._thread is not None:  # a thread that has begun keeps the number that it began with
+            self.enqueue(lambda: torch.set_num_threads(of_torch)).wait()
 
     def _threads(self, count: int) -> int:
         return count or min(_TORCH_THREADS, usable_cores())
@@ -77,7 +162,22 @@ class CpuBackend(Backend):
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sizes = num_blocks, block_size, kv_heads, head_dim, dtype
-        return super().cache_shapes(*sizes) if self._arena is None else (key_shape(*sizes), value_shape(*sizes))
+        return super().cache_shapes(*sizes) if self._arena is None else (
+            layout.key_shape(*sizes), layout.value_shape(*sizes))
+
+    def read_cache(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._arena is None:
+            return super().read_cache(keys, values, slots, head_dim)
+        return layout.read_slots(keys, values, slots, head_dim)
+
+    def write_cache(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor,
+        new_values: torch.Tensor,
+    ) -> None:
+        write = super().write_cache if self._arena is None else layout.write_slots
+        write(keys, values, slots, new_keys, new_values)
 
     def memory_available(self) -> int:
         return min([_meminfo_available(), *_cgroup_rooms(_CGROUP)])
@@ -96,20 +196,29 @@ class CpuBackend(Backend):
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 
-    def stream(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def enqueue(self, work: Callable[[], T]) -> Pending[T]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._queue.work_off, name="npuserve-cpu", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.tasks.put, None)
+        task = Task(work)
+        self._queue.tasks.put(task)
+        return task
 
-    def event(self) -> Event:
+    def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
+        buffer.copy_(tensor)
         return Done()
 
     def span(self) -> Span:
+        if threading.current_thread() is self._thread:  # kernels are what is measured, so they come now
+            self._queue.tell()
         return HostSpan()
 
     def synchronize(self) -> None:
-        return
+        self.enqueue(lambda: None).wait()
 
-    def capture(self, step: Callable[[], torch.Tensor]) -> Captured | None:
-        return record(step) if self._arena is not None else None
+    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+        return Recorded(record(lambda: step(largest)), largest) if self._arena is not None else None
 
 
 BACKEND = CpuBackend

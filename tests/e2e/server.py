@@ -9,8 +9,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -19,12 +20,12 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 
 class Server:
-    """`npuserve serve` on free ports; killed at the end if it does not stop by itself."""
+    """`npuserve serve` on free ports; killed at the end if it does not stop by itself. program: in place of `npuserve
+    serve`, what Python is to run."""
 
-    def __init__(self, *arguments: str):
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.service.cli", "serve")):
         self.log_file = tempfile.NamedTemporaryFile("w+", prefix="npuserve-test-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-m", "npuserve.service.cli", "serve", *arguments,
-                   "--port", "0", "--metrics-port", "0"]
+        command = [sys.executable, *program, *arguments, "--port", "0", "--metrics-port", "0"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT)
@@ -50,13 +51,13 @@ class Server:
     def log(self) -> str:
         return Path(self.log_file.name).read_text()
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
         with urllib.request.urlopen(self.metrics_url) as page:
-            lines = page.read().decode().splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{.*\}})? ", line)]
-        assert values, f"no metric {name}"
-        return sum(values)
+            samples = re.findall(rf"^{name}(\{{.*\}})? (\S+)$", page.read().decode(), re.MULTILINE)
+        assert samples, f"no metric {name}"
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for has, value in samples if all(label in has for label in wanted))
 
     def stop(self) -> int:
         """SIGTERM, and the exit code."""
@@ -76,8 +77,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, wait: bool = True) -> Iterator[Server]:
-    server = Server(*arguments)
+def serving(*arguments: str, wait: bool = True, **options: Any) -> Iterator[Server]:
+    """options: of `Server`."""
+    server = Server(*arguments, **options)
     try:
         server.wait_until_listening()
         if wait:

@@ -87,6 +87,12 @@ def test_alone(name: str, prompts: list[str]) -> None:
             check(server, folder, prompts, index)
 
 
+def test_with_one_step_in_flight() -> None:
+    with serving("--dtype", "float32", "--no-double-buffering") as server, ThreadPoolExecutor(8) as threads:
+        for future in [threads.submit(check, server, FOLDER, STORIES, index) for index in range(len(STORIES))]:
+            future.result()
+
+
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
     """Random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits: the same tokens."""

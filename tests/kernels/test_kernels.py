@@ -24,10 +24,9 @@ from npuserve.kernels.penalize import penalize
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.registry import KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
+from tests.kernels.comparison import compare
 from tests.kernels.ways import implementation, ways
 
-# (relative, absolute): a few roundings of the dtype for values of about 1.
-TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -49,40 +48,12 @@ def cases() -> Iterator[Any]:
                         yield pytest.param(k, way, case, dtype, id=name)
 
 
-def tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, tuple) else (value,)
-    return [x for x in values if isinstance(x, Tensor)]
-
-
-def widened(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float64
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 @pytest.mark.parametrize(("k", "way", "case", "dtype"), list(cases()))
 def test_implementation_against_golden_in_float64(
     k: Kernel[..., Any], way: str, case: Case, dtype: torch.dtype
 ) -> None:
-    """Results, arguments that are changed in place, and those that are left as they were."""
-    wide = tuple(widened(x) for x in case.make(generator(), dtype))
-    before = [x.clone() if isinstance(x, Tensor) else None for x in wide]
-    expected = tensors(k.golden(*wide))
     with implementation(k, way) as made:
-        args = case.make(generator(), dtype)
-        adapted = made.adapt(args)
-        result = tensors(made.function(*adapted))
-        after = made.restore(adapted)
-    assert len(result) == len(expected)
-    for got, given, want, was in zip(after, args, wide, before, strict=True):
-        if was is not None and (got is given or not torch.equal(want, was)):
-            result.append(got)
-            expected.append(want)
-    rtol, atol = TOLERANCE[dtype]
-    for got, want in zip(result, expected, strict=True):
-        assert got.shape == want.shape
-        assert got.dtype == want.dtype or got.is_floating_point()
-        torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol)
+        compare(k, made, case, dtype)
 
 
 # Goldens against independent references

@@ -22,8 +22,10 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native kerne
 DTYPES = (torch.float32, torch.bfloat16)
 
 # The positions of the arguments that have a row for each token, and a benchmark's case that is large enough for several
-# units and small enough for a test. Attention's rows are not alike: tests/kernels/test_attention.py.
+# units and small enough for a test. Attention's rows are not alike: tests/kernels/test_attention.py. `keep_ids` only
+# copies integers.
 ROWS: dict[str, tuple[tuple[int, ...], str | None]] = {
+    "take_ids": ((0,), "512 of 256"),
     "embedding": ((0,), None),
     "rms_norm": ((0,), "512x1024"),
     "add_rms_norm": ((0, 1), "512x1024"),
@@ -37,7 +39,7 @@ ROWS: dict[str, tuple[tuple[int, ...], str | None]] = {
     "greedy": ((0,), "8x151936+0"),
     "sample": ((0, 2, 3, 4, 5, 6), "8x151936+0 top_k 20 top_p 0.95 min_p 0"),
 }
-OTHERS = {"paged_attention"}
+OTHERS = {"paged_attention", "keep_ids"}
 
 
 @pytest.fixture(params=ISAS)

@@ -54,25 +54,26 @@ def test_weights_and_cache_take_what_is_predicted(tmp_path, kind, dtype, cpu):
 
 def test_the_default_cache_holds_all_requests_at_full_length(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5)
-    assert (plan.block_size, plan.max_model_len, plan.num_blocks) == (16, 64, 5 * 4)
+    assert (plan.block_size, plan.max_model_len, plan.num_blocks) == (cpu.block_size, 64, 5)
     assert plan.fits
+    assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 5 * 4
 
 
 def test_or_a_share_of_what_is_free(cpu, available):
-    plan = predict(CONFIG, cpu, max_num_seqs=5)
+    plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
     beside = plan.activations + plan.logits + plan.weights - 4 * plan.max_model_len * CONFIG.head_dim
     available(beside + 4 * 7 * BLOCK)
-    assert predict(CONFIG, cpu, max_num_seqs=5).num_blocks == 7
+    assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 7
     available(beside + 4 * 3 * BLOCK)
-    short = predict(CONFIG, cpu, max_num_seqs=5)
+    short = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
     assert (short.num_blocks, short.max_model_len) == (3, 48)  # the context follows what the cache holds
-    asked = predict(CONFIG, cpu, max_num_seqs=5, max_model_len=64)
+    asked = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, max_model_len=64)
     assert (asked.num_blocks, asked.max_model_len) == (4, 64)  # unless it was asked for
     assert asked.fits
 
 
 def test_a_given_cache_is_taken_as_it_is(cpu, available):
-    plan = predict(CONFIG, cpu, kv_cache_memory=10 * BLOCK + 1, max_num_seqs=1000)
+    plan = predict(CONFIG, cpu, kv_cache_memory=10 * BLOCK + 1, max_num_seqs=1000, block_size=16)
     assert (plan.num_blocks, plan.kv_cache, plan.max_model_len) == (10, 10 * BLOCK, 64)
 
 
@@ -92,7 +93,7 @@ def test_what_does_not_fit_says_so_with_its_parts(cpu, available):
         ({"max_model_len": 65}, ModelError, "max_model_len: 65 is beyond the model's context of 64 tokens"),
         ({"kv_cache_memory": BLOCK - 1}, ModelError, "kv_cache_memory: .* holds 0 tokens; one block needs"),
         (
-            {"kv_cache_memory": 3 * BLOCK, "max_model_len": 64},
+            {"kv_cache_memory": 3 * BLOCK, "max_model_len": 64, "block_size": 16},
             ModelError,
             "kv_cache_memory: .* holds 48 tokens; max_model_len 64 needs",
         ),
@@ -121,15 +122,16 @@ from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from npuserve.npu import memory, runner as module
 
 plans = []
-module.select = lambda name: CpuBackend(native=sys.argv[2] == "cpu")
+module.select = lambda *_: CpuBackend(native=sys.argv[2] == "cpu")
 module.predict = lambda *args, **settings: plans.append(memory.predict(*args, **settings)) or plans[0]
 runner = load_runner(sys.argv[1], max_num_seqs=32, max_num_batched_tokens=256, threads=1, progress=lambda *_: None,
                      kv_cache_memory=100 << 20)
 sampling = SamplingParams(temperature=0.7, top_p=0.9)
 blocks = list(range(64))
-runner.launch(Step([Row(0, [5] * 256, 512, blocks, True)], [NewRequest(0, [5] * 768, [], sampling)]))
-runner.launch(Step([Row(i, [5], 3, [i], True) for i in range(32)],
-                   [NewRequest(i, [5] * 4, [], sampling) for i in range(1, 32)]))
+for step in (Step([Row(0, [5] * 256, 512, blocks, True)], [NewRequest(0, [5] * 768, [], sampling)]),
+             Step([Row(i, [5], 3, [i], True) for i in range(32)],
+                  [NewRequest(i, [5] * 4, [], sampling) for i in range(1, 32)])):
+    runner.collect(runner.launch(step))
 print(plans[0].peak, next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM")))
 """
 

@@ -199,8 +199,8 @@ def test_every_so_many_steps_each_kernel_is_timed(tmp_path):
     assert [phase for _, phase, _, _ in seen] == phases
     names = [name for name, phase, _, _ in seen if phase == "decode"]
     assert {name: names.count(name) for name in sorted(set(names))} == {
-        "add_rms_norm": 6, "embedding": 1, "linear": 9, "linear_argmax": 1, "linear_swiglu": 3, "paged_attention": 3,
-        "qk_norm_rope_kv_write": 3, "rms_norm": 1,
+        "add_rms_norm": 6, "embedding": 1, "keep_ids": 1, "linear": 9, "linear_argmax": 1, "linear_swiglu": 3,
+        "paged_attention": 3, "qk_norm_rope_kv_write": 3, "rms_norm": 1, "take_ids": 1,
     }
     assert all(seconds > 0 for *_, seconds in seen)
     assert {backend for _, _, backend, _ in seen} <= {"cpu", "golden"}

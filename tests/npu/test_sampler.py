@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -17,11 +18,12 @@ from transformers.generation.logits_process import (
 
 from npuserve.kernels.registry import KERNELS, Implementation, KernelSet
 from npuserve.kernels.uniform import uniform
-from npuserve.npu.sampler import Sampler
-from npuserve.npu.step import NewRequest, SamplingParams
+from npuserve.npu.backends import select
+from npuserve.npu.sampler import Plan, SampledIds, Sampler
+from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
 
 VOCABULARY, PADDED = 97, 112
-CPU = torch.device("cpu")
+CPU = select("cpu")
 
 
 def logits_of(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,9 +33,35 @@ def logits_of(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
     return logits.to(dtype)
 
 
-def sampler(*params: SamplingParams, prompt: list[int] = [1, 2, 3], output: list[int] = []) -> Sampler:  # noqa: B006
+@dataclass
+class Chosen:
+    """What one call chose. ids: [R, W]."""
+
+    plan: Plan
+    sampled: SampledIds
+
+    @property
+    def ids(self) -> Tensor:
+        return self.sampled.ids
+
+    def reports(self) -> dict[int, TokenLogprobs]:
+        made = self.sampled.logprobs.fetch(CPU).reports() if self.sampled.logprobs else []
+        return dict(zip(self.plan.reported, made, strict=True))
+
+
+class Whole(Sampler):
+    """Plans and samples at once."""
+
+    def choose(self, logits: Tensor, rows: list[tuple[int, int]]) -> Chosen:
+        plan = self.plan(rows, torch.from_numpy)
+        if plan.likeliest:  # whoever runs the step has the LM head choose
+            return Chosen(plan, SampledIds(self._k.greedy(logits, self._vocabulary)))
+        return Chosen(plan, self.sample(logits, plan))
+
+
+def sampler(*params: SamplingParams, prompt: list[int] = [1, 2, 3], output: list[int] = []) -> Whole:  # noqa: B006
     """Knows requests 0, 1, ... of these parameters."""
-    made = Sampler(KernelSet("none"), VOCABULARY, CPU)
+    made = Whole(KernelSet("none"), VOCABULARY, CPU)
     for request_id, p in enumerate(params):
         made.add(NewRequest(request_id, prompt, output, p))
     return made
@@ -43,7 +71,7 @@ def choose(logits: Tensor, params: SamplingParams, **request: Any) -> int:
     """The token after prompt and output of one request."""
     made = sampler(params, **request)
     position = len(request.get("prompt", [1, 2, 3])) + len(request.get("output", []))
-    return int(made.sample(logits, [(0, position)]).ids[0, 0])
+    return int(made.choose(logits, [(0, position)]).ids[0, 0])
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -55,7 +83,7 @@ def test_greedy_rows_are_one_call_on_the_logits_as_they_are(dtype: torch.dtype) 
     made = sampler(*[GREEDY] * 4)
     calls = []
     made._k.greedy = lambda x, vocabulary: calls.append(x) or KERNELS["greedy"](x, vocabulary)  # type: ignore[func-returns-value]
-    result = made.sample(logits, [(r, 3) for r in range(4)])
+    result = made.choose(logits, [(r, 3) for r in range(4)])
     assert result.ids[:, 0].tolist() == logits[:, :VOCABULARY].argmax(dim=-1).tolist()
     assert result.ids.dtype == torch.int64
     assert result.reports() == {}
@@ -85,13 +113,13 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     for position in range(3, 8):
         logits = logits_of(len(MIXED), seed=position, dtype=dtype)
         before = logits.clone()
-        result = together.sample(logits, [(r, position) for r in order])
+        result = together.choose(logits, [(r, position) for r in order])
         assert torch.equal(logits, before)
         assert (result.ids[:, 0] < VOCABULARY).all()
         reports = result.reports()
         assert sorted(order[row] for row in reports) == [5, 7, 8]
         for row, request in enumerate(order):
-            one = alone[request].sample(logits[row : row + 1], [(request, position)])
+            one = alone[request].choose(logits[row : row + 1], [(request, position)])
             assert one.ids[0, 0] == result.ids[row, 0], (request, position)
             assert one.reports().get(0) == reports.get(row)
 
@@ -100,8 +128,8 @@ def test_a_sampled_token_is_a_function_of_seed_and_position() -> None:
     params = [SamplingParams(seed=s, temperature=2.0) for s in (11, 12)]
     logits = logits_of(1).expand(2, -1)
     made = sampler(*params)
-    first = [made.sample(logits, [(0, p), (1, p)]).ids.tolist() for p in range(3, 40)]
-    again = [made.sample(logits, [(0, p), (1, p)]).ids.tolist() for p in range(3, 40)]
+    first = [made.choose(logits, [(0, p), (1, p)]).ids.tolist() for p in range(3, 40)]
+    again = [made.choose(logits, [(0, p), (1, p)]).ids.tolist() for p in range(3, 40)]
     assert first == again
     assert len({ids[0][0] for ids in first}) > 3
     assert [ids[0] for ids in first] != [ids[1] for ids in first]
@@ -124,12 +152,12 @@ def test_ids_are_read_from_the_first_column(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("greedy", "sample"):
         monkeypatch.setitem(KERNELS[name].implementations, "wide", Implementation(padded(name)))
     for params in (MIXED, [MIXED[0], MIXED[4], MIXED[7]], [MIXED[1], MIXED[5]]):
-        narrow, wide = sampler(*params), Sampler(KernelSet("wide"), VOCABULARY, CPU)
+        narrow, wide = sampler(*params), Whole(KernelSet("wide"), VOCABULARY, CPU)
         for request_id, p in enumerate(params):
             wide.add(NewRequest(request_id, [1, 2, 3], [], p))
         for position in range(3, 7):
             logits, rows = logits_of(len(params), seed=position), [(r, position) for r in range(len(params))]
-            a, b = narrow.sample(logits, rows), wide.sample(logits, rows)
+            a, b = narrow.choose(logits, rows), wide.choose(logits, rows)
             assert torch.equal(a.ids[:, 0], b.ids[:, 0])
             assert a.reports() == b.reports()
 
@@ -145,7 +173,7 @@ def test_penalties_against_transformers_and_the_formula_as_tokens_come() -> None
         scores = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prompt + output]), scores)
         for token, times in Counter(output).items():
             scores[0, token] -= 0.3 + 0.2 * times
-        chosen = int(made.sample(logits, [(0, position)]).ids[0, 0])
+        chosen = int(made.choose(logits, [(0, position)]).ids[0, 0])
         assert chosen == int(scores.argmax())
         output.append(chosen)
     assert len(set(output)) > 3
@@ -159,8 +187,8 @@ def test_a_request_goes_on_from_the_output_of_a_dead_engine() -> None:
         if position == 8:
             resumed = sampler(params, output=list(output))
         if position >= 8:
-            expected = int(resumed.sample(row, [(0, position)]).ids[0, 0])
-        output.append(int(whole.sample(row, [(0, position)]).ids[0, 0]))
+            expected = int(resumed.choose(row, [(0, position)]).ids[0, 0])
+        output.append(int(whole.choose(row, [(0, position)]).ids[0, 0]))
         if position >= 8:
             assert output[-1] == expected
 
@@ -181,7 +209,7 @@ def test_only_allowed_tokens_are_chosen() -> None:
     greedy = SamplingParams(temperature=0.0, allowed_token_ids=allowed)
     assert choose(logits, greedy) == max(allowed, key=lambda i: float(logits[0, i]))
     made = sampler(SamplingParams(seed=1, temperature=50.0, allowed_token_ids=allowed))
-    assert {int(made.sample(logits, [(0, p)]).ids[0, 0]) for p in range(3, 60)} == set(allowed)
+    assert {int(made.choose(logits, [(0, p)]).ids[0, 0]) for p in range(3, 60)} == set(allowed)
     biased = SamplingParams(temperature=0.0, allowed_token_ids=allowed, logit_bias={50: 90.0, 51: 100.0})
     assert choose(logits, biased) == 50
 
@@ -194,7 +222,7 @@ def test_no_ending_before_min_tokens_against_transformers() -> None:
     made = sampler(SamplingParams(temperature=0.0, min_tokens=4, ending_ids=ending))
     for position in range(3, 10):
         expected = theirs(torch.zeros(1, position, dtype=torch.int64), logits[:, :VOCABULARY].clone())
-        assert made.sample(logits, [(0, position)]).ids.item() == int(expected.argmax())
+        assert made.choose(logits, [(0, position)]).ids.item() == int(expected.argmax())
         assert (int(expected.argmax()) == 7) == (position >= 7)
 
 
@@ -219,7 +247,7 @@ def test_reports_are_of_the_logits_as_they_came() -> None:
     edits = {"repetition_penalty": 5.0, "logit_bias": {9: 100.0, 4: -100.0}, "min_tokens": 5, "ending_ids": (1,)}
     params = SamplingParams(temperature=0.0, logprobs=2, **edits)  # type: ignore[arg-type]
     logits = logits_of(2)
-    result = sampler(params, GREEDY).sample(logits, [(1, 3), (0, 3)])
+    result = sampler(params, GREEDY).choose(logits, [(1, 3), (0, 3)])
     logarithms = logits[1, :VOCABULARY].double().log_softmax(dim=-1)
     order = logarithms.sort(descending=True)
     (row, report), = result.reports().items()
@@ -233,7 +261,7 @@ def test_reports_are_of_the_logits_as_they_came() -> None:
 
 def test_each_report_is_as_long_as_asked() -> None:
     params = [SamplingParams(logprobs=n) for n in (0, 5, 20)] + [SamplingParams(logprobs=1000)]
-    reports = sampler(*params).sample(logits_of(4), [(r, 3) for r in range(4)]).reports()
+    reports = sampler(*params).choose(logits_of(4), [(r, 3) for r in range(4)]).reports()
     assert [len(reports[r].top_ids) for r in range(4)] == [0, 5, 20, VOCABULARY]
     assert all(len(r.top_ids) == len(r.top_logprobs) for r in reports.values())
 
@@ -260,14 +288,15 @@ def test_state_is_kept_from_add_to_remove() -> None:
     with pytest.raises(KeyError):
         made.remove(0)
     with pytest.raises(KeyError):
-        made.sample(logits_of(1), [(0, 3)])
+        made.choose(logits_of(1), [(0, 3)])
     made.add(NewRequest(0, [1], [], GREEDY))
-    made.sample(logits_of(1), [(0, 1)])
+    made.choose(logits_of(1), [(0, 1)])
 
 
 def test_counts_are_only_for_requests_with_penalties() -> None:
     made = sampler(*MIXED)
-    penalized = [request for request, state in made._states.items() if state.counts is not None]
+    made.choose(logits_of(len(MIXED)), [(request, 3) for request in range(len(MIXED))])
+    penalized = [request for request, state in made._states.items() if state.on_device and state.on_device.counts]
     assert penalized == [request for request, p in zip(count(), MIXED) if p.penalized] == [4, 5, 9]
 
 
@@ -275,6 +304,6 @@ def test_counts_are_only_for_requests_with_penalties() -> None:
 def test_a_penalized_request_takes_its_positions_in_order(position: int) -> None:
     made = sampler(SamplingParams(presence_penalty=1.0))
     with pytest.raises(ValueError, match=f"request 0: position {position} instead of 3"):
-        made.sample(logits_of(1), [(0, position)])
-    made.sample(logits_of(1), [(0, 3)])
-    made.sample(logits_of(1), [(0, 4)])
+        made.choose(logits_of(1), [(0, position)])
+    made.choose(logits_of(1), [(0, 3)])
+    made.choose(logits_of(1), [(0, 4)])

@@ -110,7 +110,7 @@ def test_dump(tmp_path: Path) -> None:
     file = load_file(tmp_path / "prompt" / "0003-qk_norm_rope_kv_write.safetensors")
     names = {"result.0", "argument.7", "argument.8"}
     assert set(file) == {f"{of}{name}" for of in ("", "golden.", "pass.") for name in names}
-    assert file["argument.7"].shape == (3, 16, 2, 64)
+    assert file["argument.7"].shape == (1, 128, 2, 64)
     written = file["argument.7"].flatten(0, 1)
     assert written[:33].any(dim=-1).all()
     assert not written[33:].any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from npuserve.npu.step import Step, StepResult, TokenLogprobs
+from npuserve.npu.step import PENDING, Step, StepResult, TokenLogprobs
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.messages import FinishReason, Request
 from npuserve.service.scheduler import Scheduler
@@ -64,6 +64,7 @@ class House:
         running = [s for s in self.live.values() if not s.waits]
         decoding = [s for s in running if s.num_uncomputed_tokens == 1]
         preemptions = self.scheduler.preemptions
+        planned = {s.id: s.num_tokens for s in self.live.values()}
         step = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
         rows = [self.live[row.request_id] for row in step.rows]
@@ -73,8 +74,10 @@ class House:
         assert step.rows or not (step.new or step.ended)
         for row, sequence in zip(step.rows, rows, strict=True):
             end = row.start + len(row.token_ids)
-            assert row.token_ids == sequence.token_ids[row.start : end]
-            assert row.samples == (end == sequence.num_tokens)
+            assert row.token_ids == (sequence.token_ids[row.start : end] or [PENDING])
+            assert row.samples == (end == planned[sequence.id])
+            assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
+            assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
             self.started.setdefault(sequence.id, self.now)
         for victim in running:
             if victim.waits:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from npuserve.npu.step import NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
+from npuserve.npu.step import PENDING, NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
 from npuserve.service.messages import FinishReason, Request
 
 VOCABULARY = 7
@@ -38,8 +38,9 @@ def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class FakeDevice:
-    """Runs steps against a KV cache whose slot holds (salt, all tokens up to and with its own): what the numbers of a
-    real one are a function of. Raises AssertionError on anything that a real device would silently get wrong."""
+    """Runs steps, in the order of `run`, against a KV cache whose slot holds (salt, all tokens up to and with its own):
+    what the numbers of a real one are a function of. Raises AssertionError on anything that a real device would
+    silently get wrong."""
 
     def __init__(self, num_blocks: int, block_size: int, salts: dict[int, str]) -> None:
         self.block_size = block_size
@@ -48,6 +49,7 @@ class FakeDevice:
         self.num_slots = num_blocks * block_size
         self.known: dict[int, NewRequest] = {}
         self.met: set[int] = set()
+        self.sampled: dict[int, int] = {}  # by the step before
 
     def run(self, step: Step, device_seconds: float = 0.0) -> StepResult:
         for request_id in step.ended:
@@ -68,7 +70,13 @@ class FakeDevice:
             assert written.isdisjoint(slots[row.start :]), "two rows write one slot"
             written.update(slots[row.start :])
             before = [self.slots[slot][1][-1] for slot in slots[: row.start]]
-            context = (*before, *row.token_ids)
+            token_ids = row.token_ids
+            if PENDING in token_ids:
+                assert token_ids == [PENDING], "a token that is known beside one that is not"
+                assert row.samples
+                assert row.request_id in self.sampled, "a token that the step before has not sampled"
+                token_ids = [self.sampled[row.request_id]]
+            context = (*before, *token_ids)
             for position in range(row.start, end):
                 self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
             contexts[row.request_id] = context
@@ -82,6 +90,7 @@ class FakeDevice:
             num_prompt = len(new.prompt_ids)
             assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "not its own prompt"
             if row.samples:
+                assert len(context) >= num_prompt + len(new.output_ids), "samples before its last known token"
                 result.token_ids[row.request_id] = next_token(context, num_prompt, new.sampling)
                 if new.sampling.logprobs is not None:
                     token = result.token_ids[row.request_id]
@@ -89,4 +98,6 @@ class FakeDevice:
             if new.sampling.prompt_logprobs is not None:
                 predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
                 result.prompt_logprobs[row.request_id] = [report(new.prompt_ids[p], p) for p in predicted]
+        if step.rows:
+            self.sampled = result.token_ids
         return result

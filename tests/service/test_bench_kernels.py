@@ -79,15 +79,14 @@ def test_errors_of_results_and_of_what_is_changed_in_place(doubled: Kernel[..., 
 def test_share_is_of_the_ceiling_that_binds(capsys: Capture) -> None:
     """A real kernel, on its smallest case: few rows are bound by the weight, which is read from copy after copy."""
     case = Case("2x64x64", linear.cases[2].make, True)
-    everything = measure.Bench(linear, case, torch.bfloat16, Ceilings(), {
+    bench, ceilings = measure.Bench(linear, case, torch.bfloat16), Ceilings()
+    found = bench.measure(GOLDEN, ceilings, {
         "read_gbs": 1e-3, "bf16_gflops": 1e6, "int8_gops": 1e6, "fp32_gflops": 1e6})
-    found = everything.measure(GOLDEN)
     assert found.bound == "memory"
     assert found.error < 0.05
     assert found.share > 0
-    nothing = measure.Bench(linear, case, torch.bfloat16, Ceilings(), {
-        "read_gbs": 1e6, "bf16_gflops": 1e-3, "int8_gops": 1e6, "fp32_gflops": 1e6})
-    assert nothing.measure(GOLDEN).bound == "matrix"
+    nothing = {"read_gbs": 1e6, "bf16_gflops": 1e-3, "int8_gops": 1e6, "fp32_gflops": 1e6}
+    assert bench.measure(GOLDEN, ceilings, nothing).bound == "matrix"
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")

@@ -88,7 +88,7 @@ class Peer:
 class Running:
     def __init__(self, tmp_path: Path, delay: float, budget: int, blocks: int):
         self.address = f"{tmp_path}/engine"
-        self.runner = FakeRunner(delay=delay)
+        self.runner = FakeRunner(delay=delay, block_size=4)
         self.blocks = BlockManager(blocks, 4, True)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=4, max_num_batched_tokens=budget, max_queue=3, aging_seconds=10)

@@ -203,3 +203,24 @@ async def test_a_client_may_ping_often_during_a_long_call(tmp_path: Path) -> Non
             assert not call.done()
             server.engine.hold.set()
             assert (await call).text == "bc"
+
+
+async def test_an_old_connection_gives_way_and_its_calls_go_on(tmp_path: Path) -> None:
+    """So that clients find new servers: the next call connects anew, while the stream stays where it is."""
+    async with running(make_folder(tmp_path / "m"), max_connection_age_seconds=0.2) as server:
+        server.engine.delay = 0.02
+        stream = server.inference.StreamGenerate(ask("a", 60))
+        text = (await stream.read()).text
+        await until(lambda: server.channel.get_state() == grpc.ChannelConnectivity.IDLE)
+        assert not stream.done()
+        assert (await server.inference.Generate(ask("a", 1))).text == "b"
+        while part := await stream.read():
+            text += part.text
+        assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
+
+
+async def test_a_connection_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m")) as server:
+        assert (await server.inference.Generate(ask("a", 1))).text == "b"
+        await asyncio.sleep(0.5)
+        assert server.channel.get_state() == grpc.ChannelConnectivity.READY

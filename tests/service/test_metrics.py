@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from npuserve.service import metrics
-from npuserve.service.block_manager import BlockManager
+from npuserve.npu.step import Row, Step, StepResult
+from npuserve.service import engine_metrics, metrics
+from npuserve.service.block_manager import BlockCounts, BlockManager
 from npuserve.service.engine_metrics import EngineMetrics
 from npuserve.service.errors import DuplicateRequest, InvalidField, QueueFull, ServeError
+from npuserve.service.messages import FinishReason
 from npuserve.service.metrics_page import AGE, HEARTBEAT
 from npuserve.service.scheduler import Scheduler
 
@@ -41,8 +44,68 @@ def test_the_document_has_every_metric_with_its_type_and_labels() -> None:
 
 
 def test_names_end_in_their_unit() -> None:
-    units = ("_total", "_seconds", "_tokens", "_ratio", "_info", "_running", "_waiting", "_blocks")
-    assert not [name for name in defined() if not name.endswith(units)]
+    units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens",
+             "_ratio": "0 to 1", "_blocks": "blocks", "_running": "requests", "_waiting": "requests", "_info": "1"}
+    for name, (unit, meaning) in meanings().items():
+        assert name.endswith(("_total", *units)), name
+        assert unit, name
+        assert all(unit == known for end, known in units.items() if name.endswith(end)), name
+        assert len(meaning) > 3, name
+
+
+def test_the_document_names_the_values_of_labels() -> None:
+    phases, modes = engine_metrics.PHASES, engine_metrics.MODES
+    values = {
+        "npuserve_request_finish_total": [reason for reason, in metrics.KNOWN[metrics.request_finish_total]],
+        "npuserve_queue_rejections_total": [why for why, in metrics.KNOWN[metrics.queue_rejections_total]],
+        "npuserve_step_seconds": [*phases, *modes], "npuserve_decode_tokens_total": modes,
+        "npuserve_kv_cache_blocks": BlockCounts._fields, "npuserve_target_seconds": ["ttft", "itl"],
+    }
+    for name, known in values.items():
+        assert not [value for value in known if value not in meanings()[name][1]], name
+    assert set(get_args(FinishReason)) == set(values["npuserve_request_finish_total"])
+
+
+def test_a_tally_is_the_histogram_s_own_counting() -> None:
+    """Prometheus' client counts the same samples in a histogram of its own."""
+    registry = CollectorRegistry()
+    bounds = (0.001, 0.01, 0.1)
+    ours, theirs = (Histogram(name, "", buckets=bounds, registry=registry) for name in ("ours", "theirs"))
+    tally = metrics.Tally(ours)
+    samples = [0.0, 0.001, 0.0010001, 0.05, 0.1, 0.11, 7.0]
+    for sample in samples:
+        tally.observe(sample)
+        theirs.observe(sample)
+    assert registry.get_sample_value("ours_count") == 0
+    tally.flush()
+    tally.flush()
+    for end, labels in (("_count", {}), ("_sum", {}), *(("_bucket", {"le": str(b)}) for b in (*bounds, "+Inf"))):
+        assert registry.get_sample_value(f"ours{end}", labels) == registry.get_sample_value(f"theirs{end}", labels)
+    tally.observe(0.002)
+    tally.flush()
+    assert registry.get_sample_value("ours_count") == len(samples) + 1
+
+
+def test_a_tally_is_one_for_its_labels() -> None:
+    first = metrics.tally(metrics.step_tokens, "decode")
+    assert metrics.tally(metrics.step_tokens, "decode") is first
+    assert metrics.tally(metrics.step_tokens, "mixed") is not first
+
+
+def test_the_device_s_time_of_timed_steps_is_counted() -> None:
+    scheduler = Scheduler(BlockManager(4, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=1, aging_seconds=10)
+    made, counter = EngineMetrics(scheduler), engine_metrics.TIMED_SECONDS["decode"]
+    before = counter._value.get()
+    for timed in (True, False):
+        made.stepped(Step([ROWS["decode"]]), StepResult({}, {}, {}, 0.25, timed=timed), 1, 1.0, 2.0)
+    made.heartbeat()
+    assert counter._value.get() - before == 0.25
+
+
+def meanings() -> dict[str, tuple[str, str]]:
+    """Name -> (unit, meaning), of the document."""
+    rows = re.findall(r"^\| `(npuserve_\w+)` \|[^|]*\|[^|]*\| (.*?) \| (.*?) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    return {name: (unit, meaning) for name, unit, meaning in rows}
 
 
 def test_buckets_rise() -> None:
@@ -67,3 +130,68 @@ def test_refusals_are_told_apart(error: ServeError, why: str) -> None:
     EngineMetrics(scheduler).rejected(error)
     assert counter._value.get() == before + 1
     assert why in DOCUMENT.read_text()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+ROWS = {"decode": Row(1, [5], 3, [0], True), "prefill": Row(2, [5, 6], 0, [1], True)}
+
+
+def stepped(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, float, float], busy: bool = True
+            ) -> tuple[list[float], list[float]]:
+    """(launched, device seconds, collected) of each -> (host gaps, seconds of the steps)."""
+    clock, gaps, lengths = Clock(), [], []
+    monkeypatch.setattr(engine_metrics, "time", clock)
+    monkeypatch.setattr(engine_metrics.HOST_GAP, "observe", gaps.append)
+    monkeypatch.setattr(engine_metrics.STEP_SECONDS["decode", "eager"], "observe", lengths.append)
+    monkeypatch.setattr(Scheduler, "has_work", property(lambda self: busy))
+    scheduler = Scheduler(
+        BlockManager(4, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=1, aging_seconds=10)
+    made = EngineMetrics(scheduler)
+    step = Step([ROWS["decode"]])
+    for launched, device, collected in steps:
+        clock.now = launched
+        at = made.launched(step)
+        made.stepped(step, StepResult({1: 7}, {}, {}, device), 1, at, collected)
+    return gaps, lengths
+
+
+def test_a_host_gap_is_from_the_end_of_a_step_to_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps, lengths = stepped(monkeypatch, (101.0, 0.25, 101.5), (102.0, 0.25, 102.25))
+    assert gaps == [0.75]
+    assert lengths == [0.5, 0.25]
+
+
+def test_there_is_none_where_a_step_was_launched_before_the_one_before_it_ended(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gaps, lengths = stepped(monkeypatch, (101.0, 0.5, 101.5), (101.25, 0.5, 102.0), (101.75, 0.5, 102.75))
+    assert gaps == [0.0, 0.0]
+    assert lengths == [0.5, 0.5, 0.75]
+
+
+def test_there_is_none_where_there_was_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stepped(monkeypatch, (101.0, 0.5, 101.5), (105.0, 0.5, 105.5), busy=False) == ([], [0.5, 0.5])
+
+
+def test_decode_tokens_by_how_they_were_computed() -> None:
+    scheduler = Scheduler(
+        BlockManager(4, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=1, aging_seconds=10)
+    made, counters = EngineMetrics(scheduler), engine_metrics.DECODE_TOKENS
+    before = {mode: counter._value.get() for mode, counter in counters.items()}
+    mixed = Step([ROWS["decode"], ROWS["decode"], ROWS["prefill"]])
+    made.stepped(mixed, StepResult({}, {}, {}, 0.1, True, 2), 3, 1.0, 2.0)
+    made.stepped(mixed, StepResult({}, {}, {}, 0.1), 3, 2.0, 3.0)
+    made.stepped(Step([ROWS["prefill"]]), StepResult({}, {}, {}, 0.1, True), 1, 3.0, 4.0)
+    made.heartbeat()
+    assert {mode: counter._value.get() - before[mode] for mode, counter in counters.items()} == {
+        "captured": 2, "eager": 2}

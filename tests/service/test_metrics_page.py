@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from npuserve.service.metrics_page import AGE, HEARTBEAT
-from tests.service.test_metrics import documented
+from tests.service.test_metrics import DOCUMENT, documented
 
 # A server's process: two children write, one dies. Prints its pages before and after.
 SERVER = """
 import json, os, subprocess, sys, time, urllib.request
 from pathlib import Path
+from npuserve.service.config import ServerConfig
 from npuserve.service.metrics_page import MetricsPage
 
 CHILD = '''
@@ -31,6 +33,10 @@ metrics.requests_total.labels("Generate", "OK").inc(me)
 metrics.prompt_tokens_total.inc(10 * me)
 metrics.requests_running.set(me)
 metrics.kv_cache_blocks.labels("free").set(100 * me)
+metrics.request_finish_total.labels("eos").inc(me)
+metrics.request_finish_total.labels("stop_string").inc(1)
+metrics.step_tokens.labels("decode").observe(me)
+metrics.step_tokens.labels("prefill").observe(100)
 metrics.queue_time_seconds.observe(0.3)
 if me == 2:
     metrics.engine_heartbeat_timestamp.set(time.time() - 1000)
@@ -38,7 +44,7 @@ if me == 2:
 print("written", flush=True)
 sys.stdin.read()
 '''
-page = MetricsPage(Path(sys.argv[1]), "127.0.0.1", 0)
+page = MetricsPage(Path(sys.argv[1]), ServerConfig(metrics_port=0, metrics_vllm_aliases=len(sys.argv) > 2))
 scrape = lambda: urllib.request.urlopen(page.url).read().decode()
 environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": sys.argv[1]}
 pages = [scrape()]
@@ -46,7 +52,7 @@ children = [subprocess.Popen([sys.executable, "-c", CHILD, str(me)], stdin=-1, s
             for me in (1, 2)]
 for child in children:
     child.stdout.readline()
-page.built("cpu")
+page.built("cpu", "teller")
 pages.append(scrape())
 children[1].kill()
 children[1].wait()
@@ -69,10 +75,13 @@ def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The page before anybody wrote, of two children, and with the second one dead."""
-    folder = tmp_path_factory.mktemp("metrics")
+    return served(tmp_path_factory.mktemp("metrics"))
+
+
+def served(folder: Path, *options: str) -> list[str]:
     # A variable left over from elsewhere must not matter.
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": "/nowhere"}
-    command = [sys.executable, "-c", SERVER, str(folder)]
+    command = [sys.executable, "-c", SERVER, str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     found: list[str] = json.loads(done.stdout)
     return found
@@ -106,7 +115,7 @@ def test_processes_add_up(pages: list[str]) -> None:
     assert second["npuserve_queue_time_seconds_bucket", (("le", "0.5"),)] == 2
     assert 0 <= second[AGE, ()] < 60
     (build,) = [(labels, value) for (name, labels), value in second.items() if name == "npuserve_build_info"]
-    assert (dict(build[0])["backend"], build[1]) == ("cpu", 1)
+    assert (dict(build[0])["backend"], dict(build[0])["model"], build[1]) == ("cpu", "teller", 1)
 
 
 def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> None:
@@ -118,6 +127,38 @@ def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> 
     assert third["npuserve_engine_restarts_total", ()] == 1
     # Seen before it died: the age goes on from there.
     assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
+
+
+def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> None:
+    first = samples(pages[0])
+    assert first["npuserve_queue_rejections_total", (("why", "queue_full"),)] == 0
+    assert first["npuserve_requests_total", (("code", "INTERNAL"), ("rpc", "StreamGenerate"))] == 0
+    assert first["npuserve_target_seconds", (("latency", "ttft"),)] == 2
+    assert first["npuserve_target_seconds", (("latency", "itl"),)] == 0.2
+
+
+def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) -> None:
+    before, *_, last = served(tmp_path, "aliases")
+    assert "vllm:" not in before, "vLLM has no page before its model is loaded"
+    assert not any("vllm:" in page for page in pages)
+    found = samples(last)
+    named = (("engine", "0"), ("model_name", "teller"))
+    assert found["vllm:num_requests_running", named] == found["npuserve_requests_running", ()] == 1
+    assert found["vllm:prompt_tokens_total", named] == 30
+    assert found["vllm:request_queue_time_seconds_count", named] == 2
+    assert found["vllm:request_queue_time_seconds_bucket", (named[0], ("le", "0.5"), named[1])] == 2
+    # Sums over what vLLM does not tell apart.
+    reasons = {dict(labels)["finished_reason"]: value for (name, labels), value in found.items()
+               if name == "vllm:request_success_total"}
+    assert reasons == {"stop": 5, "length": 0, "abort": 0}
+    assert found["vllm:iteration_tokens_total_count", named] == 4
+    assert found["vllm:iteration_tokens_total_sum", named] == 203
+    kinds = {line.split()[2]: line.split()[3] for line in last.splitlines() if line.startswith("# TYPE vllm:")}
+    assert kinds["vllm:num_requests_waiting"] == kinds["vllm:kv_cache_usage_perc"] == "gauge"
+    assert kinds["vllm:generation_tokens_total"] == "counter"
+    assert kinds["vllm:e2e_request_latency_seconds"] == "histogram"
+    described = set(re.findall(r"`(vllm:[a-z0-9_]+)`", DOCUMENT.read_text(encoding="utf-8")))
+    assert {name for name in kinds if not name.startswith("vllm:gpu_prefix")} == described
 
 
 def test_only_the_age_of_the_heartbeat_is_shown(pages: list[str]) -> None:
@@ -135,8 +176,10 @@ def test_promtool_finds_nothing(pages: list[str]) -> None:
 
 def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
     script = (
-        "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.metrics_page import MetricsPage\n"
-        "page = MetricsPage(Path(sys.argv[1]), '::1', 0); urllib.request.urlopen(page.url).read(); page.close()\n"
+        "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.config import ServerConfig\n"
+        "from npuserve.service.metrics_page import MetricsPage\n"
+        "page = MetricsPage(Path(sys.argv[1]), ServerConfig(host='::1', metrics_port=0))\n"
+        "urllib.request.urlopen(page.url).read(); page.close()\n"
         "print(page.url)")
     url = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
     assert url.stdout.startswith("http://[::1]:")
@@ -146,11 +189,12 @@ def test_a_taken_port_is_said(tmp_path: Path, free_port: Callable[[], int]) -> N
     script = """
 import sys
 from pathlib import Path
-from npuserve.service.config import ConfigError
+from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.metrics_page import MetricsPage
-first = MetricsPage(Path(sys.argv[1]), "127.0.0.1", int(sys.argv[2]))
+config = ServerConfig(metrics_port=int(sys.argv[2]))
+first = MetricsPage(Path(sys.argv[1]), config)
 try:
-    MetricsPage(Path(sys.argv[1]), "127.0.0.1", int(sys.argv[2]))
+    MetricsPage(Path(sys.argv[1]), config)
 except ConfigError as error:
     print(error)
 first.close()

@@ -107,3 +107,19 @@ def test_who_uses_the_prefix_cache() -> None:
     assert make().uses_prefix_cache
     assert not make(bypass_prefix_cache=True).uses_prefix_cache
     assert not make(sampling=SamplingParams(prompt_logprobs=0)).uses_prefix_cache
+
+
+def test_tokens_of_steps_in_flight_are_planned_and_at_most_one_beyond_the_host_is_computed() -> None:
+    sequence = make(max_tokens=3)
+    sequence.admit(0, 11.0)
+    sequence.num_computed_tokens = 3
+    sequence.num_pending_tokens = 1
+    assert (sequence.num_tokens, sequence.num_generated_tokens, sequence.num_uncomputed_tokens) == (4, 0, 1)
+    assert sequence.may_go_on
+    sequence.num_pending_tokens = 2
+    assert not sequence.may_go_on
+    sequence.token_ids.append(7)
+    sequence.num_pending_tokens = 1
+    assert sequence.may_go_on
+    sequence.token_ids.append(8)
+    assert not sequence.may_go_on  # the third is being sampled

@@ -93,6 +93,12 @@ def test_not_sizes(text: str) -> None:
         settings.parse_size(text)
 
 
+def test_lists() -> None:
+    config = load("--emulate --emulate-relax fp32,small_heads --decode-buckets 8,1,4,4", {})
+    assert (config.relaxations, config.buckets) == (("fp32", "small_heads"), (1, 4, 8))
+    assert (load("", {}).relaxations, load("", {}).buckets) == ((), ())
+
+
 @pytest.mark.parametrize(("flags", "environ", "message"), [
     ("--max-num-seqs many", {}, "max_num_seqs: 'many' is not a whole number (from --max-num-seqs)"),
     ("--max-num-seqs 1.5", {}, "max_num_seqs: '1.5' is not a whole number (from --max-num-seqs)"),
@@ -106,6 +112,9 @@ def test_not_sizes(text: str) -> None:
     ("", {"NPUSERVE_LOG_PROMPTS": "maybe"}, "log_prompts: 'maybe' is not true or false (from NPUSERVE_LOG_PROMPTS)"),
     ("", {"NPUSERVE_MAX_NUM_SEQ": "1"}, "NPUSERVE_MAX_NUM_SEQ: no such setting; did you mean NPUSERVE_MAX_NUM_SEQS?"),
     ("", {"NPUSERVE_port": "1"}, "NPUSERVE_port: no such setting"),
+    ("--emulate-relax fp32", {}, "emulate_relax: nothing is emulated; --emulate does (from --emulate-relax)"),
+    ("--decode-buckets 1,x", {}, "decode_buckets: '1,x' must be numbers in [1, 65536], as in 1,2,4,8"),
+    ("--decode-buckets 0", {}, "decode_buckets: '0' must be numbers in [1, 65536]"),
     ("--kv-cache-dtype int8", {}, "kv_cache_dtype: 'int8' is reserved"),
     ("--config /no/such/file.toml", {}, "/no/such/file.toml: cannot be read: No such file or directory"),
 ])

@@ -140,7 +140,7 @@ def test_an_engine_that_dies_is_started_again(supervise: Callable[..., Run]) -> 
     assert [line["pause"] for line in run.said("engine died")] == [0.01, 0.02]
     page = urllib.request.urlopen(run.said("listening on")[0]["metrics"]).read().decode()
     assert "npuserve_engine_restarts_total 2.0" in page
-    assert re.search(r'npuserve_build_info\{backend="cpu",torch="[\d.]+.*",version="[\d.]+"\} 1.0', page)
+    assert re.search(r'npuserve_build_info\{backend="cpu",model="\w+",torch="[\d.]+.*",version="[\d.]+"\} 1.0', page)
 
 
 def test_a_front_end_that_dies_gets_its_port_back(supervise: Callable[..., Run]) -> None:
@@ -163,10 +163,14 @@ def test_gives_up_after_quick_deaths_in_a_row(supervise: Callable[..., Run]) -> 
     assert not run.alive()
 
 
-@pytest.mark.parametrize("children", [{"engine": "exit:2"}, {"front": "exit:2"}])
-def test_a_wrong_configuration_stops_everything(supervise: Callable[..., Run], children: dict[str, str]) -> None:
+@pytest.mark.parametrize(("children", "code"), [({"engine": "exit:2"}, 2), ({"front": "exit:2"}, 2),
+                                                ({"engine": "exit:4"}, 4)])
+def test_what_no_restart_mends_stops_everything(
+    supervise: Callable[..., Run], children: dict[str, str], code: int
+) -> None:
+    """A wrong configuration, a device at fault."""
     run = supervise(**children)
-    assert run.process.wait(20) == 2
+    assert run.process.wait(20) == code
     assert all(len(run.journal(name, "started")) <= 1 for name in ("front", "engine"))
     assert not run.alive()
 

@@ -1,0 +1,268 @@
+"""The Grafana dashboards of the chart, panel by panel; writes npuserve/dashboards/*.json.
+
+    python helm/dashboards.py [--check]
+
+Each panel is a line or two: its title, its queries by legend, its unit and what it tells. `--check` writes nothing and
+fails if the files are not what this makes. SELECT stands in every query, so that the variables at the top of a
+dashboard choose the servers; the instances offered are those of the chosen models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from grafana import GREEN, ORANGE, RED, Dashboard, Panel, Row, dashboard_json
+
+FOLDER = Path(__file__).parent / "npuserve/dashboards"
+SELECT = 'namespace=~"$namespace", instance=~"$instance"'
+NOW, LAST, BEFORE = "[$__rate_interval]", "[$baseline]", "[$baseline] offset $baseline"
+
+
+# Queries
+
+
+def of(metric: str, *where: str) -> str:
+    """A metric of the chosen servers. where: further matchers."""
+    return f"npuserve_{metric}{{{', '.join((SELECT, *where))}}}"
+
+
+def total(metric: str, by: str = "", *where: str, how: str = "sum") -> str:
+    """A gauge over the chosen servers."""
+    return f"{how}{f' by ({by})' if by else ''} ({of(metric, *where)})"
+
+
+def rate(metric: str, by: str = "", *where: str, over: str = NOW) -> str:
+    """Of a counter, per second, over the chosen servers."""
+    return f"sum{f' by ({by})' if by else ''} (rate({of(metric, *where)}{over}))"
+
+
+def mean(histogram: str, by: str = "", *where: str, over: str = NOW) -> str:
+    return f"{rate(f'{histogram}_sum', by, *where, over=over)} / {rate(f'{histogram}_count', by, *where, over=over)}"
+
+
+def quantile(q: float, histogram: str, by: str = "", *where: str, over: str = NOW) -> str:
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', labels, *where, over=over)})"
+
+
+def quantiles(histogram: str, *qs: float) -> dict[str, str]:
+    return {f"p{100 * q:g}": quantile(q, histogram) for q in qs}
+
+
+def share(part: str, whole: str) -> str:
+    """Nothing where there is nothing of the whole."""
+    return f"{part} / (({whole}) > 0)"
+
+
+def stat(title: str, query: str, unit: str, description: str, **thresholds: float) -> Panel:
+    return Panel(title, {title: query}, unit, description, "stat", 3, 4, thresholds)
+
+
+TTFT_TARGET, ITL_TARGET = (
+    {"target": total("target_seconds", "", f'latency="{name}"', how="max")} for name in ("ttft", "itl"))
+LIFE = [
+    Panel("Engine's last sign of life", {
+        "{{instance}}": total("engine_heartbeat_age_seconds", "instance", how="max")}, "s",
+        "Grows while an engine is down, loads its model, or is stuck.", thresholds={GREEN: 0, RED: 30}),
+    Panel("Engine restarts", {
+        "{{instance}}": f"sum by (instance) (increase({of('engine_restarts_total')}{NOW}))"}, "short",
+        "Times an engine process was started again after it died."),
+]
+MEMORY = [
+    Panel("KV-cache blocks", {"{{state}}": total("kv_cache_blocks", "state")}, "short",
+          "used: held by live requests; cached: free, but a reusable prefix; free.", stack="normal"),
+]
+REQUESTS = [
+    Panel("Requests", {"running": total("requests_running"), "waiting": total("requests_waiting")}, "short",
+          "In the batch and in the queue.", stack="normal"),
+]
+ERRORS = 'code!~"OK|CANCELLED"'
+
+SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see: traffic, errors, latencies, queue.", [
+    Row("Now", [
+        stat("Answers", rate("request_finish_total"), "reqps", "Answers ended per second, by whatever finish reason."),
+        stat("Running", total("requests_running"), "short", "Requests in the batch."),
+        stat("Waiting", total("requests_waiting"), "short", "Requests in the queue, preempted ones included.",
+             green=0, orange=1, red=64),
+        stat("TTFT p95", quantile(0.95, "time_to_first_token_seconds"), "s", "Time to first token."),
+        stat("ITL p95", quantile(0.95, "inter_token_latency_seconds"), "s", "Gap between tokens of a request."),
+        stat("Errors", f"{share(rate('requests_total', '', ERRORS), rate('requests_total'))} or vector(0)",
+             "percentunit", "Share of calls that ended neither OK nor by their client.",
+             green=0, orange=0.01, red=0.05),
+        stat("KV cache", total("kv_cache_usage_ratio", how="max"), "percentunit",
+             "Share of the KV-cache blocks that live requests hold, of the fullest server.",
+             green=0, orange=0.9, red=0.97),
+        stat("Goodput", share(rate("requests_on_target_total"), rate("request_finish_total")), "percentunit",
+             "Share of answers that kept both latency targets (target_ttft_seconds, target_itl_seconds).",
+             red=0, orange=0.9, green=0.99),
+    ]),
+    Row("Traffic", [
+        Panel("Calls by code", {"{{code}}": rate("requests_total", "code")}, "reqps",
+              "Calls of all RPCs ended, by gRPC status.", stack="normal"),
+        Panel("Answers by reason", {"{{reason}}": rate("request_finish_total", "reason")}, "reqps",
+              "How generation ended: eos, stop string or token, length, deadline, aborted.", stack="normal"),
+        Panel("Goodput", {
+            "answers": rate("request_finish_total"), "on target": rate("requests_on_target_total")}, "reqps",
+            "Answers, and those of them that kept both latency targets."),
+        Panel("Tokens", {
+            "prompts": rate("prompt_tokens_total"), "generated": rate("generation_tokens_total")}, "tokens/s",
+            "Prompt tokens (computed or from the prefix cache) and generated ones, per second."),
+        Panel("Lengths", {
+            "prompt p50": quantile(0.5, "request_prompt_tokens"), "prompt p95": quantile(0.95, "request_prompt_tokens"),
+            "answer p50": quantile(0.5, "request_generation_tokens"),
+            "answer p95": quantile(0.95, "request_generation_tokens")}, "short",
+            "Tokens of the requests that ended: what the load is made of."),
+        Panel("Errors and refusals", {
+            "{{rpc}} {{code}}": rate("requests_total", "rpc, code", ERRORS),
+            "refused: {{why}}": rate("queue_rejections_total", "why")}, "reqps",
+            "Calls that failed, and requests refused at the queue by reason."),
+    ]),
+    Row("Latency", [
+        Panel("Time to first token", quantiles("time_to_first_token_seconds", 0.5, 0.95, 0.99) | TTFT_TARGET, "s",
+              "Arrival at the front end to the first token.", lines=("target",)),
+        Panel("Inter-token latency", quantiles("inter_token_latency_seconds", 0.5, 0.95, 0.99) | ITL_TARGET, "s",
+              "Gap between tokens of a request; long prompts of others show in the p99.", lines=("target",)),
+        Panel("Time per output token", quantiles("time_per_output_token_seconds", 0.5, 0.95, 0.99) | ITL_TARGET, "s",
+              "(end to end − time to first token) / (tokens − 1), one sample a request: what goodput is judged by.",
+              lines=("target",)),
+        Panel("End to end", quantiles("e2e_request_latency_seconds", 0.5, 0.95, 0.99), "s",
+              "Arrival to the last token."),
+        Panel("Where the time goes", {
+            "queue": mean("queue_time_seconds"), "prefill": mean("prefill_time_seconds"),
+            "decode": mean("decode_time_seconds")}, "s", "Mean seconds of a request in each phase.", stack="normal"),
+        Panel("Time to first token, spread", {"{{le}}": rate("time_to_first_token_seconds_bucket", "le")}, "s",
+              "All first tokens by how long they took: two bands are two kinds of requests.", "heatmap"),
+    ]),
+    Row("Queue and memory", [
+        *REQUESTS,
+        Panel("Queue time", quantiles("queue_time_seconds", 0.5, 0.95, 0.99), "s", "Arrival to the first step."),
+        *MEMORY,
+        Panel("Unread tokens", {"{{instance}}": total("stream_buffered_tokens", "instance")}, "short",
+              "Made and not yet taken by their clients: slow readers show here."),
+        *LIFE,
+    ]),
+])
+
+DECODE = 'phase="decode"'
+ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's steps are made of and wait for.", [
+    Row("Steps", [
+        Panel("Steps", {"{{phase}} {{mode}}": rate("step_seconds_count", "phase, mode")}, "ops",
+              "Steps per second. decode: only rows of one token; prefill: only chunks; mixed: both. captured: the "
+              "decoder was one dispatch, at least for its decode rows.", stack="normal"),
+        Panel("Share of time", {"{{phase}}": rate("step_seconds_sum", "phase")}, "s",
+              "Seconds of each kind of step, per second: how the time is divided.", stack="percent"),
+        Panel("Decode tokens by mode", {"{{mode}}": rate("decode_tokens_total", "mode")}, "tokens/s",
+              "Tokens of decode rows by how they were computed. Eager ones cost a launch for each kernel.",
+              stack="normal"),
+        Panel("Step time p50", {"{{phase}}": quantile(0.5, "step_seconds", "phase")}, "s",
+              "From a step's launch, or the end of the one before it where that is later, to its result."),
+        Panel("Step time p99", {"{{phase}}": quantile(0.99, "step_seconds", "phase")}, "s", "As above, the slowest."),
+        Panel("Decode step, spread", {"{{le}}": rate("step_seconds_bucket", "le", DECODE)}, "s",
+              "Steps of decode rows alone, by their time.", "heatmap"),
+    ]),
+    Row("Batch", [
+        Panel("Decode batch", {
+            "p50": quantile(0.5, "step_tokens", "", DECODE), "p95": quantile(0.95, "step_tokens", "", DECODE),
+            "mean": mean("step_tokens", "", DECODE)}, "short",
+            "Rows of the steps that only decode, each one request."),
+        Panel("Tokens a step", {"{{phase}}": mean("step_tokens", "phase")}, "short",
+              "Mean tokens computed in a step; chunks fill it up to max_num_batched_tokens."),
+        *REQUESTS,
+    ]),
+    Row("Host and device", [
+        Panel("Host gap", quantiles("step_host_gap_seconds", 0.5, 0.95, 0.99), "s",
+              "The device with nothing to do between two steps, waiting for the host; 0 where steps overlap."),
+        Panel("Idle for the host", {"share of the time": share(
+            rate("step_host_gap_seconds_sum"), f"{rate('step_host_gap_seconds_sum')} + {rate('step_seconds_sum')}")},
+            "percentunit", "Share of the steps' time that the device waited for the host.",
+            thresholds={GREEN: 0, ORANGE: 0.05, RED: 0.15}),
+        Panel("Cancel to free", quantiles("cancel_to_free_seconds", 0.5, 0.99), "s",
+              "From a cancel's arrival until its blocks are free."),
+    ]),
+    Row("KV cache", [
+        *MEMORY,
+        Panel("Preemptions", {"{{instance}}": rate("preemptions_total", "instance")}, "ops",
+              "Requests whose blocks were taken back, to be computed again: the cache is too small for the batch.",
+              thresholds={GREEN: 0, ORANGE: 0.1, RED: 1}),
+        Panel("Prefix hits", {
+            "of prompt tokens": share(rate("prefix_cache_hits_total"), rate("prefix_cache_queries_total"))},
+            "percentunit", "Share of the prompt tokens looked up that the cache held."),
+    ]),
+    Row("Life", [
+        *LIFE,
+        Panel("What runs", {
+            "{{instance}}: {{model}}, npuserve {{version}}, torch {{torch}}, {{backend}}": of("build_info")},
+            "short", "One line for each server whose model is loaded.", "bargauge"),
+    ]),
+])
+
+PICKED = ('kernel=~"$kernel"', 'phase=~"$phase"')
+LATENCY = "kernel_latency_seconds"
+EACH = ("kernel, phase", *PICKED)
+KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's latency, on the steps that are timed.", [
+    Row("All kernels", [
+        Panel("Share of the step", {
+            "{{kernel}}": rate(f"{LATENCY}_sum", "kernel", PICKED[1])}, "s",
+            "How the time of the timed steps is divided among the kernels.", stack="percent", width=12),
+        Panel("Covered by kernels", {"{{phase}}": share(
+            rate(f"{LATENCY}_sum", "phase", PICKED[1]), rate("timed_step_seconds_total", "phase", PICKED[1]))},
+            "percentunit", "Kernels' time beside the device's of the same steps; the rest is between the kernels.",
+            width=6, thresholds={RED: 0, ORANGE: 0.9, GREEN: 0.95}),
+        Panel("Kernels that fall back", {
+            "{{kernel}} on {{backend}}": total("kernel_fallback_total", "kernel, backend")}, "short",
+              "Kernels that the backend has no implementation of: plain torch serves them.", "bargauge", 6),
+        Panel("Mean by kernel", {"{{kernel}} {{phase}}": mean(LATENCY, *EACH)}, "s",
+              "Mean latency of a call.", width=12),
+        Panel("Calls timed", {"{{kernel}}": rate(f"{LATENCY}_count", "kernel", *PICKED)}, "ops",
+              "Samples per second; one step in kernel_sampling is timed.", width=12, stack="normal"),
+    ]),
+    Row("Percentiles", [
+        Panel("p50 by kernel", {"{{kernel}} {{phase}}": quantile(0.5, LATENCY, *EACH)}, "s",
+              "Median latency of a call.", width=12),
+        Panel("p99 by kernel", {"{{kernel}} {{phase}}": quantile(0.99, LATENCY, *EACH)}, "s",
+              "The slowest calls.", width=12),
+        Panel("p99 drift", {"{{kernel}} {{phase}}": (
+            f"{quantile(0.99, LATENCY, *EACH, over=LAST)} / {quantile(0.99, LATENCY, *EACH, over=BEFORE)}")}, "none",
+            "p99 of the last $baseline over that of the $baseline before it; 1 is no change. Buckets are wide: a "
+            "step to 2.5 may be a bound that was just crossed, which the mean beside it tells.",
+            width=12, thresholds={GREEN: 0, ORANGE: 1.5, RED: 2.6}),
+        Panel("Mean drift", {"{{kernel}} {{phase}}": (
+            f"({mean(LATENCY, *EACH, over=LAST)}) / ({mean(LATENCY, *EACH, over=BEFORE)})")}, "none",
+            "Mean of the last $baseline over that of the $baseline before it: exact, but larger batches and longer "
+            "contexts raise it too.", width=12, thresholds={GREEN: 0, ORANGE: 1.5, RED: 2}),
+    ]),
+    Row("Spread of $kernel", [
+        Panel("$kernel", {"{{le}}": rate(f"{LATENCY}_bucket", "le", *PICKED)}, "s",
+              "All timed calls of this kernel by their latency.", "heatmap", repeat="kernel"),
+    ]),
+], [
+    {"type": "query", "name": "kernel", "label": "Kernel", "of": f"label_values({of(f'{LATENCY}_count')}, kernel)"},
+    {"type": "query", "name": "phase", "label": "Phase", "of": f"label_values({of(f'{LATENCY}_count')}, phase)"},
+    {"type": "interval", "name": "baseline", "label": "Drift over", "values": ["1d", "1h", "6h", "7d", "15m"]},
+])
+
+DASHBOARDS = {"service": SERVICE, "engine": ENGINE, "kernels": KERNELS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="see the top of this file")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
+    check = parser.parse_args().check
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    stale = []
+    for name, dashboard in DASHBOARDS.items():
+        file, text = FOLDER / f"{name}.json", json.dumps(dashboard_json(dashboard), indent=1, ensure_ascii=False) + "\n"
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            stale.append(file.name)
+            if not check:
+                file.write_text(text, encoding="utf-8")
+    if check and stale:
+        print(f"out of date: {', '.join(stale)}; run python helm/dashboards.py", file=sys.stderr)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

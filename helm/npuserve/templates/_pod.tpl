@@ -1,0 +1,271 @@
+{{/* The server's pod. */}}
+{{- define "npuserve.pod" -}}
+serviceAccountName: {{ include "npuserve.serviceAccount" . }}
+automountServiceAccountToken: false
+# NPUSERVE_PORT=tcp://… and the like are not settings.
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ include "npuserve.grace" . }}
+securityContext:
+  {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- if or .Values.extraInitContainers (eq .Values.model.source "init") }}
+initContainers:
+  {{- with .Values.extraInitContainers }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if eq .Values.model.source "init" }}
+  {{- include "npuserve.fetch" . | nindent 2 }}
+  {{- end }}
+{{- end }}
+containers:
+  - name: npuserve
+    image: {{ include "npuserve.image" . }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    args: [serve]
+    env:
+      - name: NPUSERVE_CONFIG
+        value: /etc/npuserve/npuserve.toml
+      {{- if and (eq .Values.accelerator.kind "cpu") (not .Values.config.threads) (dig "requests" "cpu" "" .Values.resources) }}
+      - name: NPUSERVE_THREADS
+        valueFrom:
+          resourceFieldRef:
+            containerName: npuserve
+            resource: requests.cpu
+      {{- end }}
+      {{- include "npuserve.homes" . | nindent 6 }}
+      {{- if has .Values.model.source (list "pvc" "init") }}
+      - name: HF_HUB_OFFLINE
+        value: "1"
+      {{- end }}
+      {{- if eq .Values.accelerator.kind "ascend" }}
+      - name: ASCEND_CACHE_PATH
+        value: /var/cache/npuserve/ascend
+      - name: ASCEND_PROCESS_LOG_PATH
+        value: /var/cache/npuserve/ascend-log
+      {{- end }}
+      {{- if ne .Values.accelerator.kind "cpu" }}
+      - name: TRITON_CACHE_DIR
+        value: /var/cache/npuserve/triton
+      {{- end }}
+      {{- with .Values.extraEnv }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    {{- with .Values.extraEnvFrom }}
+    envFrom:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    ports:
+      - name: grpc
+        containerPort: {{ int64 .Values.ports.grpc }}
+      - name: metrics
+        containerPort: {{ int64 .Values.ports.metrics }}
+    {{- with .Values.probes }}
+    startupProbe:
+      {{- $tries := div (add .startupSeconds 4) 5 }}
+      {{- include "npuserve.probe" (dict "root" $ "service" "" "times" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" $tries)) | nindent 6 }}
+    readinessProbe:
+      {{- include "npuserve.probe" (dict "root" $ "service" "npuserve.readiness" "times" .readiness) | nindent 6 }}
+    livenessProbe:
+      {{- include "npuserve.probe" (dict "root" $ "service" "npuserve.liveness" "times" .liveness) | nindent 6 }}
+    {{- end }}
+    {{- if .Values.termination.preStopSeconds }}
+    lifecycle:
+      preStop:
+        exec:
+          command: [sleep, {{ int64 .Values.termination.preStopSeconds | quote }}]
+    {{- end }}
+    resources:
+      {{- include "npuserve.resources" . | nindent 6 }}
+    securityContext:
+      {{- toYaml .Values.securityContext | nindent 6 }}
+    volumeMounts:
+      {{- include "npuserve.mounts" . | nindent 6 }}
+  {{- with .Values.extraContainers }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+volumes:
+  {{- include "npuserve.volumes" . | nindent 2 }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if ne .Values.topologySpread.whenUnsatisfiable "none" }}
+topologySpreadConstraints:
+  {{- range .Values.topologySpread.keys }}
+  - topologyKey: {{ . }}
+    maxSkew: 1
+    whenUnsatisfiable: {{ $.Values.topologySpread.whenUnsatisfiable }}
+    labelSelector:
+      matchLabels:
+        {{- include "npuserve.selectorLabels" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" }}
+{{- with get $.Values $name }}
+{{ $name }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The init container that puts the model's files into $MODEL_DIR. */}}
+{{- define "npuserve.fetch" -}}
+- name: model
+  image: {{ default (include "npuserve.image" .) .Values.model.init.image }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  {{- with .Values.model.hub }}
+  command:
+    {{- if $.Values.model.init.command }}
+    {{- toYaml $.Values.model.init.command | nindent 4 }}
+    {{- else }}
+    - hf
+    - download
+    - {{ .name | quote }}
+    {{- if .revision }}
+    - --revision
+    - {{ .revision | quote }}
+    {{- end }}
+    - --local-dir
+    - /models/current
+    {{- end }}
+  {{- end }}
+  env:
+    - name: MODEL_DIR
+      value: /models/current
+    {{- include "npuserve.homes" . | nindent 4 }}
+    {{- with .Values.model.init.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  resources:
+    requests:
+      cpu: 500m
+      memory: 1Gi
+    limits:
+      memory: 2Gi
+  securityContext:
+    {{- toYaml .Values.securityContext | nindent 4 }}
+  volumeMounts:
+    - name: models
+      mountPath: /models
+    - name: cache
+      mountPath: /var/cache/npuserve
+    - name: tmp
+      mountPath: /tmp
+{{- end }}
+
+{{- define "npuserve.mounts" -}}
+- name: config
+  mountPath: /etc/npuserve
+  readOnly: true
+- name: tmp
+  mountPath: /tmp
+- name: cache
+  mountPath: /var/cache/npuserve
+- name: shm
+  mountPath: /dev/shm
+{{- if has .Values.model.source (list "pvc" "init") }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- if .Values.tls.secretName }}
+- name: tls
+  mountPath: /etc/npuserve-tls
+  readOnly: true
+{{- end }}
+{{- if .Values.tls.clientCaSecretName }}
+- name: client-ca
+  mountPath: /etc/npuserve-client-ca
+  readOnly: true
+{{- end }}
+{{- if .Values.apiKeys.secretName }}
+- name: api-keys
+  mountPath: /etc/npuserve-api-keys
+  readOnly: true
+{{- end }}
+{{- if .Values.accelerator.hostDriver }}
+{{- range $name, $path := fromYaml (include "npuserve.driver" .) }}
+- name: driver-{{ $name }}
+  mountPath: {{ $path }}
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "npuserve.volumes" -}}
+- name: config
+  configMap:
+    name: {{ include "npuserve.fullname" . }}
+- name: tmp
+  emptyDir:
+    sizeLimit: {{ .Values.tmp.size }}
+- name: cache
+  {{- if eq .Values.cache.type "pvc" }}
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-cache" (include "npuserve.fullname" .)) .Values.cache.claimName }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .Values.cache.size }}
+  {{- end }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.shm.size }}
+{{- with .Values.model }}
+{{- $claim := get (dict "pvc" .pvc.claimName "init" .init.claimName) .source }}
+{{- if $claim }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ $claim }}
+    {{- if eq .source "pvc" }}
+    readOnly: true
+    {{- end }}
+{{- else if eq .source "init" }}
+- name: models
+  emptyDir:
+    sizeLimit: {{ .init.size }}
+{{- end }}
+{{- end }}
+{{- range $name, $secret := dict "tls" .Values.tls.secretName "client-ca" .Values.tls.clientCaSecretName "api-keys" .Values.apiKeys.secretName }}
+{{- if $secret }}
+- name: {{ $name }}
+  secret:
+    secretName: {{ $secret }}
+    defaultMode: 288  # 0440
+{{- end }}
+{{- end }}
+{{- if .Values.accelerator.hostDriver }}
+{{- range $name, $path := fromYaml (include "npuserve.driver" .) }}
+- name: driver-{{ $name }}
+  hostPath:
+    path: {{ $path }}
+{{- end }}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Where the Ascend driver has its files on a node. */}}
+{{- define "npuserve.driver" -}}
+lib: /usr/local/Ascend/driver/lib64
+version: /usr/local/Ascend/driver/version.info
+dcmi: /usr/local/dcmi
+smi: /usr/local/bin/npu-smi
+install: /etc/ascend_install.info
+{{- end }}

@@ -1,0 +1,56 @@
+"""The ids that the last step sampled, as the next one's input: they are never on the host between the two."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels import ascend, native
+from npuserve.kernels.registry import Case, kernel
+
+
+def _take_case(tokens: int, rows: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(-rows, 1000, (tokens,), generator=generator)
+        ids[::3] = torch.randint(-rows, 0, (len(ids[::3]),), generator=generator)
+        return ids, torch.randint(1000, (rows,), generator=generator)
+
+    return Case(f"{tokens} of {rows}", make, benchmark)
+
+
+@kernel("take_ids", cases=[_take_case(1, 1), _take_case(70, 9), *(_take_case(t, 256, True) for t in (1, 32, 512))],
+        dtypes=(torch.float32,))
+def take_ids(ids: Tensor, last: Tensor) -> Tensor:
+    """ids [T] int64, last [R] int64 -> [T]: ids that are at least 0, and last[-1 - id] in place of the others."""
+    return torch.where(ids < 0, last[(-1 - ids).clamp(min=0)], ids)
+
+
+@native.implementation(take_ids)
+def _(ids: Tensor, last: Tensor) -> Tensor:
+    out = native.empty(len(ids), dtype=torch.int64)
+    native.call("take_ids", ("take_ids", torch.int64, [ids, last, out], [len(ids)]))
+    return out
+
+
+def _keep_case(rows: int, width: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(1000, (rows, width), generator=generator)
+        return ids, torch.randint(1000, (rows,), generator=generator)
+
+    return Case(f"{rows}x{width}", make, benchmark)
+
+
+@kernel("keep_ids", cases=[_keep_case(3, 1), _keep_case(70, 8), *(_keep_case(r, 1, True) for r in (1, 32, 256))],
+        dtypes=(torch.float32,))
+def keep_ids(ids: Tensor, last: Tensor) -> None:
+    """last [R] int64 becomes the first column of ids [R, W] int64."""
+    last.copy_(ids[:, 0])
+
+
+@native.implementation(keep_ids)
+def _(ids: Tensor, last: Tensor) -> None:
+    native.call("keep_ids", ("keep_ids", torch.int64, [ids, last], [*ids.shape]))
+
+
+ascend.implementation(take_ids)(take_ids.golden)
+ascend.implementation(keep_ids)(keep_ids.golden)

@@ -1,0 +1,65 @@
+"""Queries, keys and values between their projection and attention, one token at a time.
+
+Compiled by Triton for CUDA and by triton-ascend for Ascend. A program takes every n-th token, so that any number of
+tokens meets any number of cores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def qk_norm_rope_kv_write_kernel(
+    qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, q_out,
+    tokens, eps, qkv_stride: tl.int64, q_stride: tl.int64,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):
+    """As the kernel of that name takes and gives them. HALF: of a head. HALF_BLOCK: the power of two that is at least
+    HALF. HEADS: a power of two, heads taken at a time."""
+    places = tl.arange(0, HALF_BLOCK)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        angles = cos_sin + tl.load(positions + token) * (2 * HALF) + places
+        cos = tl.load(angles, mask=places < HALF, other=0.0)
+        sin = tl.load(angles + HALF, mask=places < HALF, other=0.0)
+        q = qkv + token * qkv_stride
+        _turn(q, q_gamma, eps, cos, sin, q_out + token * q_stride, Q_HEADS, HALF, HALF_BLOCK, HEADS)
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            size: tl.constexpr = KV_HEADS * 2 * HALF
+            k = q + Q_HEADS * 2 * HALF
+            _turn(k, k_gamma, eps, cos, sin, k_cache + slot * size, KV_HEADS, HALF, HALF_BLOCK, HEADS)
+            for start in range(0, size, HEADS * HALF_BLOCK):
+                x = start + tl.arange(0, HEADS * HALF_BLOCK)
+                tl.store(v_cache + slot * size + x, tl.load(k + size + x, mask=x < size), mask=x < size)
+
+
+@triton.jit
+def _turn(
+    source, gamma, eps, cos, sin, target,
+    COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):
+    """COUNT heads [COUNT, 2 HALF] from source to target: normalized if there is a gamma, and turned."""
+    places = tl.arange(0, HALF_BLOCK)
+    for start in range(0, COUNT, HEADS):
+        heads = start + tl.arange(0, HEADS)
+        offsets = heads[:, None] * (2 * HALF) + places[None, :]
+        inside = (heads[:, None] < COUNT) & (places[None, :] < HALF)
+        a = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
+        if gamma is not None:
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
+            a = _scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
+            b = _scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+        first, second = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
+        tl.store(target + offsets, first.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + HALF + offsets, second.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled(x, scale, gamma):
+    """x [HEADS, HALF_BLOCK] float32 times scale [HEADS], times gamma [HALF_BLOCK]: each product rounded to gamma's
+    dtype."""
+    x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
+    return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)

@@ -1,0 +1,117 @@
+"""What the errors of CANN mean for a server: at start one sentence that says what to do, at run time a `Fault`.
+
+Codes are those of acl/acl_base_rt.h, acl/error_codes/rt_error_codes.h and ge_error_codes.h. Their first digit is the
+documented class: 1 a wrong call, 2 a resource that is short, 5 an internal error of the device or its software.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from npuserve.npu.backends.base import Fault
+
+_CODE = re.compile(r"error code is (\d{6})|\b(?:errorCode|retCode|error code)[:= ]+(?:0x[0-9a-fA-F]+, )?(\d{6})")
+
+_CALL_FAILED = re.compile(r"\bERR\d\d100 \w+ call acl api failed")
+"""How torch_npu says, without the code, that a launch failed which its own thread had made later than its caller asked:
+"The Inner error is reported as above". The code is on stderr alone."""
+
+FAULTS: tuple[tuple[int, int, Fault], ...] = (
+    # Each later range stands within an earlier, wider one and takes precedence.
+    (100000, 199999, Fault.ENGINE),  # parameters, contexts, streams, captures; what operators refuse (16xxxx)
+    (107001, 107001, Fault.NODE),  # no such device
+    (107019, 107020, Fault.RETRYABLE),  # a wait or a task took too long
+    (200000, 299999, Fault.RETRYABLE),  # memory, streams, events, queues
+    (200001, 200002, Fault.NODE),  # API not supported, no such device
+    (207000, 207000, Fault.NODE),  # feature not supported: the driver is too old
+    (207003, 207003, Fault.ENGINE),  # AI core overflow
+    (207004, 207004, Fault.NODE),  # no device
+    (207006, 207006, Fault.NODE),  # no permission
+    (207016, 207017, Fault.ENGINE),  # overflow
+    (207019, 207019, Fault.NODE),  # feature not supported: the driver is too old
+    (300000, 399999, Fault.ENGINE),
+    (500000, 599999, Fault.ENGINE),  # AI core and AI CPU exceptions and timeouts, memory errors that a restart mends
+    (500004, 500004, Fault.NODE),  # driver
+    (507002, 507002, Fault.RETRYABLE),  # the stream holds no more tasks
+    (507008, 507008, Fault.NODE),  # wrong chip
+    (507010, 507010, Fault.NODE),  # the device gives no sign of life
+    (507033, 507033, Fault.NODE),  # the device cannot be set up
+    (507054, 507054, Fault.NODE),  # uncorrectable error of the device's memory in several bits
+    (507056, 507056, Fault.NODE),  # link between devices
+    (507899, 507899, Fault.NODE),  # driver
+    (507901, 507901, Fault.NODE),  # no connection to the device
+    (507914, 507914, Fault.NODE),  # port
+)
+
+TOO_OLD = ("the NPU driver is too old for this CANN: update the Ascend HDK driver and firmware, 25.0.RC1 or later for "
+           "Atlas A2 and A3")
+
+_TOO_OLD = (200001, 207000, 207019)
+_UPDATES = (107033, 107040, 207000, 207019)
+"""Of a graph whose captured calls cannot be given other arguments. The plugin goes on after 207000, and what it calls
+next finds no update."""
+_BUSY = (107001, 200002, 207004, 207005, 207006, 507033, 507899)
+
+
+def _chain(error: BaseException) -> Iterator[str]:
+    """The texts of an error and of what caused it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield str(seen)
+        seen = seen.__cause__ or seen.__context__
+
+
+def code_of(error: BaseException) -> int | None:
+    """The ACL error code that torch_npu put into its message, or into that of what caused it."""
+    found = next(filter(None, map(_CODE.search, _chain(error))), None)
+    return int(found[1] or found[2]) if found else None
+
+
+def sort(code: int) -> Fault | None:
+    """The fault that an ACL error code is; None for one that is no error of ACL."""
+    return next((fault for first, last, fault in reversed(FAULTS) if first <= code <= last), None)
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """None if it is none of the device's."""
+    code = code_of(error)
+    if code is not None:
+        return sort(code)
+    if isinstance(error, torch.OutOfMemoryError):
+        return Fault.RETRYABLE
+    # If the device is lost, the next start says so.
+    return Fault.ENGINE if any(map(_CALL_FAILED.search, _chain(error))) else None
+
+
+def capture_advice(error: BaseException) -> str | None:
+    """Why steps cannot be captured, and what to do about it; None if it is an error of the step itself."""
+    code = code_of(error)
+    if code in _UPDATES:
+        return TOO_OLD
+    if fault_of(error) is Fault.RETRYABLE:
+        return (f"decode steps cannot be captured, the device is short of streams or memory (error {code or 207001}): "
+                "fewer decode_buckets take less of both")
+    return None
+
+
+def advice(error: BaseException) -> str:
+    """Why the device cannot be started, and what to do about it: one sentence."""
+    text, code = str(error), code_of(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, ImportError):
+        library = re.search(r"(lib\w+\.so[\w.]*): cannot open shared object file", text)
+        if library:
+            return (f"CANN is not found ({library[1]} cannot be loaded): install the CANN toolkit and source its "
+                    "set_env.sh, or run in a CANN container")
+        return f"torch_npu cannot be imported ({first}): its version must be that of torch and fit CANN"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the device has no memory left: end the processes that npu-smi info lists, or take another device"
+    if code in _TOO_OLD:
+        return TOO_OLD
+    if code in _BUSY:
+        return (f"the NPU cannot be opened (error {code}): check with npu-smi info that it is healthy and not in use, "
+                "that ASCEND_RT_VISIBLE_DEVICES names it, and that this user may open /dev/davinci*")
+    return f"the NPU cannot be started ({first[:200]}): npu-smi info shows its state, and CANN's logs say more"

@@ -1,0 +1,211 @@
+"""Builds the emulated CANN libraries with the machine's C++ compiler, once for a pair of torch and torch_npu.
+
+They lie in `$XDG_CACHE_HOME/npuserve/emulator` (`~/.cache` by default): objects by the digest of all that they are made
+of, and one folder of libraries for each set of sources, compiler and installed torch and torch_npu. A file lock makes
+processes that start together build once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from npuserve.npu.emulator import absent
+
+log = logging.getLogger(__name__)
+
+HERE = Path(__file__).resolve().parent
+SHARED = (HERE / "runtime" / "emulator.h", HERE / "runtime" / "aclop.h")
+"""What the operators see of the runtime."""
+
+STUBS = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime", "libnnopbase",
+         "libmsprofiler", "libascend_hal")
+"""Libraries that torch_npu is linked to or opens by name: each leads to the symbols of the two that are not empty."""
+
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DFUNC_VISIBILITY", "-fvisibility=hidden", "-Wno-deprecated-declarations",
+         "-Wno-psabi", "-pthread")
+
+KEPT_SECONDS = 30 * 24 * 3600
+"""What was built longer ago goes when something new is."""
+
+
+class EmulatorError(RuntimeError):
+    """Why there is no emulated NPU: one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the installed torch and torch_npu are, and their versions."""
+
+    torch: Path
+    torch_npu: Path
+    versions: tuple[str, str]
+
+
+def _package(name: str, advice: str) -> tuple[Path, str]:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise EmulatorError(f"emulated NPU: {name} is not installed: {advice}")
+    return Path(spec.origin).parent, importlib.metadata.version(name)
+
+
+def find() -> Place:
+    """The pair that is installed, without importing it. EmulatorError if one is missing or they do not match."""
+    if platform.system() != "Linux":
+        raise EmulatorError(f"emulated NPU: torch_npu runs on Linux alone, not on {platform.system()}")
+    torch, torch_version = _package("torch", "pip install npuserve")
+    torch_npu, version = _package("torch_npu", "pip install npuserve[npu]")
+    release = r"\d+\.\d+\.\d+"
+    needed, found = re.match(release, version), re.match(release, torch_version)
+    if needed is None or found is None or needed[0] != found[0]:
+        needs = needed[0] if needed else "another one"
+        raise EmulatorError(f"emulated NPU: torch_npu {version} is made for torch {needs}, and torch {torch_version} "
+                            f"is installed: pip install torch=={needs}")
+    if not (torch_npu / "include" / "third_party" / "acl" / "inc").is_dir():
+        raise EmulatorError(f"emulated NPU: torch_npu {version} came without its headers: install its published wheel")
+    return Place(torch, torch_npu, (torch_version, version))
+
+
+def _run(command: list[str]) -> str:
+    """What it wrote. EmulatorError with its first error otherwise."""
+    done = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        lines = done.stderr.splitlines() or ["no message"]
+        first = next((line for line in lines if re.search("error|undefined", line)), lines[0]).strip()
+        raise EmulatorError(f"emulated NPU: {Path(command[0]).name} cannot build it: {first}")
+    return done.stdout
+
+
+def find_compiler() -> list[str]:
+    """The words of $CXX where it is set, else g++ or clang++. EmulatorError if there is none."""
+    named = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"]]
+    for words in named:
+        if shutil.which(words[0]):
+            return words
+    raise EmulatorError(f"emulated NPU: no C++ compiler ({' or '.join(words[0] for words in named)}): install g++, or "
+                        "set CXX to another")
+
+
+def cache() -> Path:
+    """The folder of what was built."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "npuserve" / "emulator"
+
+
+def _digest(*parts: object) -> str:
+    made = hashlib.sha256()
+    for part in parts:
+        made.update(b"\0" + (part.read_bytes() if isinstance(part, Path) else repr(part).encode()))
+    return made.hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    source: Path
+    flags: tuple[str, ...]
+    digest: str
+
+
+def _units(folder: str, headers: list[Path], flags: tuple[str, ...], salt: str) -> list[_Unit]:
+    """Of a folder's sources, the largest first, since it takes longest."""
+    sources = sorted((HERE / folder).glob("*.cpp"), key=lambda file: -file.stat().st_size)
+    return [_Unit(source, flags, _digest(salt, flags, *headers, source)) for source in sources]
+
+
+def libraries() -> Path:
+    """The folder of the libraries, built if need be. EmulatorError."""
+    place, compiler = find(), find_compiler()
+    acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
+    torch = place.torch / "include"
+    salt = repr((place.versions, platform.machine(), compiler, _run([*compiler, "--version"])))
+    runtime = _units("runtime", sorted((HERE / "runtime").glob("*.h")), (*FLAGS, f"-I{acl}"), salt)
+    includes = tuple(f"-I{path}" for path in (acl, HERE / "runtime", torch, torch / "torch/csrc/api/include"))
+    # ATen does the operators' work: to optimise what calls it would only take time.
+    ops = _units("ops", [*SHARED, *sorted((HERE / "ops").glob("*.h"))], (*FLAGS, "-O1", *includes), salt)
+    home = cache()
+    folder = home / _digest(STUBS, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
+    if (folder / "built").exists():
+        return folder
+    try:
+        (home / "objects").mkdir(parents=True, exist_ok=True)
+        lock = (home / "lock").open("w")
+    except OSError as error:
+        raise EmulatorError(f"emulated NPU: cannot write {home} ({error.strerror}): set XDG_CACHE_HOME to a folder "
+                            "that can be written") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "built").exists():
+            _build(place, compiler, runtime, ops, home, folder)
+    return folder
+
+
+@contextmanager
+def _precompiled(compiler: list[str], flags: tuple[str, ...], files: int) -> Iterator[tuple[str, ...]]:
+    """Flags with which g++ reads ATen's headers once for that many files of operators: they are most of the work."""
+    if files < 4 or "Free Software Foundation" not in _run([*compiler, "--version"]):
+        yield ()  # it would not pay, or another compiler
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _run([*compiler, *flags, "-x", "c++-header", str(HERE / "ops" / "op.h"), "-o", f"{folder}/op.h.gch"])
+        yield ("-include", f"{folder}/op.h")
+
+
+def _build(
+    place: Place, compiler: list[str], runtime: list[_Unit], ops: list[_Unit], home: Path, libraries: Path
+) -> None:
+    begun = time.monotonic()
+    log.warning("building the emulated NPU, which is done once for torch_npu %s", place.versions[1])
+
+    def compile(unit: _Unit) -> str:
+        made = home / "objects" / f"{unit.digest}.o"
+        if not made.exists():
+            part = made.with_suffix(".part")
+            _run([*compiler, *unit.flags, *(include if unit in ops else ()), "-c", str(unit.source), "-o", str(part)])
+            part.rename(made)
+        return str(made)
+
+    part = libraries.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    (part / "absent.cpp").write_text(absent.source(place.torch_npu))
+    flags = (*runtime[0].flags, f"-I{HERE / 'runtime'}")
+    others = [*runtime, _Unit(part / "absent.cpp", flags, f"absent-{libraries.name}")]
+    ahead = sum(not (home / "objects" / f"{unit.digest}.o").exists() for unit in ops)
+    with _precompiled(compiler, ops[0].flags, ahead) as include, ThreadPoolExecutor(os.cpu_count()) as threads:
+        objects = dict(zip(ops + others, threads.map(compile, ops + others), strict=True))
+
+    def link(name: str, made_of: list[str], *flags: str) -> None:
+        _run([*compiler, "-shared", "-pthread", f"-Wl,-soname,{name}.so", "-Wl,-rpath,$ORIGIN", *made_of, *flags,
+              "-o", str(part / f"{name}.so")])
+
+    link("libascendcl", [objects[unit] for unit in runtime], "-Wl,-z,defs")
+    torch = place.torch / "lib"
+    link("libopapi", [objects[unit] for unit in (*ops, others[-1])], f"-L{part}", "-lascendcl", f"-L{torch}",
+         "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
+    for stub in STUBS:
+        link(stub, [], f"-L{part}", "-Wl,--no-as-needed", "-lopapi", "-lascendcl", f"-Wl,-rpath-link,{torch}")
+    (part / "built").touch()
+    shutil.rmtree(libraries, ignore_errors=True)
+    part.rename(libraries)
+    for old in [*home.glob("*/built"), *home.glob("objects/*.o")]:
+        if time.time() - old.stat().st_mtime > KEPT_SECONDS:
+            old.unlink(missing_ok=True)
+            if old.name == "built":
+                shutil.rmtree(old.parent, ignore_errors=True)
+    log.warning("the emulated NPU is built, in %.0f s", time.monotonic() - begun)

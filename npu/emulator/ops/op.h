@@ -1,0 +1,130 @@
+// How an operator of libopapi is written.
+//
+// Every aclnn operator has two phases: aclnnXGetWorkspaceSize checks its arguments and makes an executor, aclnnX puts
+// the executor's work into the stream. OP(aclnnX, parameters...) defines both; its body is the first phase: it checks
+// and returns plan(...) with the work, which reads and writes device memory only at its turn in the stream.
+//
+//     OP(aclnnExp, const aclTensor* self, const aclTensor* out) {
+//       return plan(PHASE, [&] { return [x = view(self), y = view(out)] { write(y, at::exp(x)); }; });
+//     }
+//
+// The order of the parameters is the one that op-plugin passes to EXEC_NPU_CMD, after the workspace the plugin asks
+// for.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../runtime/emulator.h"
+
+// What the opaque handles of the aclnn interface hold. Tensors describe device memory and own none of it.
+struct aclTensor {
+  std::vector<int64_t> sizes, strides, storage_sizes;
+  int64_t offset;
+  aclDataType dtype;
+  aclFormat format;
+  void *data;
+};
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> values;
+};
+struct aclFloatArray {
+  std::vector<float> values;
+};
+struct aclBoolArray {
+  std::vector<bool> values;
+};
+struct aclTensorList {
+  std::vector<const aclTensor *> tensors;
+};
+struct aclScalarList {
+  std::vector<const aclScalar *> scalars;
+};
+struct aclOpExecutor {
+  std::function<void()> work;
+  uint64_t workspace;  // bytes of device memory to bring to the second phase
+  bool waits;          // the second phase returns when the work is done: the output's shape depends on the values
+};
+
+namespace ops {
+
+using Work = std::function<void()>;
+using Dtypes = std::initializer_list<at::ScalarType>;
+
+// A documented constraint: the operators that it binds (space-separated), what it demands, and the document that says
+// so.
+struct Rule {
+  Rule(const char *operators, const char *id, const char *text, const char *source);
+  const char *operators, *id, *text, *source;
+};
+
+// An operator that is emulated, for the table of them (emuOperators).
+struct Operator {
+  Operator(const char *name, const char *file);
+};
+
+// A call that the device would refuse; plan() turns it into the operator's error code and message.
+struct Refusal : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Refuses the call with the rule's text, source and what was given; in an operator's work it is an error of the stream.
+[[noreturn]] void refuse(const Rule &rule, const std::string &given);
+inline void require(const Rule &rule, bool holds, const std::string &given) {
+  if (!holds) refuse(rule, given);
+}
+
+// "bfloat16 (4, 128)", "nothing": a tensor as error messages name it.
+std::string describe(const aclTensor *tensor);
+std::string describe(at::IntArrayRef sizes);
+
+// The tensor's values in device memory, of its own shape and strides; undefined for a null pointer. Refuses dtypes that
+// the emulator does not hold and, but for `nz_too`, formats other than ND.
+at::Tensor view(const aclTensor *tensor, bool nz_too = false);
+std::vector<at::Tensor> views(const aclTensorList *list);
+at::ScalarType scalar_type(aclDataType dtype);
+bool is_nz(const aclTensor *tensor);
+
+inline bool is_one_of(at::ScalarType dtype, Dtypes allowed) {
+  return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();
+}
+
+// `out` holds `result` from now on, rounded to its dtype. Their shapes are equal, or it is an error of the stream.
+void write(const at::Tensor &out, const at::Tensor &result);
+
+// `x` in float32, in which every fused kernel computes.
+inline at::Tensor f32(const at::Tensor &x) { return x.to(at::kFloat); }
+
+// No autograd, no dispatch to Python and no autocast, on whichever thread the work runs.
+struct Plainly {
+  c10::InferenceMode inference;
+  c10::impl::ExcludeDispatchKeyGuard excluded{c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher,
+       c10::DispatchKey::AutocastCPU, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+       c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+};
+
+// The first phase of the operator `entry` (its __func__): runs `prepare`, which checks and returns the work, and hands
+// out the executor. `bytes`, `waits`: see aclOpExecutor.
+int plan(const char *entry, uint64_t *workspace, aclOpExecutor **executor, const std::function<Work()> &prepare,
+         uint64_t bytes = 0, bool waits = false);
+int launch(const char *name, uint64_t workspace, aclOpExecutor *executor, aclrtStream stream);
+
+}  // namespace ops
+
+#define PHASE __func__, workspace, executor
+#define OP(NAME, ...)                                                                                    \
+  static const ops::Operator NAME##_is_emulated{#NAME, __FILE__};                                        \
+  extern "C" EMU_API int NAME(void *, uint64_t workspace, aclOpExecutor *executor, aclrtStream stream) { \
+    return ops::launch(__func__, workspace, executor, stream);                                           \
+  }                                                                                                      \
+  extern "C" EMU_API int NAME##GetWorkspaceSize(__VA_ARGS__, uint64_t *workspace, aclOpExecutor **executor)

@@ -1,0 +1,249 @@
+// What device there is: one Atlas A2 (Ascend910B4, 32 GB of memory or what was asked for) under CANN 9.1.0, the version
+// that torch_npu 2.13 is matched with.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "acl/acl.h"
+#include "device.h"
+
+using namespace emu;
+
+namespace {
+
+constexpr const char *SOC = "Ascend910B4", *CANN = "9.1.0", *DRIVER = "26.0.RC1";
+constexpr int CORES = 20, VECTOR_CORES = 40;
+
+std::atomic<bool> initialized{false};
+std::atomic<bool> active{false};
+thread_local bool device_set = false;
+std::atomic<int64_t> parameters[ACL_OPT_STRONG_CONSISTENCY + 1];
+int context;  // its address is the context
+
+int bad_device(const char *name, int id) {
+  return fail(ACL_ERROR_RT_INVALID_DEVICEID, "%s: device %d, there is only device 0", name, id);
+}
+
+}  // namespace
+
+aclError aclInit(const char *) {
+  ENTER();
+  if (initialized.exchange(true)) return ACL_ERROR_REPEAT_INITIALIZE;
+  return 0;
+}
+
+aclError aclFinalize() {
+  ENTER();
+  initialized = false;
+  return 0;
+}
+
+const char *aclrtGetSocName() {
+  enter(__func__);
+  return SOC;
+}
+
+aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion *version) {
+  ENTER();
+  memset(version, 0, sizeof *version);
+  if (package == ACL_PKG_NAME_DRIVER) {
+    strcpy(version->version, DRIVER);
+    strcpy(version->majorVersion, "26");
+    strcpy(version->minorVersion, "0");
+  } else {
+    strcpy(version->version, CANN);
+    strcpy(version->majorVersion, "9");
+    strcpy(version->minorVersion, "1");
+    strcpy(version->releaseVersion, "0");
+  }
+  return 0;
+}
+
+aclError aclsysGetVersionStr(char *package, char *version) {
+  ENTER();
+  strcpy(version, strcmp(package, "driver") ? CANN : DRIVER);
+  return 0;
+}
+
+aclError aclGetCannAttributeList(const aclCannAttr **attributes, size_t *count) {
+  ENTER();
+  static const aclCannAttr all[] = {ACL_CANN_ATTR_INF_NAN, ACL_CANN_ATTR_BF16, ACL_CANN_ATTR_JIT_COMPILE};
+  *attributes = all;
+  *count = 3;
+  return 0;
+}
+
+aclError aclGetCannAttribute(aclCannAttr attribute, int32_t *value) {
+  ENTER();
+  *value = attribute == ACL_CANN_ATTR_INF_NAN || attribute == ACL_CANN_ATTR_BF16;
+  return 0;
+}
+
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo what, int64_t *value) {
+  ENTER();
+  switch (what) {
+    case ACL_DEVICE_INFO_AI_CORE_NUM: *value = CORES; return 0;
+    case ACL_DEVICE_INFO_VECTOR_CORE_NUM: *value = VECTOR_CORES; return 0;
+    case ACL_DEVICE_INFO_L2_SIZE: *value = int64_t{192} << 20; return 0;
+    default: return fail(ACL_ERROR_INVALID_PARAM, "%s: no such capability, %d", __func__, what);
+  }
+}
+
+aclError aclrtGetDeviceInfo(uint32_t id, aclrtDevAttr what, int64_t *value) {
+  ENTER();
+  if (id) return bad_device(__func__, static_cast<int>(id));
+  switch (what) {
+    case ACL_DEV_ATTR_AICORE_CORE_NUM: *value = CORES; return 0;
+    case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = VECTOR_CORES; return 0;
+    default: return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s: attribute %d is not emulated", __func__, what);
+  }
+}
+
+aclError aclrtGetDeviceCount(uint32_t *count) {
+  ENTER();
+  *count = 1;
+  return 0;
+}
+
+aclError aclrtSetDevice(int32_t id) {
+  ENTER();
+  if (id) return bad_device(__func__, id);
+  device_set = active = true;
+  return 0;
+}
+
+aclError aclrtGetDevice(int32_t *id) {
+  ENTER();
+  if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a question, no mistake
+  *id = 0;
+  return 0;
+}
+
+aclError aclrtResetDevice(int32_t id) {
+  ENTER();
+  if (id) return bad_device(__func__, id);
+  device_set = active = false;
+  return 0;
+}
+
+aclError aclrtGetPrimaryCtxState(int32_t id, uint32_t *flags, int32_t *is_active) {
+  ENTER();
+  if (id) return bad_device(__func__, id);
+  if (flags) *flags = 0;
+  *is_active = active;
+  return 0;
+}
+
+aclError aclrtGetCurrentContext(aclrtContext *current) {
+  ENTER();
+  if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a question, no mistake
+  *current = &context;
+  return 0;
+}
+
+aclError aclrtSetCurrentContext(aclrtContext current) {
+  ENTER();
+  if (current != &context) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: no such context", __func__);
+  device_set = active = true;
+  return 0;
+}
+
+aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *const logical) {
+  ENTER();
+  if (user) return bad_device(__func__, user);
+  *logical = 0;
+  return 0;
+}
+
+aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t, int32_t) {
+  ENTER();
+  *can = 0;
+  return 0;
+}
+
+aclError aclrtDeviceGetBareTgid(int32_t *id) {
+  ENTER();
+  *id = getpid();
+  return 0;
+}
+
+// What follows sets how a device computes or how long it is waited for, and changes no number here.
+aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) {
+  ENTER();
+  return 0;
+}
+
+aclError aclrtSetOpWaitTimeout(uint32_t) {
+  ENTER();
+  return 0;
+}
+
+aclError aclrtSetOpExecuteTimeOut(uint32_t) {
+  ENTER();
+  return 0;
+}
+
+aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t *actual) {
+  ENTER();
+  *actual = timeout;
+  return 0;
+}
+
+aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue *) {
+  ENTER();
+  return 0;
+}
+
+// A computation on the CPU is deterministic always.
+aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+  ENTER();
+  if (option < 0 || option > ACL_OPT_STRONG_CONSISTENCY)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: no option %d", __func__, option);
+  parameters[option] = value;
+  return 0;
+}
+
+aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
+  ENTER();
+  if (option < 0 || option > ACL_OPT_STRONG_CONSISTENCY)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: no option %d", __func__, option);
+  *value = parameters[option];
+  return 0;
+}
+
+extern "C" EMU_API int HcclSetConfig(int, int64_t) {  // the same, of communication, of which there is none
+  ENTER();
+  return 0;
+}
+
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) {
+  ENTER();
+  return 0;
+}
+
+aclError aclrtPeekAtLastError(aclrtLastErrLevel) {
+  enter(__func__);
+  return 0;
+}
+
+aclError aclrtGetLastError(aclrtLastErrLevel) {
+  enter(__func__);
+  return 0;
+}
+
+// The plugin's own log: to stderr where EMULATED_NPU_LOG is set.
+void aclAppLog(aclLogLevel level, const char *function, const char *, uint32_t line, const char *format, ...) {
+  static const bool wanted = getenv("EMULATED_NPU_LOG") != nullptr;
+  if (!wanted) return;
+  va_list arguments;
+  va_start(arguments, format);
+  fprintf(stderr, "[%d] %s:%u ", level, function, line);
+  vfprintf(stderr, format, arguments);
+  fputc('\n', stderr);
+  va_end(arguments);
+}

@@ -1,0 +1,182 @@
+// What the host called, what it was told when a call failed, the faults to inject, and the emulator's options.
+// The emu_ functions at the end are what Python sees, by ctypes.
+#include <fnmatch.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+#include "device.h"
+
+namespace emu {
+
+namespace {
+
+struct Call {
+  const char *name;
+  int64_t thread;
+};
+
+struct Fault {
+  std::string pattern;
+  int64_t after;   // calls that still pass
+  int64_t times;   // that fail then; -1: all
+  int code;
+};
+
+std::mutex lock;
+std::vector<Call> calls;       // a ring once it is full
+uint64_t counted = 0;          // calls since the last clear
+constexpr size_t kept = 1 << 18;
+std::vector<Fault> faults;
+std::atomic<bool> armed{false};
+std::set<std::string> relaxed, names;
+thread_local std::string recent;
+
+int64_t thread_id() {
+  thread_local int64_t id = syscall(SYS_gettid);
+  return id;
+}
+
+void log(const char *name) {
+  std::lock_guard<std::mutex> guard(lock);
+  if (calls.size() < kept)
+    calls.push_back({name, thread_id()});
+  else
+    calls[counted % kept] = {name, thread_id()};
+  counted++;
+}
+
+int note(int code, const char *format, va_list arguments) {
+  char text[1024];
+  vsnprintf(text, sizeof text, format, arguments);
+  recent = std::string("emulated NPU: ") + text;
+  return code;
+}
+
+}  // namespace
+
+int injected(const char *name) {
+  if (!armed) return 0;
+  std::lock_guard<std::mutex> guard(lock);
+  for (auto &fault : faults) {
+    if (!fault.times || fnmatch(fault.pattern.c_str(), name, FNM_EXTMATCH)) continue;
+    if (fault.after-- > 0) continue;
+    if (fault.times > 0) fault.times--;
+    return fail(fault.code, "%s: a fault was injected, error code %d", name, fault.code);
+  }
+  return 0;
+}
+
+int enter(const char *name) {
+  log(name);
+  return injected(name);
+}
+
+int fail(int code, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  note(code, format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+int refuse(const char *format, ...) {
+  constexpr int ACLNN_ERR_PARAM_INVALID = 161002;
+  va_list arguments;
+  va_start(arguments, format);
+  note(ACLNN_ERR_PARAM_INVALID, format, arguments);
+  va_end(arguments);
+  return ACLNN_ERR_PARAM_INVALID;
+}
+
+bool option(const char *name) {
+  std::lock_guard<std::mutex> guard(lock);
+  return relaxed.count(name);
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+// This thread's text since the last call, which takes it.
+extern "C" EMU_API const char *aclGetRecentErrMsg() {
+  thread_local std::string taken;
+  taken = std::move(recent);
+  recent.clear();
+  return taken.empty() ? nullptr : taken.c_str();
+}
+
+extern "C" {
+
+EMU_API void emu_mark(const char *text) {
+  const char *name;
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    name = names.insert(text).first->c_str();
+  }
+  log(name);
+}
+
+// The number of calls since the last clear; `room` of them, from `from` on, which must still be kept, are written out.
+EMU_API uint64_t emu_calls(uint64_t from, uint64_t room, const char **called, int64_t *threads) {
+  std::lock_guard<std::mutex> guard(lock);
+  for (uint64_t n = from; n < counted && n - from < room; n++) {
+    called[n - from] = calls[n % kept].name;
+    threads[n - from] = calls[n % kept].thread;
+  }
+  return counted;
+}
+
+EMU_API uint64_t emu_calls_kept() { return kept; }
+
+EMU_API void emu_clear_calls() {
+  std::lock_guard<std::mutex> guard(lock);
+  calls.clear();
+  counted = 0;
+}
+
+// The nth call from now whose name matches the shell pattern fails, and the times - 1 after it.
+EMU_API void emu_inject(const char *pattern, int64_t nth, int64_t times, int code) {
+  std::lock_guard<std::mutex> guard(lock);
+  faults.push_back({pattern, nth - 1, times, code});
+  armed = true;
+}
+
+// Lets go what hangs, and forgets the faults.
+EMU_API void emu_heal() {
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    faults.clear();
+    armed = false;
+  }
+  Lock guard(device().lock);
+  device().released++;
+  device().work.notify_all();
+}
+
+EMU_API void emu_relax(const char *name) {
+  std::lock_guard<std::mutex> guard(lock);
+  relaxed.insert(name);
+}
+
+EMU_API void emu_order(int order, uint64_t seed, uint64_t depth) {
+  Lock guard(device().lock);
+  device().order = static_cast<Order>(order);
+  device().random.seed(seed);
+  device().depth = depth;
+}
+
+// Tasks that were submitted and have not run, of all streams.
+EMU_API uint64_t emu_pending() {
+  Lock guard(device().lock);
+  uint64_t pending = 0;
+  for (auto &stream : device().streams) pending += stream->queue.size();
+  return pending;
+}
+
+}  // extern "C"

@@ -1,0 +1,111 @@
+"""Reads a metrics page, and says what happened between two of them. No rates are kept: a window is two pages."""
+
+from __future__ import annotations
+
+import math
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Labels = Mapping[str, str]
+TIMEOUT = 5.0
+
+
+class Unreadable(Exception):
+    """There is no page of ours to be had; the message is a sentence that names its address."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """at: time.monotonic() seconds. samples: name -> (labels, value) of each, names as on the page."""
+
+    at: float
+    samples: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of all samples that have these labels; 0 if there are none."""
+        return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
+
+
+def read_page(url: str) -> Page:
+    """Raises Unreadable."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+            return parse_page(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        raise Unreadable(f"{url}: HTTP {error.code}, no metrics page") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or reason
+        raise Unreadable(f"{url}: no server answers there ({reason}); start one with: npuserve serve") from None
+    except ValueError as error:
+        raise Unreadable(f"{url}: not a metrics page: {error}") from None
+
+
+def parse_page(text: str) -> Page:
+    """A page that was read now. Raises ValueError."""
+    samples: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name].append((sample.labels, sample.value))
+    if not any(name.startswith("npuserve_") for name in samples):
+        raise ValueError("it has none of ours")
+    return Page(time.monotonic(), samples)
+
+
+@dataclass(frozen=True)
+class Window:
+    """From one page to a later one of the same server. A counter that fell was of a server that is gone: it counts from
+    0."""
+
+    before: Page
+    after: Page
+
+    @property
+    def seconds(self) -> float:
+        return max(self.after.at - self.before.at, 1e-9)
+
+    def grown(self, name: str, **labels: str) -> float:
+        now, was = self.after.sum(name, **labels), self.before.sum(name, **labels)
+        return now - was if now >= was else now
+
+    def rate(self, name: str, **labels: str) -> float:
+        """Per second."""
+        return self.grown(name, **labels) / self.seconds
+
+    def ratio(self, part: str, whole: str, **labels: str) -> float | None:
+        """None where nothing was counted."""
+        count = self.grown(whole, **labels)
+        return self.grown(part, **labels) / count if count else None
+
+    def mean(self, histogram: str, **labels: str) -> float | None:
+        return self.ratio(f"{histogram}_sum", f"{histogram}_count", **labels)
+
+    def quantile(self, q: float, histogram: str, **labels: str) -> float | None:
+        """As Prometheus' histogram_quantile has it: linear within a bucket. None where nothing was counted; the highest
+        bound where it is beyond it."""
+        bounds: defaultdict[float, float] = defaultdict(float)
+        for page, sign in ((self.after, 1), (self.before, -1)):
+            if sign < 0 and page.sum(f"{histogram}_count", **labels) > self.after.sum(f"{histogram}_count", **labels):
+                break
+            for found, value in page.samples.get(f"{histogram}_bucket", ()):
+                if labels.items() <= found.items():
+                    bounds[float(found["le"])] += sign * value
+        count = bounds.get(math.inf, 0.0)
+        if count <= 0:
+            return None
+        low, below = 0.0, 0.0
+        for bound, at_most in sorted(bounds.items()):
+            if at_most >= q * count and at_most > below:
+                return low if bound == math.inf else low + (bound - low) * (q * count - below) / (at_most - below)
+            low, below = bound, at_most
+        return low
+
+    def values(self, name: str, label: str) -> list[str]:
+        """Of a label, sorted."""
+        return sorted({found[label] for found, _ in self.after.samples.get(name, ()) if label in found})

@@ -1,0 +1,102 @@
+"""Dockerfiles, read as far as ours go; and their build stage, run in a folder instead of a container:
+
+    python -m tests.docker.dockerfile cpu|ascend FOLDER [ARG=VALUE ...]
+
+Each COPY is made from the tree through .dockerignore, each RUN goes through sh with the stage's variables; only what
+installs Debian packages is named and left out. VENV and WORKDIR are within FOLDER, which is new.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docker"
+
+
+class Instruction(NamedTuple):
+    name: str
+    text: str
+
+
+def read(file: Path) -> list[list[Instruction]]:
+    """What stands before the first FROM, then the instructions of each stage, its FROM first."""
+    text = re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.MULTILINE)
+    lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
+    stages: list[list[Instruction]] = [[]]
+    for line in filter(None, map(str.strip, lines)):
+        name, _, rest = line.partition(" ")
+        if name == "FROM":
+            stages.append([])
+        stages[-1].append(Instruction(name, rest))
+    return stages
+
+
+def sent(root: Path = ROOT) -> list[Path]:
+    """The files that .dockerignore leaves: what COPY can see. The last pattern that matches a path or a folder of it
+    decides."""
+    patterns = [line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    names = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, check=True,
+                           capture_output=True, text=True).stdout.splitlines()
+
+    def ignored(name: str) -> bool:
+        parts, decided = name.split("/"), False
+        ways = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+        for pattern in patterns:
+            glob = pattern.removeprefix("!")
+            anywhere = glob.startswith("**/")
+            if any(fnmatch.fnmatch(*((way.split("/")[-1], glob[3:]) if anywhere else (way, glob))) for way in ways):
+                decided = not pattern.startswith("!")
+        return decided
+
+    return [Path(name) for name in names if not ignored(name) and (root / name).is_file()]
+
+
+def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
+    """Runs the build stage; returns the environment that it made. CalledProcessError if a RUN fails."""
+    _, build, _ = read(FOLDER / f"Dockerfile.{kind}")
+    variables = {**os.environ, **arguments, "VENV": str(folder / "venv")}
+    where, context = folder, sent()
+    for name, text in build:
+        print(f"-- {name} {text}", flush=True)
+        if name in ("ARG", "ENV"):
+            for word in text.split():
+                key, _, value = word.partition("=")
+                value = re.sub(r"\${(\w+)}", lambda found: variables.get(found.group(1), ""), value)
+                variables[key] = variables.get(key, value) if name == "ARG" else value
+        elif name == "WORKDIR":
+            where = folder / text.lstrip("/")
+            where.mkdir(parents=True)
+        elif name == "COPY":
+            *sources, target = text.split()
+            for file in context:
+                if any(source == "." or file == Path(source) for source in sources):
+                    made = where / target / (file if "." in sources else file.name)
+                    made.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(ROOT / file, made)
+        elif name == "RUN" and text.startswith("apt-get "):
+            print("   not run here: Debian packages")
+        elif name == "RUN":
+            subprocess.run(["sh", "-c", text], cwd=where, env=variables, check=True)
+        elif name != "FROM":
+            raise ValueError(f"{name} is not known here")
+    return folder / "venv"
+
+
+def main(kind: str, folder: str, *arguments: str) -> None:
+    Path(folder).mkdir(parents=True)
+    venv = run_build(kind, Path(folder).resolve(), dict(word.split("=", 1) for word in arguments))
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in (["--version"], ["check"]):
+        subprocess.run([venv / "bin" / "npuserve", *command], cwd=folder, env=plain, check=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

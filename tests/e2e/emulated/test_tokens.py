@@ -1,0 +1,87 @@
+"""Through gRPC, greedy tokens of an emulated NPU in float32 (a labelled relaxation) are the CPU's, and in bfloat16 its
+logits are near: bench/emulated.py, in batches that change, in chunks, with prefixes found and requests preempted.
+
+Its model of Qwen3-14B's widths is too large for here; see docs/ascend.md for how to run it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_exactness import folder_of
+from tests.npu.emulator.child import missing
+
+ROOT = Path(__file__).parents[3]
+
+needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def findings(*arguments: str) -> list[dict[str, Any]]:
+    done = subprocess.run([sys.executable, "bench/emulated.py", *arguments], cwd=ROOT, capture_output=True, text=True,
+                          timeout=280)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert found, done.stderr
+    assert done.returncode == 0, found
+    return found
+
+
+@needs_npu
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [
+    "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
+def test_tokens_are_those_of_the_cpu(name: str) -> None:
+    overlapped, plain = findings(str(folder_of(name)), "--parts", "tokens", "--requests", "9")
+    assert (overlapped["way"], plain["way"]) == ("overlapped", "one step in flight")
+    for found in (overlapped, plain):
+        assert found["passed"]
+        assert found["equal"] == found["tokens"] == 9 * 150
+        # What it must have been through, not to say little.
+        assert found["preemptions"] > 0
+        assert found["prefix_hits"] > 0
+        assert found["mixed_steps"] > 0
+        assert found["captured"] >= 0.95 * found["decodes"] > 0
+
+
+@needs_npu
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [
+    "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
+def test_logits_in_bfloat16_are_near(name: str) -> None:
+    (found,) = findings(str(folder_of(name)), "--parts", "forced")
+    assert found["passed"]
+    assert found["positions"] > 1000
+    assert found["equal_argmax"] >= min(0.995, found["of_the_cpu"] - 0.005)
+    assert 0 < found["largest_logit_difference"] < 0.05 * found["largest_logit"]
+
+
+def bench(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"npuserve_{name}", ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_wide_model_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npuserve.npu.runner import load_runner
+
+    emulated = bench("emulated")
+    assert emulated.QWEN3_14B.items() <= bench("roofline").QWEN3_14B.items()
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+             "intermediate_size": 96}
+    monkeypatch.setattr(emulated, "QWEN3_14B", small)
+    runner = load_runner(emulated.wide(tmp_path, 101, layers=3), backend="cpu", max_model_len=64,
+                         progress=lambda done, total: None)
+    assert (runner.config.num_layers, runner.config.vocab_size, runner.dtype_name) == (3, 101, "bfloat16")

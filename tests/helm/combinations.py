@@ -1,0 +1,102 @@
+"""Ways to install the chart: every option is on in one of them at least, beside options that it could disagree with."""
+
+from __future__ import annotations
+
+from tests.helm.chart import Object
+
+_MONITORING = {"metrics": {"scrape": "serviceMonitor", "interval": "30s", "labels": {"release": "prometheus"}}}
+_ROUTE = {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}],
+                        "hostnames": ["llm.example.com", "*.example.com"]}}
+_KEDA = {"autoscaling": {"kind": "keda", "keda": {"prometheusAddress": "http://prometheus.monitoring:9090"}}}
+_PEER = [{"podSelector": {"matchLabels": {"app": "router"}}}]
+
+COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
+    "one replica, no cache, no spread": ((), {
+        "replicas": 1, "topologySpread": {"whenUnsatisfiable": "none"}, "podDisruptionBudget": {"enabled": False},
+        "headless": {"enabled": False}, "networkPolicy": {"enabled": False}, "serviceAccount": {"create": False},
+        "metrics": {"scrape": "none"}, "nameOverride": "llm"}),
+    "all settings": ((), {"config": {
+        "emulate": True, "emulate_relax": "fp32", "dtype": "float32", "max_model_len": 512, "frontends": 2,
+        "max_connection_age_seconds": 0,
+        "max_num_seqs": 8, "max_num_batched_tokens": 256, "decode_buckets": "1,2,4", "max_queue": 16,
+        "priority_aging_seconds": 2.5, "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
+        "kv_cache_dtype": "auto", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
+        "tensor_parallel_size": 1, "kernel_sampling": 64, "log_format": "json", "log_level": "debug",
+        "log_prompts": True, "metrics_vllm_aliases": True, "target_ttft_seconds": 1, "target_itl_seconds": 0.05,
+        "otlp_endpoint": "http://collector.tracing:4317"}}),
+    "a size in words, an own name": ((), {
+        "config": {"kv_cache_memory": "4GiB"}, "model": {"servedName": "stories \"β\" <1>"}, "fullnameOverride": "st"}),
+    "hub with token and mirror": ((), {"model": {"source": "hub", "hub": {
+        "name": "Qwen/Qwen3-0.6B", "endpoint": "https://hf-mirror.com", "tokenSecret": {"name": "hub"}}}}),
+    "pvc, folder": (("cpu",), {"model": {"source": "pvc", "pvc": {"claimName": "models", "path": "qwen/0.6b"}}}),
+    "pvc, root": (("cuda",), {"model": {"source": "pvc", "pvc": {"claimName": "models"}}}),
+    "init with revision": (("ascend",), {"model": {"hub": {"revision": "c1899de289a04d12100db370d81485cdf75e47ca"}}}),
+    "init of one's own, kept": (("ascend",), {"model": {"source": "init", "init": {
+        "image": "registry.example.com/modelscope:1.30.0", "claimName": "models",
+        "command": ["modelscope", "download", "--model", "Qwen/Qwen3-0.6B", "--local_dir", "/models/current"],
+        "env": [{"name": "MODELSCOPE_CACHE", "value": "/var/cache/npuserve/ms"}]}}}),
+    "ascend of another plugin": (("ascend",), {"accelerator": {"resourceName": "huawei.com/ascend-1980"}}),
+    "ascend shared by HAMi": (("ascend",), {
+        "accelerator": {"resourceName": "huawei.com/Ascend910B2",
+                        "extraResources": {"huawei.com/Ascend910B2-memory": 16384}},
+        "schedulerName": "hami-scheduler"}),
+    "ascend with the node's driver": (("ascend",), {"accelerator": {"hostDriver": True}, "runtimeClassName": "runc"}),
+    "cuda, eight devices": (("cuda",), {"accelerator": {"count": 8}, "runtimeClassName": "nvidia"}),
+    "hpa": ((), {"autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 4, "kvCacheUsage": 0.75}}),
+    "keda with authentication": (("cuda",), {
+        "autoscaling": {"kind": "keda", "scaleDownSeconds": 600, "keda": {
+            "prometheusAddress": "https://thanos.monitoring:9091", "authentication": "thanos",
+            "selector": 'job="npuserve"', "pollingSeconds": 30}}}),
+    "service monitor, rules, dashboards": ((), {
+        **_MONITORING, "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
+    "pod monitor and route": (("ascend",), {"metrics": {"scrape": "podMonitor"}, **_ROUTE}),
+    "load balancer": ((), {"service": {
+        "type": "LoadBalancer", "port": 443, "loadBalancerSourceRanges": ["10.0.0.0/8", "fd00::/8"],
+        "annotations": {"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"}}}),
+    "network policy with peers": (("cpu", "prod"), {"networkPolicy": {
+        "grpcFrom": _PEER, "egress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 9000}]}]}}),
+    "cache on a claim, shared": ((), {"cache": {"type": "pvc", "size": "100Gi", "storageClass": "cephfs"}}),
+    "cache on a claim, one replica": ((), {
+        "replicas": 1, "strategy": {"type": "Recreate"}, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
+    "cache on a claim of one's own": ((), {"cache": {"type": "pvc", "claimName": "caches"}}),
+    "short drain, no pre-stop": ((), {"termination": {"drainSeconds": 5, "preStopSeconds": 0}}),
+    "long grace, other ports, IPv6": ((), {
+        "termination": {"gracePeriodSeconds": 3600}, "ports": {"grpc": 8001, "metrics": 8002}, "host": "::"}),
+    "all that a pod may have more": (("ascend",), {
+        "commonLabels": {"team": "llm"}, "podLabels": {"tier": "gold"}, "podAnnotations": {"note": "true"},
+        "image": {"repository": "registry.example.com:5000/llm/npuserve", "digest": "sha256:" + "0" * 64,
+                  "pullPolicy": "Always", "pullSecrets": ["registry"]},
+        "serviceAccount": {"name": "llm", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/llm"}},
+        "nodeSelector": {"accelerator": "huawei-Ascend910"}, "priorityClassName": "serving",
+        "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "llm", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+            {"matchExpressions": [{"key": "pool", "operator": "In", "values": ["npu"]}]}]}}},
+        "extraEnv": [{"name": "HCCL_CONNECT_TIMEOUT", "value": "1200"},
+                     {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+        "extraEnvFrom": [{"configMapRef": {"name": "site"}}],
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "extraInitContainers": [{"name": "check", "image": "busybox:1.37.0", "command": ["true"]}],
+        "extraContainers": [{"name": "sidecar", "image": "busybox:1.37.0", "command": ["sleep", "infinity"]}]}),
+    "sizes, times, contexts": ((), {
+        "tmp": {"size": "2Gi"}, "shm": {"size": "512Mi"}, "cache": {"size": "1Ti"}, "image": {"tag": "0.1.0-1"},
+        "model": {"source": "init", "hub": {"name": "a/b", "tokenSecret": {"name": "hub", "key": "t"}},
+                  "init": {"size": "9Gi"}},
+        "resources": {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+        "probes": {"startupSeconds": 61,
+                   "readiness": {"periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 1},
+                   "liveness": {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}},
+        "strategy": {"type": "RollingUpdate", "maxSurge": "25%", "maxUnavailable": "10%"},
+        "podDisruptionBudget": {"maxUnavailable": "50%"},
+        "autoscaling": {"kind": "hpa", "waitingRequests": 8},
+        "podSecurityContext": {"runAsNonRoot": True, "runAsUser": 2000, "runAsGroup": 2000, "fsGroup": 2000,
+                               "fsGroupChangePolicy": "Always", "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                            "capabilities": {"drop": ["ALL"]}},
+        "dashboards": {"enabled": True, "labels": {"grafana_dashboard": "yes"}},
+        "grpcRoute": {"enabled": True, "parentRefs": [{"name": "g"}], "services": ["grpc.health.v1.Health"]}}),
+    "everything at once": (("ascend", "prod"), {**_ROUTE, **_MONITORING, **_KEDA, "global": {"region": "eu"},
+                                                "cache": {"type": "pvc"}}),
+}
+"""Name -> (presets, values on top of them)."""

@@ -1,0 +1,286 @@
+"""What the chart renders: valid for every version of Kubernetes that it is for, its numbers in agreement."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from npuserve.service import settings, supervisor
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.health import LIVENESS, READINESS
+from tests.helm.chart import (
+    CHART,
+    PRESETS,
+    ROOT,
+    Object,
+    config_file,
+    find,
+    helm,
+    merged,
+    needs_helm,
+    pod,
+    problems,
+    render,
+    template,
+)
+from tests.helm.combinations import COMBINATIONS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = needs_helm
+
+VERSIONS = ["1.25", "1.29", "1.33"]
+STACKS = [(), *((preset,) for preset in PRESETS), *((preset, "prod") for preset in PRESETS if preset != "prod")]
+
+
+def toml(objects: list[Object]) -> dict[str, Any]:
+    """The settings that the server is given."""
+    return tomllib.loads(config_file(objects))
+
+
+def environment(container: Object) -> Object:
+    return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
+
+
+@pytest.fixture(scope="module")
+def versions() -> list[str]:
+    kube = pytest.importorskip("kubernetes_validate")
+    return [*VERSIONS, kube.utils.major_minor(kube.latest_version())]
+
+
+@pytest.mark.parametrize("presets", STACKS, ids="+".join)
+def test_lint_is_content(presets: tuple[str, ...]):
+    done = helm("lint", "--strict", str(CHART), *itertools.chain(
+        *(("-f", str(CHART / f"values-{preset}.yaml")) for preset in presets)))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("presets", "values"), [
+    *((stack, {}) for stack in STACKS), *COMBINATIONS.values()], ids=[*map("+".join, STACKS), *COMBINATIONS])
+def test_kubernetes_and_the_server_take_it(
+    presets: tuple[str, ...], values: Object, versions: list[str], tmp_path: Path
+):
+    for version in versions:
+        objects = render(values, presets, kubernetes=f"{version}.0")
+        assert not problems(objects, version)
+        names = [(o["kind"], o["metadata"]["name"]) for o in objects]
+        assert len(names) == len(set(names))
+    file = tmp_path / "npuserve.toml"
+    file.write_text(config_file(objects))
+    loaded = settings.load(argparse.Namespace(config=str(file)), {})
+    for name, value in toml(objects).items():
+        is_size = name == "kv_cache_memory" and isinstance(value, str)
+        assert getattr(loaded, name) == (settings.parse_size(value) if is_size else value)
+    for name, value in values.get("config", {}).items():
+        assert toml(objects)[name] == value
+    assert loaded.served_name == values.get("model", {}).get("servedName", loaded.served_name)
+
+
+def test_the_validation_finds_what_is_wrong(versions: list[str]):
+    objects = render({"metrics": {"scrape": "podMonitor"}})
+    deployment, monitor = find(objects, "Deployment"), find(objects, "PodMonitor")
+    deployment["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
+    monitor["spec"]["podMetricsEndpoints"][0]["intervall"] = "1s"
+    unknown = {"apiVersion": "example.com/v1", "kind": "Unknown", "metadata": {"name": "x"}}
+    found = problems([deployment, monitor, unknown], versions[0])
+    for text, word in zip(found, ("livenessProb", "intervall", "Unknown"), strict=True):
+        assert word in text
+
+
+def test_every_value_is_set_by_some_combination():
+    """A value that none sets is a branch of the templates that nobody looked at. tls and apiKeys have a test below."""
+    def leaves(values: Object, path: str = "") -> set[str]:
+        found: set[str] = set()
+        for name, value in values.items():
+            found |= leaves(value, f"{path}{name}.") if isinstance(value, dict) and value else {f"{path}{name}"}
+        return found
+
+    files = {name: yaml.safe_load(file.read_text()) for name, file in (
+        ("", CHART / "values.yaml"), *((preset, CHART / f"values-{preset}.yaml") for preset in PRESETS))}
+    made = [leaves(merged(*(files[preset] for preset in presets), values))
+            for presets, values in COMBINATIONS.values()]
+    unset = {path for path in leaves(files[""]) if not any(name == path or name.startswith(f"{path}.")
+                                                           for name in set().union(*made))}
+    assert {path for path in unset if path.split(".")[0] not in ("tls", "apiKeys")} == set()
+
+
+@pytest.mark.parametrize("values", [{}, {"termination": {"drainSeconds": 0, "preStopSeconds": 0}},
+                                    {"termination": {"drainSeconds": 1000, "preStopSeconds": 30}}])
+def test_the_grace_period_holds_the_pre_stop_and_the_drain(values: Object):
+    objects = render(values)
+    spec, drain = pod(objects), toml(objects)["drain_seconds"]
+    hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
+    needed = int(hook[1]) + drain + supervisor.FRONTEND_MARGIN + supervisor.ENGINE_PATIENCE
+    assert needed < spec["terminationGracePeriodSeconds"] <= needed + 10
+    deadline = find(objects, "Deployment")["spec"]["progressDeadlineSeconds"]
+    startup = spec["containers"][0]["startupProbe"]
+    assert deadline > startup["periodSeconds"] * startup["failureThreshold"] + spec["terminationGracePeriodSeconds"]
+
+
+def test_probes_ask_the_health_services():
+    objects = render({"probes": {"startupSeconds": 62}})
+    (container,) = pod(objects)["containers"]
+    port = toml(objects)["port"]
+    asked = {name: container[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")}
+    assert asked == {"startup": {"port": port, "service": ""},
+                     "readiness": {"port": port, "service": "npuserve.readiness"},
+                     "liveness": {"port": port, "service": LIVENESS}}
+    assert {"", "npuserve.readiness"} <= set(READINESS)
+    assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] == 65
+    assert [p["containerPort"] for p in container["ports"]] == [port, toml(objects)["metrics_port"]]
+
+
+def test_the_pod_is_locked_up():
+    for presets in STACKS:
+        spec = pod(render({}, presets))
+        assert spec["enableServiceLinks"] is False
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert container["securityContext"] == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+                                                    "capabilities": {"drop": ["ALL"]}}
+            mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
+            written = [value for name, value in environment(container).items()
+                       if name not in ("NPUSERVE_CONFIG", "MODEL_DIR") and str(value).startswith("/")]
+            assert {"/tmp", "/var/cache/npuserve"} <= mounts.keys()
+            for path in written:
+                assert any(not read_only and f"{path}/".startswith(f"{mount}/") for mount, read_only in mounts.items())
+
+
+def test_a_new_configuration_makes_new_pods():
+    def checksum(values: Object) -> str:
+        metadata = find(render(values), "Deployment")["spec"]["template"]["metadata"]
+        found: str = metadata["annotations"]["checksum/config"]
+        return found
+
+    assert checksum({}) == checksum({"replicas": 3})
+    assert checksum({}) != checksum({"config": {"max_queue": 8}})
+
+
+@pytest.mark.parametrize(("presets", "device", "resource"), [
+    ((), "cpu", {}), (("ascend",), "npu", {"huawei.com/Ascend910": 1}), (("cuda",), "cuda", {"nvidia.com/gpu": 1})])
+def test_accelerators(presets: tuple[str, ...], device: str, resource: Object):
+    objects = render({}, presets)
+    (container,) = pod(objects)["containers"]
+    assert toml(objects)["device"] == device
+    limits = container["resources"]["limits"]
+    assert {name: count for name, count in limits.items() if "/" in name} == resource
+    kind = presets[0] if presets else "cpu"
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert container["image"] == f"npuserve:{version}-{kind}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert version == project["version"]
+    assert ("NPUSERVE_THREADS" in environment(container)) == (kind == "cpu")
+
+
+@pytest.mark.parametrize(("model", "said", "offline"), [
+    ({}, {}, False),
+    ({"source": "hub", "hub": {"name": "a/b"}}, {"model": "a/b"}, False),
+    ({"source": "pvc", "pvc": {"claimName": "c", "path": "d/e"}}, {"model": "/models/d/e"}, True),
+    ({"source": "pvc", "pvc": {"claimName": "c"}}, {"model": "/models"}, True),
+    ({"source": "init", "hub": {"name": "a/b"}}, {"model": "/models/current", "served_name": "a/b"}, True),
+    ({"source": "init", "hub": {"name": "a/b"}, "servedName": "c"},
+     {"model": "/models/current", "served_name": "c"}, True),
+])
+def test_models(model: Object, said: Object, offline: bool):
+    objects = render({"model": model})
+    told = toml(objects)
+    assert {name: told[name] for name in ("model", "served_name") if name in told} == said
+    spec = pod(objects)
+    assert ("HF_HUB_OFFLINE" in environment(spec["containers"][0])) == offline
+    assert ("models" in {volume["name"] for volume in spec["volumes"]}) == offline
+    out = [port["port"] for rule in find(objects, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]]
+    assert (443 in out) == (model.get("source") in ("hub", "init"))
+
+
+def test_autoscalers_scale_by_metrics_that_are_there():
+    documented = set(re.findall(r"`(npuserve_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    hpa = find(render({"autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")
+    assert {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in hpa["spec"]["metrics"]} == {
+        "npuserve_requests_waiting": "4", "npuserve_kv_cache_usage_ratio": "800m"}
+    objects = render({}, ("cpu", "prod"))
+    assert "replicas" not in find(objects, "Deployment")["spec"]
+    queries = [t["metadata"]["query"] for t in find(objects, "ScaledObject")["spec"]["triggers"]]
+    asked = {name for query in queries for name in re.findall(r"npuserve_\w+", query)}
+    assert asked == {"npuserve_requests_waiting", "npuserve_kv_cache_usage_ratio"}
+    assert asked <= documented
+    name = find(objects, "Deployment")["metadata"]["name"]
+    for query in queries:
+        pods = re.search(r'pod=~"([^"]+)"', query)
+        assert pods is not None
+        assert re.fullmatch(pods.group(1), f"{name}-5d4b8c9f7d-x2x4q")
+        assert not re.fullmatch(pods.group(1), f"{name}-test")
+
+
+def test_monitors_select_one_service():
+    """Prometheus must not scrape a pod twice by way of two services."""
+    objects = render({"metrics": {"scrape": "serviceMonitor"}})
+    wanted = find(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    matching = [o for o in objects if o["kind"] == "Service" and wanted <= o["metadata"]["labels"].items()]
+    assert [service["metadata"]["name"] for service in matching] == ["demo-npuserve-metrics"]
+    for service in (o for o in objects if o["kind"] == "Service"):
+        labels = find(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_dashboards_and_rules_are_taken_as_they_are():
+    objects = render({"dashboards": {"enabled": True}, "rules": {"enabled": True}})
+    shown = {key: text for o in objects if o["kind"] == "ConfigMap" and "grafana_dashboard" in o["metadata"]["labels"]
+             for key, text in o["data"].items()}
+    assert shown == {file.name: file.read_text().strip() for file in (CHART / "dashboards").glob("*.json")}
+    groups = [group for file in sorted((CHART / "rules").glob("*.yaml"))
+              for group in yaml.safe_load(file.read_text())["groups"]]
+    assert find(objects, "PrometheusRule")["spec"]["groups"] == (groups or None)
+
+
+def test_the_route_leaves_administration_out():
+    _, values = COMBINATIONS["pod monitor and route"]
+    (rule,) = find(render(values), "GRPCRoute")["spec"]["rules"]
+    assert {match["method"]["service"] for match in rule["matches"]} == {
+        "npuserve.v1.InferenceService", "grpc.health.v1.Health"}
+
+
+RESERVED = {
+    "tls_cert": {"tls": {"secretName": "s"}}, "tls_key": {"tls": {"secretName": "s"}},
+    "tls_client_ca": {"tls": {"secretName": "s", "clientCaSecretName": "s"}},
+    "api_keys": {"apiKeys": {"secretName": "s"}},
+}
+
+
+def test_what_the_server_refuses_the_chart_refuses(tmp_path: Path, versions: list[str]):
+    """When the server takes one of these settings, its name leaves the list in _checks.tpl, and the chart sets it."""
+    def reserved(name: str) -> bool:
+        try:
+            ServerConfig(**{name: "file"})
+        except ConfigError as error:
+            return "reserved" in str(error)
+        return False
+
+    checks = (CHART / "templates" / "_checks.tpl").read_text()
+    listed = re.search(r'define "npuserve.reserved" -}}\n([^{]*)', checks)
+    assert listed is not None
+    assert set(listed.group(1).split()) == {name for name in RESERVED if reserved(name)}
+    open_chart = tmp_path / "npuserve"
+    shutil.copytree(CHART, open_chart)
+    (open_chart / "templates" / "_checks.tpl").write_text(checks.replace(listed.group(1), "none\n"))
+    for name, values in RESERVED.items():
+        objects = render(values, chart=open_chart)
+        assert not problems(objects, versions[1])
+        path = Path(toml(objects)[name])
+        assert str(path.parent) in {m["mountPath"] for m in pod(objects)["containers"][0]["volumeMounts"]}
+        if name in listed.group(1).split():
+            done = template(values)
+            assert done.returncode != 0
+            assert "in this version" in done.stderr

@@ -1,0 +1,47 @@
+"""checkov finds nothing in the chart and the Dockerfiles but what helm/accepted-findings.yaml explains."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helm.chart import ROOT, needs_helm, template
+from tests.helm.combinations import COMBINATIONS
+
+STACKS = [("cpu",), ("ascend", "prod"), ("cuda", "prod")]
+
+
+@needs_helm
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not shutil.which("checkov"), reason="no program checkov on PATH (pip install checkov)")
+def test_nothing_is_found_that_is_not_explained(tmp_path: Path):
+    for number, stack in enumerate(STACKS):
+        done = template({}, stack)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / f"{number}.yaml").write_text(done.stdout)
+    presets, values = COMBINATIONS["service monitor, rules, dashboards"]
+    (tmp_path / "more.yaml").write_text(template(values, presets).stdout)
+    for file in (ROOT / "docker").glob("Dockerfile.*"):
+        shutil.copy(file, tmp_path)
+    done = subprocess.run(["checkov", "--directory", str(tmp_path), "--framework", "kubernetes", "dockerfile",
+                           "--skip-download", "--compact", "--quiet", "--output", "json"],
+                          capture_output=True, text=True, timeout=240)
+    reports = json.loads(done.stdout)
+    assert {report["check_type"] for report in reports} == {"kubernetes", "dockerfile"}
+    assert all(report["summary"]["passed"] > 100 and not report["summary"]["parsing_errors"] for report in reports)
+    failed = [check for report in reports for check in report["results"]["failed_checks"]]
+    found = {(check["check_id"], check["resource"]) for check in failed}
+    accepted = yaml.safe_load((ROOT / "helm" / "accepted-findings.yaml").read_text())
+
+    def explained(finding: tuple[str, str], entry: dict[str, str]) -> bool:
+        return finding[0] == entry["check"] and re.fullmatch(entry["where"], finding[1]) is not None
+
+    assert [f for f in sorted(found) if not any(explained(f, entry) for entry in accepted)] == []
+    assert [entry for entry in accepted if not any(explained(f, entry) for f in found)] == []
+    assert all(len(entry["why"]) > 20 for entry in accepted)

@@ -1,0 +1,182 @@
+"""The dashboards as Grafana and Prometheus read them, against the metrics that there are.
+
+Grafana's side is its own SDK, Prometheus' side a parser of its language: packages of `npuserve[dev]`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.test_metrics import documented
+
+HELM = Path(__file__).parents[2] / "helm"
+FILES = sorted((HELM / "npuserve/dashboards").glob("*.json"))
+VARIABLES = {"namespace": ".*", "model": ".*", "instance": ".*", "kernel": ".*", "phase": ".*", "baseline": "1h",
+             "__rate_interval": "1m"}
+
+
+def load(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def queries() -> Iterator[tuple[str, str, str]]:
+    """(dashboard, panel, query) of all."""
+    for file in FILES:
+        for panel in panels(load(file)):
+            for target in panel["targets"]:
+                yield file.stem, panel["title"], target["expr"]
+
+
+def filled(query: str) -> str:
+    """With values for Grafana's variables."""
+    return re.sub(r"\$(\w+)", lambda match: VARIABLES[match[1]], query)
+
+
+def selectors(node: Any) -> Iterator[Any]:
+    """All vector selectors of a parsed expression."""
+    import promql_parser
+
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    for name in ("vector_selector", "expr", "lhs", "rhs", "param"):
+        child = getattr(node, name, None)
+        if child is not None:
+            yield from selectors(child)
+    for argument in getattr(node, "args", ()):
+        yield from selectors(argument)
+
+
+def sampled() -> dict[str, list[str]]:
+    """Names as in a query -> labels."""
+    found: dict[str, list[str]] = {}
+    for name, (kind, labels) in documented().items():
+        if kind == "histogram":
+            found |= {f"{name}_bucket": [*labels, "le"], f"{name}_sum": labels, f"{name}_count": labels}
+        else:
+            found[name] = labels
+    return found
+
+
+def test_the_files_are_what_the_script_makes() -> None:
+    done = subprocess.run([sys.executable, HELM / "dashboards.py", "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [file.stem for file in FILES] == ["engine", "kernels", "service"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_grafana_knows_every_field(file: Path) -> None:
+    """Read and written by Grafana's own types, nothing is lost or changed."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()
+    dashboard = load(file)
+
+    def again(what: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(JSONEncoder().encode(models.Dashboard.from_json(what)))
+        return found
+
+    def known(ours: Any, theirs: Any, path: str = "") -> None:
+        if isinstance(ours, dict):
+            assert set(ours) <= set(theirs), path
+            for key, value in ours.items():
+                known(value, theirs[key], f"{path}/{key}")
+        elif isinstance(ours, list):
+            assert len(ours) == len(theirs), path
+            for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+                known(mine, other, f"{path}/{number}")
+        else:
+            assert ours == theirs, path
+
+    known(dashboard, again(dashboard))
+    panel = panels(dashboard)[0]
+    for part in (panel, panel["targets"][0], panel["options"], panel["fieldConfig"]["defaults"]):
+        part["nonsense"] = 1
+        with pytest.raises(AssertionError):
+            known(dashboard, again(dashboard))
+        del part["nonsense"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_dashboard_can_be_read_and_used(file: Path) -> None:
+    dashboard = load(file)
+    assert dashboard["schemaVersion"] >= 41
+    assert dashboard["uid"] == f"npuserve-{file.stem}"
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert list(variables)[:4] == ["datasource", "namespace", "model", "instance"]
+    assert variables["datasource"]["type"] == "datasource"
+    assert 'model=~"$model"' in variables["instance"]["query"]["query"]
+    names = set(variables) | {"__rate_interval"}
+    assert set(re.findall(r"\$(\w+)", json.dumps(dashboard["panels"]))) <= names
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+                 for y in range(place["y"], place["y"] + place["h"])}
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    for panel in panels(dashboard):
+        assert panel["targets"], panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_every_query_is_one_of_ours() -> None:
+    """It parses, names metrics that there are, with labels that they have, and is bound to the chosen servers."""
+    parser = pytest.importorskip("promql_parser")
+    known = sampled()
+    count = 0
+    for where in queries():
+        found = list(selectors(parser.parse(filled(where[2]))))
+        assert found, where
+        for selector in found:
+            count += 1
+            assert selector.name in known, (where, selector.name)
+            labels = {matcher.name for matcher in selector.matchers.matchers}
+            assert {"namespace", "instance"} <= labels, where
+            assert labels - {"namespace", "instance"} <= set(known[selector.name]), where
+    assert count > 90
+
+
+@pytest.mark.parametrize("query", [
+    "sum(rate(npuserve_requests_total[1m])", "sum by (x npuserve_requests_running", "a b"])
+def test_a_wrong_query_is_refused(query: str) -> None:
+    parser = pytest.importorskip("promql_parser")
+    with pytest.raises(ValueError, match=r"."):
+        parser.parse(query)
+
+
+def test_legends_name_labels_that_their_query_keeps() -> None:
+    parser = pytest.importorskip("promql_parser")
+    for file in FILES:
+        for panel in panels(load(file)):
+            for target in panel["targets"]:
+                wanted = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+                node = parser.parse(filled(target["expr"]))
+                if isinstance(node, parser.VectorSelector):
+                    assert wanted <= {*sampled()[node.name], "instance"}, panel["title"]
+                    continue
+                kept = set(re.findall(r"\w+", " ".join(re.findall(r" by \(([^)]*)\)", target["expr"]))))
+                assert wanted <= kept, panel["title"]
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    shown = " ".join(query for *_, query in queries())
+    assert not [name for name in documented() if name not in shown]

@@ -1,0 +1,183 @@
+"""What values.schema.json and _checks.tpl refuse, by the field's name; the schema knows the server's settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+import msgspec
+import pytest
+
+from npuserve.service.config import ConfigError, ServerConfig
+from tests.helm.chart import CHART, Object, needs_helm, template
+
+SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
+
+NONSENSE: list[tuple[str, Object]] = [
+    ("replica", {"replica": 3}),
+    ("accelerator.kind", {"accelerator": {"kind": "tpu"}}),
+    ("accelerator.count", {"accelerator": {"kind": "cuda", "count": 0}}),
+    ("accelerator.count", {"accelerator": {"kind": "cuda", "count": 1.5}}),
+    ("accelerator.resourceName", {"accelerator": {"kind": "cuda", "resourceName": "gpu"}}),
+    ("accelerator.extraResources", {"accelerator": {"kind": "ascend", "extraResources": {"memory": 1}}}),
+    ("accelerator", {"accelerator": {"type": "cpu"}}),
+    ("image.tag", {"image": {"tag": "latest"}}),
+    ("image.digest", {"image": {"digest": "sha256:12"}}),
+    ("image.pullPolicy", {"image": {"pullPolicy": "Sometimes"}}),
+    ("image.repository", {"image": {"repository": ""}}),
+    ("model.source", {"model": {"source": "s3"}}),
+    ("model.hub.name", {"model": {"source": "hub"}}),
+    ("model.hub.name", {"model": {"source": "init"}}),
+    ("model.hub.name", {"model": {"source": "hub", "hub": {"name": "a/b/c"}}}),
+    ("model.hub.revision", {"model": {"source": "hub", "hub": {"name": "a/b", "revision": "main"}}}),
+    ("model.hub.endpoint", {"model": {"hub": {"endpoint": "hf-mirror.com"}}}),
+    ("model.pvc.claimName", {"model": {"source": "pvc"}}),
+    ("model.pvc.path", {"model": {"source": "pvc", "pvc": {"claimName": "c", "path": "../etc"}}}),
+    ("model.pvc.path", {"model": {"source": "pvc", "pvc": {"claimName": "c", "path": "/models"}}}),
+    ("model.init.size", {"model": {"init": {"size": "much"}}}),
+    ("config.max_num_seqs", {"config": {"max_num_seqs": 0}}),
+    ("config.max_num_seqs", {"config": {"max_num_seqs": "many"}}),
+    ("config.block_size", {"config": {"block_size": 24}}),
+    ("config.dtype", {"config": {"dtype": "int4"}}),
+    ("config.kv_cache_memory", {"config": {"kv_cache_memory": "4 apples"}}),
+    ("config.decode_buckets", {"config": {"decode_buckets": "1,0"}}),
+    ("config.tensor_parallel_size", {"config": {"tensor_parallel_size": 2}}),
+    ("Additional property port", {"config": {"port": 1}}),
+    ("Additional property drain_seconds", {"config": {"drain_seconds": 5}}),
+    ("Additional property max_num_seq ", {"config": {"max_num_seq": 5}}),
+    ("host", {"host": "localhost"}),
+    ("ports.grpc", {"ports": {"grpc": 80}}),
+    ("ports.metrics", {"ports": {"metrics": 65536}}),
+    ("replicas", {"replicas": -1}),
+    ("replicas", {"replicas": "two"}),
+    ("resources.requests.cpu", {"resources": {"requests": {"cpu": "four"}}}),
+    ("resources", {"resources": {"request": {"cpu": 1}}}),
+    ("termination.drainSeconds", {"termination": {"drainSeconds": -1}}),
+    ("termination.preStopSeconds", {"termination": {"preStopSeconds": "15s"}}),
+    ("probes.startupSeconds", {"probes": {"startupSeconds": 0}}),
+    ("probes.liveness.failureThreshold", {"probes": {"liveness": {"failureThreshold": 0}}}),
+    ("probes.readiness", {"probes": {"readiness": {"tcpSocket": {"port": 1}}}}),
+    ("strategy.type", {"strategy": {"type": "BlueGreen"}}),
+    ("strategy.maxSurge", {"strategy": {"maxSurge": "200%"}}),
+    ("autoscaling.kind", {"autoscaling": {"kind": "vpa"}}),
+    ("autoscaling.minReplicas", {"autoscaling": {"kind": "hpa", "minReplicas": 0}}),
+    ("autoscaling.kvCacheUsage", {"autoscaling": {"kind": "hpa", "kvCacheUsage": 80}}),
+    ("autoscaling.keda.prometheusAddress", {"autoscaling": {"kind": "keda"}}),
+    ("autoscaling.keda.prometheusAddress", {"autoscaling": {"keda": {"prometheusAddress": "prometheus:9090"}}}),
+    ("podDisruptionBudget.maxUnavailable", {"podDisruptionBudget": {"maxUnavailable": 0}}),
+    ("service.type", {"service": {"type": "ExternalName"}}),
+    ("service.port", {"service": {"port": 0}}),
+    ("service.loadBalancerSourceRanges", {"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["me"]}}),
+    ("grpcRoute.parentRefs", {"grpcRoute": {"enabled": True}}),
+    ("grpcRoute.services", {"grpcRoute": {"services": []}}),
+    ("grpcRoute.hostnames", {"grpcRoute": {"hostnames": ["https://x"]}}),
+    ("networkPolicy.grpcFrom", {"networkPolicy": {"grpcFrom": [{}]}}),
+    ("metrics.scrape", {"metrics": {"scrape": "both"}}),
+    ("metrics.interval", {"metrics": {"interval": "15"}}),
+    ("metrics.labels", {"metrics": {"labels": {"release": "a b"}}}),
+    ("dashboards.enabled", {"dashboards": {"enabled": "yes"}}),
+    ("cache.type", {"cache": {"type": "hostPath"}}),
+    ("cache.size", {"cache": {"size": "0Gi"}}),
+    ("cache.accessMode", {"cache": {"accessMode": "ReadWriteOncePod"}}),
+    ("shm.size", {"shm": {"size": "-1Gi"}}),
+    ("topologySpread.whenUnsatisfiable", {"topologySpread": {"whenUnsatisfiable": "Maybe"}}),
+    ("affinity", {"affinity": {"nodeAffinty": {}}}),
+    ("commonLabels", {"commonLabels": {"a": "x" * 64}}),
+    ("extraEnv.0", {"extraEnv": [{"value": "x"}]}),
+    ("extraEnv.0.name", {"extraEnv": [{"name": "A B", "value": "x"}]}),
+    ("extraEnv.0.value", {"extraEnv": [{"name": "A", "value": 1}]}),
+    ("fullnameOverride", {"fullnameOverride": "Big_Name"}),
+]
+
+CONTRADICTIONS: list[tuple[str, Object]] = [
+    ("termination.gracePeriodSeconds: 60 would kill", {"termination": {"gracePeriodSeconds": 60}}),
+    ("ports.metrics: 50051 is ports.grpc", {"ports": {"metrics": 50051}}),
+    ("accelerator.kind is cpu", {"accelerator": {"hostDriver": True}}),
+    ("accelerator.kind is cpu", {"accelerator": {"resourceName": "nvidia.com/gpu"}}),
+    ("accelerator.hostDriver", {"accelerator": {"kind": "cuda", "hostDriver": True}}),
+    ("resources.limits: nvidia.com/gpu", {
+        "accelerator": {"kind": "cuda"}, "resources": {"limits": {"nvidia.com/gpu": 2}}}),
+    ("strategy: with maxSurge 0", {"strategy": {"maxSurge": 0, "maxUnavailable": "0%"}}),
+    ("autoscaling.minReplicas: 9", {"autoscaling": {"kind": "hpa", "minReplicas": 9}}),
+    ("metrics.scrape: none", {"autoscaling": {"kind": "hpa"}, "metrics": {"scrape": "none"}}),
+    ("cache.accessMode: ReadWriteOnce", {"cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
+    ("strategy.type Recreate", {"replicas": 1, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
+    ("extraEnv: NPUSERVE_PORT", {"extraEnv": [{"name": "NPUSERVE_PORT", "value": "1"}]}),
+    ("extraEnv: HF_HOME", {"extraEnv": [{"name": "HF_HOME", "value": "/x"}]}),
+    ("service.loadBalancerSourceRanges", {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}}),
+    ("tls.clientCaSecretName", {"tls": {"clientCaSecretName": "ca"}}),
+]
+
+
+@needs_helm
+@pytest.mark.parametrize(("field", "values"), NONSENSE, ids=[f"{f} {json.dumps(v)}" for f, v in NONSENSE])
+def test_nonsense_is_refused_by_the_schema(field: str, values: Object):
+    done = template(values)
+    assert done.returncode != 0, f"{field} was taken"
+    assert "don't meet the specifications of the schema" in done.stderr
+    assert field in done.stderr, done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(("said", "values"), CONTRADICTIONS, ids=[f for f, _ in CONTRADICTIONS])
+def test_contradictions_are_refused(said: str, values: Object):
+    done = template(values)
+    assert done.returncode != 0, f"{values} were taken"
+    assert said in done.stderr, done.stderr
+
+
+def objects(schema: Any, path: str = "") -> Iterator[tuple[str, Object]]:
+    """All parts of a schema that describe a map, by their path."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield path, schema
+        for name, part in schema.items():
+            yield from objects(part, f"{path}/{name}")
+    elif isinstance(schema, list):
+        for index, part in enumerate(schema):
+            yield from objects(part, f"{path}/{index}")
+
+
+def test_the_schema_leaves_open_only_what_kubernetes_checks():
+    free = [path for path, schema in objects(SCHEMA)
+            if "additionalProperties" not in schema and not path.endswith(("/named/items", "/objects/items"))]
+    affinities = (f"affinity/properties/{name}" for name in ("nodeAffinity", "podAffinity", "podAntiAffinity"))
+    assert sorted(free) == sorted(["/definitions/environment/items/properties/valueFrom", *(
+        f"/properties/{name}" for name in ("global", "podSecurityContext", "securityContext", *affinities))])
+
+
+CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
+# The chart derives these from other values.
+DERIVED = {"host", "port", "metrics_port", "model", "served_name", "device", "drain_seconds", "tls_cert", "tls_key",
+           "tls_client_ca", "api_keys"}
+
+
+def test_the_schema_knows_every_setting():
+    """A new setting goes into values.schema.json, under config, with its range, and into tests/helm/combinations.py."""
+    assert set(CONFIG) | DERIVED == set(ServerConfig.__struct_fields__)
+    assert not set(CONFIG) & DERIVED
+
+
+@pytest.mark.parametrize("name", sorted(CONFIG))
+def test_a_settings_range_is_the_servers(name: str):
+    def takes(value: Any) -> bool:
+        try:
+            ServerConfig(**{"emulate": True, name: value})
+        except ConfigError:
+            return False
+        return True
+
+    schema = CONFIG[name]
+    kind = next(f.type for f in msgspec.structs.fields(ServerConfig) if f.name == name)
+    for part in schema.get("anyOf", [schema]):
+        if "minimum" in part:
+            step = 1 if part["type"] == "integer" else part["minimum"] / 2 or 0.5
+            assert [takes(part["minimum"] - step), takes(part["minimum"]), takes(part["maximum"]),
+                    takes(part["maximum"] + 1)] == [False, True, True, False]
+            assert part["type"] == {int: "integer", float: "number"}[kind]
+        elif "enum" in part:
+            allowed = get_args(kind) if get_origin(kind) else [0, *(1 << n for n in range(14))]
+            assert part["enum"] == [value for value in allowed if takes(value)]
+        else:
+            assert part["type"] == ("boolean" if kind is bool else "string")

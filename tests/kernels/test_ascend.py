@@ -1,0 +1,118 @@
+"""The implementations for Ascend on an emulated device, against their golden functions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import npuserve.kernels  # noqa: F401
+from npuserve.kernels import ascend
+from npuserve.kernels.registry import KERNELS, Case, Implementation
+from npuserve.npu import emulator
+from tests.kernels.comparison import compare
+from tests.npu.emulator.child import emulated
+
+RELAX = ("fp32", "small_heads")
+OURS = {name for name, k in KERNELS.items() if ascend.LABEL in k.implementations}
+
+HEADS = ("qk_norm_rope_kv_write", "paged_attention")
+"""What the device takes for heads of some sizes alone."""
+
+
+def implementation(name: str) -> Implementation[..., Any]:
+    return KERNELS[name].implementations[ascend.LABEL]
+
+
+def cases() -> Iterator[Any]:
+    for name in sorted(OURS):
+        dtypes = KERNELS[name].dtypes
+        for index, case in enumerate(KERNELS[name].cases):
+            for dtype in (*dtypes, *([torch.float16] if torch.bfloat16 in dtypes else [])):
+                if not case.benchmark:
+                    short = str(dtype).removeprefix("torch.")
+                    yield pytest.param(name, index, short, id=f"{name}-{case.name}-{short}")
+
+
+@pytest.mark.parametrize(("name", "index", "dtype"), list(cases()))
+@emulated(relax=RELAX)
+def test_implementation_against_golden_in_float64(name: str, index: int, dtype: str) -> None:
+    compare(KERNELS[name], implementation(name), KERNELS[name].cases[index], getattr(torch, dtype))
+
+
+def test_every_kernel_has_its_own() -> None:
+    """No step falls back to a golden function, which may wait for the device."""
+    assert set(KERNELS) - OURS == set()
+
+
+def real_case(name: str) -> Case:
+    """The smallest for heads of 128 dimensions."""
+    return next(case for case in KERNELS[name].cases if case.name.endswith("16/8x128"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", HEADS)
+@emulated()
+def test_heads_of_128_need_no_relaxation(name: str, dtype: str) -> None:
+    compare(KERNELS[name], implementation(name), real_case(name), getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+@emulated(relax=RELAX)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """Within a call the host neither synchronizes nor copies from the device, so that it may be captured."""
+    case = [case for case in KERNELS[name].cases if not case.benchmark][-1]
+    made, dtype = implementation(name), KERNELS[name].dtypes[-1]
+    args = made.adapt(case.make(torch.Generator().manual_seed(0), dtype))
+    made.function(*args)  # masks and tables are made at the first call
+    torch.npu.synchronize()
+    emulator.clear_calls()
+    made.function(*args)
+    names = [call.name for call in emulator.calls()]
+    assert not [called for called in names if "Synchronize" in called or called == "aclrtMemcpy"]
+
+
+@emulated(relax=RELAX)
+def test_greedy_is_safe_against_nan_ties_and_padding() -> None:
+    nan, inf = torch.nan, torch.inf
+    rows = [[nan, 1, 2, 9], [nan, nan, nan, 9], [-inf, nan, -inf, 9], [0, inf, inf, 9], [-inf, -5, 0, nan], [3] * 4]
+    logits = torch.tensor(rows).to("npu")
+    assert implementation("greedy").function(logits, 3).tolist() == [[2], [0], [0], [1], [2], [0]]
+
+
+@emulated(relax=RELAX)
+def test_sample_takes_nothing_that_is_filtered_out() -> None:
+    """At the ends of the random numbers, of rows of which one token is left, or two."""
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor([[nan, -inf, 0.5, -inf, 9.0], [1.0, 2.0, 0.0, -1.0, 9.0], [1.0, 2.0, 2.0, -1.0, 9.0]])
+    logits = logits.repeat_interleave(2, 0).to("npu")
+    uniform = torch.tensor([0.0, 1 - 2**-53] * 3, dtype=torch.float64).to("npu")
+    ones = torch.ones(6).to("npu")
+    top_k = torch.tensor([0, 0, 1, 1, 0, 0]).to("npu")
+    top_p = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.5, 0.5]).to("npu")
+    ids = implementation("sample").function(logits, 4, ones, top_k, top_p, torch.zeros(6).to("npu"), uniform)
+    assert ids.flatten().tolist() == [2, 2, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["linear_argmax", "greedy"])
+@emulated(relax=RELAX)
+def test_a_token_of_padding_is_impossible(name: str) -> None:
+    """Whatever stands in the padded columns."""
+    made = implementation(name)
+    for case in KERNELS[name].cases:
+        if not case.benchmark:
+            args = made.adapt(case.make(torch.Generator().manual_seed(1), torch.bfloat16))
+            assert int(made.function(*args).max()) < args[-1]
+
+
+@emulated(relax=RELAX)
+def test_sample_without_a_cut_is_the_same_without_sorting() -> None:
+    """Where nothing is cut the device need not sort."""
+    case = next(case for case in KERNELS["sample"].cases if "min_p 0.1" in case.name)
+    args = implementation("sample").adapt(case.make(torch.Generator().manual_seed(0), torch.float32))
+    expected = implementation("sample").function(*args).tolist()
+    emulator.clear_calls()
+    assert implementation("sample").function(*args, False).tolist() == expected
+    assert not [call.name for call in emulator.calls() if "Sort" in call.name]

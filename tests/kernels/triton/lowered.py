@@ -1,0 +1,108 @@
+"""A stand-in for a Triton kernel that runs what Ascend's compilers make of it, on this processor.
+
+It is called as the kernel is, by the same launching code; every argument by name. A type of argument that was not seen
+before is compiled first, which fails where the unified buffer does not hold the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOWERING = Path(__file__).with_name("lowering.py")
+
+_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class LoweringError(Exception):
+    """What a compiler said."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """used, limit: bits of the unified buffer. stopped: at hivmc, which CANN alone has."""
+
+    library: ctypes.CDLL
+    used: int
+    limit: int
+    stopped: bool
+
+
+class Lowered:
+    """kernel: a `triton.jit` function at the top of its file. python: one that has triton-ascend and ascendnpu-ir.
+    folder: for what is made. latest: what ran last."""
+
+    latest: Built
+
+    def __init__(self, kernel: Any, python: str, folder: Path):
+        self._function = kernel.fn
+        self._python = python
+        self._folder = folder
+        self._built: dict[str, Built] = {}
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda **arguments: self._run(grid[0], arguments)
+
+    def _run(self, programs: int, arguments: dict[str, Any]) -> None:
+        signature, constants = self._split(arguments)
+        self.latest = built = self._build(signature, constants)
+        # The lock and the workspace between cores, which these kernels do not use; the grid; the program's place in it.
+        values = [None, None, *(arguments[name] for name in signature), programs, 1, 1, 0, 0, 0]
+        types = ["*i8", "*i8", *signature.values(), *["i32"] * 6]
+        flat = [x for value, kind in zip(values, types, strict=True) for x in _flat(value, kind)]
+        function = getattr(built.library, self._function.__name__)
+        for program in range(programs):
+            function(*flat[:-3], ctypes.c_int32(program), *flat[-2:])
+            built.library.end_program()
+
+    def _split(self, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+        """(signature, constants), as the kernel's parameters are ordered and annotated."""
+        code = self._function.__code__
+        signature, constants = {}, {}
+        for name in code.co_varnames[: code.co_argcount]:
+            value, annotation = arguments[name], self._function.__annotations__.get(name, "")
+            if value is None or "constexpr" in annotation:
+                constants[name] = value
+            elif isinstance(value, Tensor):
+                signature[name] = _POINTERS[value.dtype]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i64" if "int64" in annotation else "i32"
+        assert arguments.keys() == signature.keys() | constants.keys()
+        return signature, constants
+
+    def _build(self, signature: dict[str, str], constants: dict[str, Any]) -> Built:
+        """Raises LoweringError."""
+        request = json.dumps({"file": self._function.__code__.co_filename, "function": self._function.__name__,
+                              "signature": signature, "constants": constants})
+        if request not in self._built:
+            folder = Path(tempfile.mkdtemp(prefix=f"{self._function.__name__}-", dir=self._folder))
+            clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+            done = subprocess.run([self._python, LOWERING, folder], input=request, env=clean, capture_output=True,
+                                  text=True)
+            if done.returncode:
+                raise LoweringError(done.stderr)
+            answer = json.loads(done.stdout)
+            if "error" in answer:
+                raise LoweringError(answer["error"])
+            self._built[request] = Built(ctypes.CDLL(str(folder / "kernel.so")), **answer)
+        return self._built[request]
+
+
+def _flat(value: Any, kind: str) -> list[Any]:
+    """As MLIR passes it: a memref as two pointers, offset, size and stride."""
+    if not kind.startswith("*"):
+        return [_SCALARS[kind](value)]
+    pointer, size = (ctypes.c_void_p(None), 0) if value is None else (ctypes.c_void_p(value.data_ptr()), value.numel())
+    return [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(size), ctypes.c_int64(1)]

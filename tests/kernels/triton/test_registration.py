@@ -1,0 +1,42 @@
+"""Triton is imported when a kernel is first called, and not before; needs no triton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from npuserve.kernels.registry import KERNELS
+from npuserve.kernels.triton import LOWERED
+
+FOLDER = Path(__file__).parents[3] / "kernels" / "triton"
+
+
+def registered(path: Path, **variables: str) -> list[str]:
+    """Kernels with an implementation on CUDA, in a process that finds modules in `path` first."""
+    code = ("from npuserve.kernels.registry import KERNELS; import npuserve.kernels; "
+            "print(*sorted(n for n, k in KERNELS.items() if 'cuda' in k.implementations))")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    paths = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONPATH": paths}, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_registering_imports_no_triton(tmp_path: Path) -> None:
+    package = tmp_path / "triton"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')\n")
+    assert registered(tmp_path, TRITON_INTERPRET="1") == ["greedy", "qk_norm_rope_kv_write", "sample"]
+
+
+def test_nothing_is_registered_where_nothing_could_run_it(tmp_path: Path) -> None:
+    assert registered(tmp_path, CUDA_VISIBLE_DEVICES="") == []
+
+
+def test_what_is_said_to_be_lowered_is_there() -> None:
+    assert LOWERED.keys() <= KERNELS.keys()
+    assert {f"{name}.py" for name in LOWERED.values()} | {"__init__.py", "launch.py"} == {
+        file.name for file in FOLDER.glob("*.py")}

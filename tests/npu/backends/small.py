@@ -1,0 +1,111 @@
+"""A small model of random numbers, and requests to it, for tests that cannot import transformers."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from npuserve.npu.runner import Runner
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def saved(
+    folder: Path | str, *, head_dim: int = 32, layers: int = 2, vocabulary: int = 100, seed: int = 0
+) -> Path:
+    """A Qwen3 of 2 key-value heads, in float32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": vocabulary, "max_position_embeddings": 512}
+    config = {**sizes, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "float32"}
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 1.5 * shape[-1] ** -0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator) * 0.3 + 1
+
+    hidden, inner, heads, kv = 64, 96, 4 * head_dim, 2 * head_dim
+    tensors = {"model.embed_tokens.weight": normal(vocabulary, hidden), "model.norm.weight": norm(hidden)}
+    for layer in range(layers):
+        own = {
+            "input_layernorm": norm(hidden), "post_attention_layernorm": norm(hidden),
+            "self_attn.q_proj": normal(heads, hidden), "self_attn.k_proj": normal(kv, hidden),
+            "self_attn.v_proj": normal(kv, hidden), "self_attn.o_proj": normal(hidden, heads),
+            "self_attn.q_norm": norm(head_dim), "self_attn.k_norm": norm(head_dim),
+            "mlp.gate_proj": normal(inner, hidden), "mlp.up_proj": normal(inner, hidden),
+            "mlp.down_proj": normal(hidden, inner),
+        }
+        tensors |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass
+class Ask:
+    """`count` tokens that follow `prompt`, begun at step `at`."""
+
+    prompt: list[int]
+    count: int
+    sampling: SamplingParams = GREEDY
+    at: int = 0
+    tokens: list[int] = field(default_factory=list)
+    done: int = 0
+    sampled: int = 0
+
+
+def asks(number: int, count: int, **sampling: Any) -> list[Ask]:
+    """Prompts of different lengths, which begin one after the other."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for index in range(number):
+        prompt = torch.randint(100, (3 + 11 * index,), generator=generator).tolist()
+        made.append(Ask(prompt, count + index, SamplingParams(seed=index, **({"temperature": 0.0} | sampling)), index))
+    return made
+
+
+def answers(
+    runner: Runner, requests: list[Ask], *, chunk: int = 9, in_flight: int = 2
+) -> tuple[list[list[int]], list[StepResult]]:
+    """The ids of each request, and all steps' results. As an engine does it: a step is launched while the one before is
+    under way, on tokens that nobody has seen yet."""
+    blocks = -(-512 // runner.block_size)
+    flying: deque[tuple[Any, list[int]]] = deque()
+    results: list[StepResult] = []
+    step = 0
+    while True:
+        rows, new = [], []
+        for key, ask in enumerate(requests):
+            if step < ask.at or ask.sampled == ask.count:
+                continue
+            if step == ask.at:
+                ask.tokens = list(ask.prompt)
+                new.append(NewRequest(key, ask.prompt, [], ask.sampling))
+            length = len(ask.prompt) + ask.sampled
+            end = min(length, ask.done + chunk)
+            ids = ask.tokens[ask.done : end]
+            ids += [PENDING] * (end - ask.done - len(ids))
+            own = list(range(key * blocks, (key + 1) * blocks))
+            rows.append(Row(key, ids, ask.done, own, end == length))
+            ask.done, ask.sampled = end, ask.sampled + (end == length)
+        step += 1
+        if rows:
+            flying.append((runner.launch(Step(rows, new)), [row.request_id for row in rows if row.samples]))
+        if not flying:
+            return [ask.tokens[len(ask.prompt) :] for ask in requests], results
+        if len(flying) == in_flight or not rows:
+            launched, expected = flying.popleft()
+            results.append(runner.collect(launched))
+            assert list(results[-1].token_ids) == expected
+            for key, token in results[-1].token_ids.items():
+                requests[key].tokens.append(token)

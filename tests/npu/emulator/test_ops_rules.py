@@ -1,0 +1,109 @@
+"""Each documented constraint that the emulated operators check, violated: refused, and the refusal names it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.npu.emulator.child import emulated
+from tests.npu.emulator.violations import (
+    F32,
+    I8,
+    VIOLATIONS,
+    attend,
+    attend_into,
+    both,
+    dynamic,
+    mrope,
+    nz,
+    on,
+    product,
+    quant,
+    rotary,
+    scatter,
+    unpaged,
+)
+
+BREAKING = ("scatter.range", "ropecache.range")
+"""Told by the stream, which is broken then."""
+
+
+def rules() -> list[dict[str, Any]]:
+    library = ctypes.CDLL(None)
+    library.emuOperators.restype = ctypes.c_char_p
+    found: list[dict[str, Any]] = json.loads(library.emuOperators())["rules"]
+    return found
+
+
+def violate(rule: str) -> None:
+    for number, call in enumerate(VIOLATIONS[rule]):
+        with pytest.raises(RuntimeError) as refused:
+            call()
+        assert f"[{rule}; " in str(refused.value), (
+            f"violation {number} of {rule} was refused for another reason: {refused.value}"
+        )
+
+
+@emulated()
+def test_each_violation_is_refused_by_its_rule() -> None:
+    wrong = []
+    for rule in VIOLATIONS:
+        if rule not in BREAKING:
+            try:
+                violate(rule)
+            except BaseException as error:
+                wrong.append(f"{rule}: {error}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("rule", BREAKING)
+@emulated(fresh=True)
+def test_what_depends_on_values_is_told_by_the_stream(rule: str) -> None:
+    violate(rule)
+
+
+@emulated()
+def test_every_rule_has_its_violation_and_its_source() -> None:
+    found = rules()
+    assert sorted(rule["id"] for rule in found) == sorted(VIOLATIONS)
+    for rule in found:
+        assert rule["text"], rule
+        assert rule["source"], rule
+        assert all(name.startswith("aclnn") for name in rule["operators"]), rule
+
+
+@emulated()
+def test_what_follows_the_documents_is_taken() -> None:
+    """The calls that the violations change are themselves in order."""
+    attend()
+    unpaged()
+    attend_into(on(1, 8, 1, dtype=F32))
+    quant(on(4, 64))
+    dynamic(on(4, 64))
+    product()
+    product(w=nz(64, 32, dtype=I8))
+    rotary(on(1, 9, 4, 128))
+    both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128))
+    scatter()
+    mrope()
+    torch.npu.synchronize()
+
+
+@emulated()
+def test_an_operator_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="aclnnAtan2 is not emulated"):
+        torch.atan2(on(4, dtype=F32), on(4, dtype=F32))
+
+
+@emulated(fresh=True)
+def test_an_older_compiled_operator_is_refused_by_name() -> None:
+    def multiply() -> None:
+        torch.bmm(on(2, 5, 64), nz(2, 64, 40))
+        torch.npu.synchronize()
+
+    with pytest.raises(RuntimeError, match=r"the aclop operator BatchMatMul is not emulated"):
+        multiply()

@@ -1,0 +1,230 @@
+"""How the emulated NPU is built, loaded and refused, and that a torch_npu without a CANN disturbs nobody."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from npuserve.npu import emulator
+from npuserve.npu.emulator import build
+from tests.npu.emulator.child import ROOT, emulated, missing
+
+needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**environment, **variables}, capture_output=True,
+                          text=True, timeout=100)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
+@pytest.mark.parametrize("module", ["npuserve.npu.batch", "npuserve.kernels.norm", "npuserve.service.engine_process"])
+def test_an_installed_torch_npu_without_a_cann_does_not_keep_npuserve_from_the_cpu(module: str):
+    plain = python("import torch")
+    if plain.returncode == 0:
+        pytest.skip("a CANN is installed here")
+    done = python(f"import {module}, torch; print(torch.ones(2).sum().item())")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2.0\n"
+
+
+@needs_npu
+def test_all_symbols_that_torch_npu_is_linked_to_are_there():
+    if shutil.which("nm") is None:
+        pytest.skip("no nm")
+
+    def symbols(file: Path, which: str) -> set[str]:
+        listed = subprocess.run(["nm", "-D", which, str(file)], capture_output=True, text=True, check=True).stdout
+        return {line.split()[-1].split("@")[0] for line in listed.splitlines()}
+
+    libraries, place = build.libraries(), build.find()
+    wanted: set[str] = set()
+    for file in [*place.torch_npu.glob("lib/*.so"), *place.torch_npu.glob("*.so")]:
+        missing = symbols(file, "--undefined-only")
+        wanted |= {name for name in missing if re.match(r"(acl|rt[A-Z]|Msprof|Hccl|hal)", name)}
+    assert len(wanted) >= 84
+    assert not wanted - symbols(libraries / "libascendcl.so", "--defined-only")
+
+
+@needs_npu
+def test_processes_that_start_together_build_once(tmp_path: Path):
+    """From objects that are there already, so that only the last part is left to do."""
+    build.libraries()
+    shutil.copytree(build.cache() / "objects", tmp_path / "npuserve" / "emulator" / "objects", copy_function=os.symlink)
+    code = """if True:
+        import logging; logging.basicConfig(format="%(message)s")
+        from npuserve.npu.emulator.build import libraries
+        print(libraries())"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate(timeout=110) for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert len({out for out, _ in said}) == 1
+    assert sum("is built" in err for _, err in said) == 1
+
+
+def test_a_change_in_a_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("runtime", "ops"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.cpp").write_text("int one;")
+    (tmp_path / "runtime" / "device.h").write_text("#define A 1")
+    monkeypatch.setattr(build, "HERE", tmp_path)
+
+    def digests() -> list[str]:
+        headers = sorted((tmp_path / "runtime").glob("*.h"))
+        return [build._units(folder, headers, ("-O1",), "salt")[0].digest for folder in ("runtime", "ops")]
+
+    before = digests()
+    assert digests() == before
+    (tmp_path / "ops" / "one.cpp").write_text("int two;")
+    after = digests()
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    (tmp_path / "runtime" / "device.h").write_text("#define A 2")
+    assert not set(digests()) & {*before, *after}
+
+
+@needs_npu
+def test_what_was_built_long_ago_goes_when_something_new_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    build.libraries()
+    home = tmp_path / "npuserve" / "emulator"
+    shutil.copytree(build.cache() / "objects", home / "objects", copy_function=os.symlink)
+    old = [home / "objects" / "old.o", home / "older" / "built"]
+    for file in old:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        os.utime(file, (0, 0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (build.libraries() / "libascendcl.so").exists()
+    assert not any(file.exists() for file in old)
+    assert not old[1].parent.exists()
+
+
+def spec(folder: Path) -> Any:
+    return SimpleNamespace(origin=str(folder / "__init__.py"))
+
+
+@pytest.mark.parametrize(("found", "versions", "says"), [
+    ({}, {}, "torch is not installed"),
+    ({"torch"}, {"torch": "2.13.0+cpu"}, r"torch_npu is not installed: pip install npuserve\[npu\]"),
+    ({"torch", "torch_npu"}, {"torch": "2.12.0", "torch_npu": "2.13.0"},
+     "torch_npu 2.13.0 is made for torch 2.13.0, and torch 2.12.0 is installed: pip install torch==2.13.0"),
+    ({"torch", "torch_npu"}, {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}, "came without its headers"),
+], ids=["torch", "torch_npu", "pair", "headers"])
+def test_what_is_missing_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: set[str], versions: dict[str, str], says: str
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec(tmp_path) if name in found else None)
+    monkeypatch.setattr(build.importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(build.platform, "system", lambda: "Linux")
+    with pytest.raises(build.EmulatorError, match=says):
+        build.find()
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.EmulatorError, match=r"no C\+\+ compiler \(g\+\+ or clang\+\+\): install g\+\+"):
+        build.find_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(build.EmulatorError, match="no-such-compiler"):
+        build.find_compiler()
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"memory": 1 << 20}, "memory must be 64 MiB or more, not 1048576 bytes"),
+    ({"relax": ["fp64"]}, "relax must be of fp32, small_heads, not fp64"),
+    ({"order": "random"}, "order must be one of lazy, eager, shuffled, not random"),
+    ({"depth": 0}, "depth must be 1 or more, not 0"),
+], ids=str)
+def test_an_option_out_of_range_is_named(options: dict[str, Any], says: str):
+    with pytest.raises(emulator.EmulatorError, match=says):
+        emulator.activate(**options)
+    assert not emulator.active()
+
+
+@pytest.mark.parametrize("named", ["0", "4GiB", "-1", ""])
+def test_the_environments_size_of_the_device_is_checked(monkeypatch: pytest.MonkeyPatch, named: str):
+    monkeypatch.setenv("EMULATED_NPU_GIB", named)
+    with pytest.raises(emulator.EmulatorError, match=f"EMULATED_NPU_GIB must be a number from 1 to 9999, not {named}"):
+        emulator.activate()
+    assert not emulator.active()
+
+
+def test_the_environment_may_say_how_large_the_device_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EMULATED_NPU_GIB", "64")
+    monkeypatch.setattr(emulator, "_options", emulator._Options(64 << 30, frozenset(), "lazy", 0, 4096, False))
+    emulator.activate()  # the same once more
+    with pytest.raises(emulator.EmulatorError, match="active with other options"):
+        emulator.activate(memory=4 << 30)
+
+
+def test_it_must_come_before_torch_npu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
+    with pytest.raises(emulator.EmulatorError, match="torch_npu was imported before"):
+        emulator.activate()
+
+
+def test_nothing_can_be_asked_of_it_before_it_is_active():
+    for call in (emulator.calls, emulator.memory, emulator.heal):
+        with pytest.raises(emulator.EmulatorError, match="not active"):
+            call()
+
+
+@needs_npu
+def test_it_labels_itself_and_a_process_ends_with_nothing_left():
+    code = """if True:
+        import atexit, logging; logging.basicConfig(format="%(message)s")
+        from npuserve.npu import emulator
+        emulator.activate(memory=128 << 20, relax=["fp32"])
+        atexit.register(lambda: print("left", *emulator.memory()[:1], emulator.pending()))  # after torch_npu's own
+        import torch, torch_npu
+        kept = [torch.ones(1000, device="npu") + index for index in range(100)]
+        side = torch.npu.Stream()
+        with torch.npu.stream(side):
+            kept[0].add_(1)
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            kept[1].add_(1)
+        graph.replay()
+        del kept, graph"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "emulated NPU: proves calls and numbers, not speed (128 MiB, lazy order; relaxed: fp32)" in done.stderr
+    assert done.stdout.splitlines()[-1] == "left 0 0"
+
+
+@emulated()
+def test_what_the_device_says_it_is():
+    import torch
+    import torch_npu
+
+    assert torch.npu.device_count() == 1
+    assert torch_npu._C._npu_get_soc_version() == 224 or torch.npu.get_device_name(0).startswith("Ascend910B")
+    assert torch_npu.npu.utils.get_cann_version("CANN") == "9.1.0"
+    lib = ctypes.CDLL("libascendcl.so")
+    lib.aclrtGetSocName.restype = ctypes.c_char_p
+    assert lib.aclrtGetSocName() == b"Ascend910B4"
+    with pytest.raises(RuntimeError, match="device"):
+        torch.npu.set_device(1)
+
+
+@emulated()
+def test_what_is_not_emulated_says_so():
+    lib = ctypes.CDLL("libascendcl.so")
+    lib.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    assert lib.aclrtProcessReport(1) == 207000
+    assert lib.aclGetRecentErrMsg() == b"emulated NPU: aclrtProcessReport is not emulated"
+    assert lib.aclGetRecentErrMsg() is None  # it is taken once

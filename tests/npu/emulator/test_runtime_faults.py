@@ -1,0 +1,204 @@
+"""Faults of the emulated NPU and its call log, as torch_npu meets them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from npuserve.npu import emulator
+from tests.npu.emulator.child import emulated
+
+ACL_ERROR_RT_AICORE_TIMEOUT, ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR, ACL_ERROR_RT_LOST_HEARTBEAT = 507014, 507054, 507010
+
+
+def work() -> float:
+    value = torch.ones(4, device="npu")
+    return (value + 1).sum().item()
+
+
+@emulated()
+def test_a_synchronization_can_fail_once():
+    assert work() == 8
+    emulator.fail("synchronize", 507046, nth=2)
+    torch.npu.synchronize()
+    with pytest.raises(RuntimeError, match=r"507046(.|\n)*a fault was injected"):
+        torch.npu.synchronize()
+    torch.npu.synchronize()
+    assert work() == 8
+
+
+@emulated()
+def test_a_copy_can_fail():
+    work()
+    emulator.fail("memcpy", 507899)
+    with pytest.raises(RuntimeError, match="507899"):
+        torch.ones(4).to("npu")
+    assert work() == 8
+
+
+@emulated()
+def test_faults_end_with_their_block():
+    with emulator.faults():
+        emulator.fail("synchronize", 507899, times=-1)
+        with pytest.raises(RuntimeError, match="507899"):
+            torch.npu.synchronize()
+    torch.npu.synchronize()
+
+
+@emulated()
+def test_a_fault_may_name_functions():
+    value = torch.ones(4, device="npu")
+    torch.npu.synchronize()
+    emulator.fail("aclnnExpGetWorkspaceSize", 561003)
+    with pytest.raises(RuntimeError, match="561003"):
+        value.exp()
+    assert (value + 1).sum().item() == 8
+
+
+@emulated(fresh=True)
+def test_a_launch_that_fails_is_told_by_the_next_synchronization():
+    value = torch.ones(4, device="npu")
+    torch.npu.synchronize()
+    emulator.fail("launch", 507899)
+    with pytest.raises(RuntimeError, match="aclnnAdds"):
+        (value + 1).sum().item()
+
+
+@emulated(fresh=True)
+def test_a_kernel_that_fails_stops_its_stream_and_those_that_wait_for_it():
+    value, other = torch.ones(4, device="npu"), torch.ones(4, device="npu")
+    side, waiting, alone = torch.npu.Stream(), torch.npu.Stream(), torch.npu.Stream()
+    torch.npu.synchronize()
+    emulator.fail("task", ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR)
+    with torch.npu.stream(side):
+        value.add_(1)
+        made = torch.npu.Event()
+        made.record()
+    made.wait(waiting)
+    with torch.npu.stream(alone):
+        other.add_(1)
+    with pytest.raises(RuntimeError, match="507054"):
+        waiting.synchronize()
+    with pytest.raises(RuntimeError, match=r"aclnnInplaceAdds: a fault was injected(.|\n)*507054"):
+        side.synchronize()
+    alone.synchronize()
+    with torch.npu.stream(alone):
+        assert other.tolist() == [2] * 4
+
+
+@emulated(fresh=True)
+def test_an_operator_that_fails_says_which_and_why():
+    table, index = torch.zeros(4, 4, device="npu"), torch.tensor([9], device="npu")
+    torch.npu.synchronize()
+    with pytest.raises(RuntimeError, match="507015"):
+        table.index_select(0, index).cpu()
+
+
+@emulated()
+def test_a_stream_that_hangs_goes_on_when_it_is_released():
+    value = torch.zeros(4, device="npu")
+    side = torch.npu.Stream()
+    torch.npu.synchronize()
+    emulator.hang()
+    value.add_(1)
+    done = torch.npu.Event()
+    done.record()
+    released = threading.Timer(0.1, emulator.heal)
+    released.start()
+    with torch.npu.stream(side):
+        assert torch.ones(4, device="npu").sum().item() == 4  # other streams go on
+    assert not done.query()
+    begun = time.monotonic()
+    done.synchronize()
+    assert value.tolist() == [1] * 4
+    assert time.monotonic() - begun < 60
+    released.join()
+
+
+@emulated()
+def test_a_synchronization_that_is_given_a_time_ends_when_it_is_over():
+    lib = ctypes.CDLL("libascendcl.so")
+    stream = ctypes.c_void_p()
+    assert lib.aclrtCreateStream(ctypes.byref(stream)) == 0
+    address = ctypes.c_void_p()
+    assert lib.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(4096), 0) == 0
+    emulator.hang()
+    assert lib.aclrtMemsetAsync(address, ctypes.c_size_t(8), 1, ctypes.c_size_t(8), stream) == 0
+    assert lib.aclrtSynchronizeStreamWithTimeout(stream, 20) == 507046
+    emulator.heal()
+    assert lib.aclrtSynchronizeStreamWithTimeout(stream, -1) == 0
+    assert lib.aclrtDestroyStream(stream) == 0
+    assert lib.aclrtFree(address) == 0
+    assert lib.aclrtSynchronizeStream(stream) == 107003
+
+
+@emulated(fresh=True)
+def test_a_lost_device_fails_all_that_needs_it():
+    value = torch.ones(4, device="npu")
+    torch.npu.synchronize()
+    emulator.lose_device()
+    for call in (torch.npu.synchronize, lambda: torch.ones(4).to("npu"), lambda: value.cpu()):
+        with pytest.raises(RuntimeError, match=str(ACL_ERROR_RT_LOST_HEARTBEAT)):
+            call()
+
+
+@emulated()
+def test_calls_are_logged_by_name_and_thread_with_marks():
+    value = torch.ones(4, device="npu")
+    torch.npu.synchronize()
+    emulator.clear_calls()
+    emulator.mark("one")
+    value.add_(1)
+    torch.npu.synchronize()
+    emulator.mark("two")
+    calls = emulator.calls()
+    names = [call.name for call in calls]
+    assert names[0] == "# one"
+    assert names[-1] == "# two"
+    assert names.count("aclnnInplaceAdds") == 1
+    assert names[-2] == "aclrtSynchronizeDeviceWithTimeout"
+    threads = {call.name: call.thread for call in calls}
+    assert threads["aclnnInplaceAddsGetWorkspaceSize"] == threading.get_native_id()
+    assert threads["aclnnInplaceAdds"] != threading.get_native_id()  # the plugin's launching thread
+    emulator.clear_calls()
+    assert emulator.calls() == []
+
+
+@emulated()
+def test_the_log_keeps_the_latest_calls():
+    emulator.clear_calls()
+    for number in range(262_144 + 10):
+        emulator._lib().emu_mark(b"x" if number < 262_144 else b"y")
+    calls = emulator.calls()
+    assert len(calls) == 262_144
+    assert [call.name for call in calls].count("y") == 10
+
+
+@emulated()
+def test_the_profiler_records_the_host_and_says_that_there_is_no_device_to_profile(tmp_path: Path):
+    import torch_npu
+
+    work()
+    with torch_npu.profiler.profile(on_trace_ready=torch_npu.profiler.tensorboard_trace_handler(str(tmp_path))):
+        work()
+    (trace,) = tmp_path.rglob("trace_view.json")
+    assert "aten::add" in {event["name"] for event in json.loads(trace.read_text())}
+    lib = ctypes.CDLL("libascendcl.so")
+    assert lib.aclprofInit(b"folder", ctypes.c_size_t(6)) == 200006
+    lib.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    assert b"no profile of the device" in lib.aclGetRecentErrMsg()
+
+
+@emulated()
+def test_an_argument_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="nth must be 1 or more"):
+        emulator.fail("malloc", 1, nth=0)
+    with pytest.raises(emulator.EmulatorError, match="active with other options"):
+        emulator.activate(order="eager")
+    emulator.activate()  # the same once more

@@ -1,0 +1,441 @@
+"""Calls that violate the documented constraints of the operators, by the emulator's name of the constraint.
+
+They go through torch_npu. Where its own checks come first, the operator is called as the plugin would (`direct`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BF, FP, F32, I8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
+NZ = 29
+
+
+def on(*size: int, dtype: torch.dtype = BF) -> Tensor:
+    return torch.zeros(*size, dtype=dtype).npu()
+
+
+def whole(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype).npu()
+
+
+def strided(*size: int, dtype: torch.dtype = BF) -> Tensor:
+    return on(*size[:-1], 2 * size[-1], dtype=dtype)[..., ::2]
+
+
+def ops() -> Any:
+    import torch_npu
+
+    torch.npu.config.allow_internal_format = True
+    return torch_npu
+
+
+def attend(**changed: Any) -> Any:
+    """Two requests of one token each on a paged cache, as the device takes it but for what is changed."""
+    given: dict[str, Any] = {
+        "query": on(2, 8, 128),
+        "key": on(3, 128, 256),
+        "atten_mask": on(2048, 2048, dtype=I8),
+        "block_table": whole(0, 1).view(2, 1),
+        "actual_seq_lengths": [1, 2],
+        "actual_seq_lengths_kv": [1, 128],
+        "num_heads": 8,
+        "num_key_value_heads": 2,
+        "input_layout": "TND",
+        "block_size": 128,
+        "sparse_mode": 3,
+        **changed,
+    }
+    key = given.pop("key")
+    return ops().npu_fused_infer_attention_score(given.pop("query"), key, given.pop("value", key), **given)
+
+
+def unpaged(**changed: Any) -> Any:
+    """(B, S, N, D) without a mask."""
+    given: dict[str, Any] = {
+        "query": on(1, 4, 2, 64),
+        "key": on(1, 4, 2, 64),
+        "num_heads": 2,
+        "input_layout": "BSND",
+        **changed,
+    }
+    key = given.pop("key")
+    return ops().npu_fused_infer_attention_score(given.pop("query"), key, given.pop("value", key), **given)
+
+
+def attend_into(lse: Tensor) -> Any:
+    q, cache = on(1, 8, 128), on(3, 128, 256)
+    return ops().npu_fused_infer_attention_score.out(
+        q,
+        cache,
+        cache,
+        atten_mask=on(2048, 2048, dtype=I8),
+        block_table=whole(0).view(1, 1),
+        actual_seq_lengths=[1],
+        actual_seq_lengths_kv=[9],
+        num_heads=8,
+        num_key_value_heads=2,
+        input_layout="TND",
+        block_size=128,
+        sparse_mode=3,
+        softmax_lse_flag=True,
+        out=[torch.empty_like(q), lse],
+    )
+
+
+def quant(
+    x: Tensor, gamma: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None, **more: Any
+) -> Any:
+    return ops().npu_add_rms_norm_quant(
+        x, more.pop("x2", x), on(64) if gamma is None else gamma, on(64) if scales is None else scales, zeros, **more
+    )
+
+
+def dynamic(x: Tensor, gamma: Tensor | None = None, **more: Any) -> Any:
+    return ops().npu_add_rms_norm_dynamic_quant(x, x, on(64) if gamma is None else gamma, **more)
+
+
+def product(x: Tensor | None = None, w: Tensor | None = None, scale: Tensor | None = None, **more: Any) -> Any:
+    given = {"pertoken_scale": on(5, dtype=F32), "output_dtype": BF, **more}
+    return ops().npu_quant_matmul(
+        on(5, 64, dtype=I8) if x is None else x,
+        on(64, 32, dtype=I8) if w is None else w,
+        on(32, dtype=F32) if scale is None else scale,
+        **given,
+    )
+
+
+def rotary(x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, **more: Any) -> Any:
+    cos = on(1, x.shape[1], 1, x.shape[-1]) if cos is None else cos
+    return ops().npu_rotary_mul(x, cos, cos if sin is None else sin, **more)
+
+
+def both(q: Tensor, k: Tensor, cos: Tensor, **more: Any) -> Any:
+    return ops().npu_apply_rotary_pos_emb(q, k, cos, cos, **more)
+
+
+def scatter(**changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "key": on(2, 2, 32),
+        "cache": on(3, 16, 2, 32),
+        "slots": whole(0, 1),
+        "cache_mode": "Norm",
+        **changed,
+    }
+    key, cache, slots = given.pop("key"), given.pop("cache"), given.pop("slots")
+    return ops().npu_scatter_pa_kv_cache(
+        key, given.pop("value", key), cache, given.pop("value_cache", cache), slots, **given
+    )
+
+
+def mrope(**changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "positions": whole(0, 1),
+        "query": on(2, 256),
+        "key": on(2, 128),
+        "table": on(9, 64),
+        "head_size": 64,
+        "mrope_section": [0, 0, 0],
+        **changed,
+    }
+    return ops().npu_mrope(
+        given.pop("positions"),
+        given.pop("query"),
+        given.pop("key"),
+        given.pop("table"),
+        given.pop("head_size"),
+        **given,
+    )
+
+
+def nz(*size: int, dtype: torch.dtype = BF) -> Tensor:
+    cast: Tensor = ops().npu_format_cast(on(*size, dtype=dtype), NZ)
+    return cast
+
+
+ACL = {F32: 0, FP: 1, I8: 2, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bool: 12, BF: 27}
+
+
+def direct(name: str, *arguments: Any) -> None:
+    """The operator's first phase; tensors, ints, floats, bools and None as they are, all numbers as int64 or double."""
+    library = ctypes.CDLL(None)
+    library.aclCreateTensor.restype = ctypes.c_void_p
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+
+    def given(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            sizes, strides = ((ctypes.c_int64 * value.dim())(*part) for part in (value.shape, value.stride()))
+            return ctypes.c_void_p(
+                library.aclCreateTensor(
+                    sizes,
+                    ctypes.c_uint64(value.dim()),
+                    ACL[value.dtype],
+                    strides,
+                    ctypes.c_int64(0),
+                    2,
+                    sizes,
+                    ctypes.c_uint64(value.dim()),
+                    ctypes.c_void_p(value.data_ptr()),
+                )
+            )
+        return (
+            ctypes.c_double(value)
+            if isinstance(value, float)
+            else ctypes.c_void_p(value)
+            if value is None
+            else ctypes.c_int64(value)
+        )
+
+    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+    if library[f"{name}GetWorkspaceSize"](*map(given, arguments), ctypes.byref(size), ctypes.byref(executor)):
+        raise RuntimeError(library.aclGetRecentErrMsg().decode())
+
+
+VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
+    "fia.dtype": [lambda: attend(query=on(2, 8, 128, dtype=F32)), lambda: attend(query=on(2, 8, 128, dtype=I8))],
+    "fia.kv_dtype": [lambda: attend(key=on(3, 128, 256, dtype=FP)), lambda: attend(key=on(3, 128, 256, dtype=I8))],
+    "fia.kv_shape": [lambda: attend(value=on(4, 128, 256))],
+    "fia.contiguous": [
+        lambda: attend(query=strided(2, 8, 128)), lambda: attend(key=strided(3, 128, 256)),
+        lambda: attend(block_table=whole(0, 0, 1, 1).view(2, 2)[:, ::2]),
+    ],
+    "fia.layout": [
+        lambda: ops().npu_fused_infer_attention_score(on(8, 2, 128), on(8, 2, 128), on(8, 2, 128), num_heads=8,
+            num_key_value_heads=8, input_layout="NTD_TND", actual_seq_lengths=[2], actual_seq_lengths_kv=[2]),
+    ],
+    "fia.heads": [
+        lambda: attend(num_heads=4),
+        lambda: unpaged(query=on(1, 1, 512, 64), key=on(1, 1, 8, 64), num_heads=512, num_key_value_heads=8),
+    ],
+    "fia.group": [
+        lambda: attend(num_key_value_heads=3),
+        lambda: unpaged(query=on(1, 1, 128, 64), key=on(1, 1, 1, 64), num_heads=128, num_key_value_heads=1),
+    ],
+    "fia.kv_heads": [lambda: unpaged(key=on(1, 4, 1, 64)), lambda: unpaged(key=on(1, 4, 2, 32))],
+    "fia.tnd_head_dim": [
+        lambda: attend(query=on(2, 8, 64), key=on(3, 128, 128)),
+        lambda: attend(query=on(2, 8, 96), key=on(3, 128, 192)),
+    ],
+    "fia.head_dim": [
+        lambda: unpaged(query=on(1, 4, 2, 24), key=on(1, 4, 2, 24)),
+        lambda: unpaged(query=on(1, 4, 2, 528), key=on(1, 4, 2, 528)),
+    ],
+    "fia.tokens": [
+        lambda: attend(query=torch.empty(1048577, 1, 128, dtype=BF, device="npu"), num_heads=1, num_key_value_heads=1,
+            key=on(3, 128, 128)),
+    ],
+    "fia.lengths": [lambda: attend(actual_seq_lengths=None), lambda: attend(actual_seq_lengths_kv=None)],
+    "fia.batch": [
+        lambda: attend(query=on(4097, 1, 128), num_heads=1, num_key_value_heads=1, key=on(3, 128, 128),
+            block_table=on(4097, 1, dtype=torch.int32), actual_seq_lengths=list(range(1, 4098)),
+            actual_seq_lengths_kv=[1] * 4097),
+    ],
+    "fia.cumulative": [
+        lambda: attend(query=on(3, 8, 128), actual_seq_lengths=[2, 1]), lambda: attend(actual_seq_lengths=[-1, 2]),
+    ],
+    "fia.last": [lambda: attend(actual_seq_lengths=[1, 3]), lambda: attend(actual_seq_lengths=[1, 1])],
+    "fia.kv_lengths": [
+        lambda: attend(actual_seq_lengths_kv=[1]), lambda: attend(actual_seq_lengths_kv=[1, 129]),
+        lambda: attend(actual_seq_lengths_kv=[1, -1]),
+    ],
+    "fia.causal_lengths": [
+        lambda: attend(query=on(4, 8, 128), actual_seq_lengths=[1, 4], actual_seq_lengths_kv=[1, 2]),
+    ],
+    "fia.block_size": [
+        lambda: attend(block_size=24), lambda: attend(block_size=1024), lambda: attend(block_size=0),
+        lambda: attend(query=on(3, 8, 128), actual_seq_lengths=[1, 3], block_size=16, key=on(24, 16, 256)),
+    ],
+    "fia.block_table": [
+        lambda: attend(block_table=whole(0, 1, dtype=torch.int64).view(2, 1)),
+        lambda: attend(block_table=whole(0).view(1, 1)),
+    ],
+    "fia.cache_shape": [lambda: attend(key=on(3, 128, 2, 128)), lambda: attend(key=on(3, 64, 256))],
+    "fia.cache_width": [
+        lambda: unpaged(query=on(1, 1, 65536), key=on(1, 16, 65536), num_heads=128, num_key_value_heads=128,
+            input_layout="BSH", block_table=whole(0).view(1, 1), block_size=16, actual_seq_lengths_kv=[1]),
+    ],
+    "fia.sparse_mode": [
+        lambda: attend(atten_mask=None), lambda: attend(sparse_mode=0), lambda: attend(sparse_mode=2),
+        lambda: attend(sparse_mode=4),
+    ],
+    "fia.mask": [lambda: attend(atten_mask=on(128, 128, dtype=I8)), lambda: attend(atten_mask=on(2048, 2048))],
+    "fia.inner_precise": [lambda: attend(inner_precise=4)],
+    "fia.features": [
+        lambda: attend(pse_shift=on(1, 8, 1, 128)), lambda: attend(query_rope=on(2, 8, 64), key_rope=on(3, 128, 128)),
+    ],
+    "fia.lse": [lambda: attend_into(on(1, dtype=F32)), lambda: attend_into(on(1, 8, 1, dtype=FP))],
+    "rmsnorm.x": [
+        lambda: ops().npu_rms_norm(on(4, 64, dtype=torch.int32), on(64, dtype=F32)),
+        lambda: ops().npu_rms_norm(on(*[1] * 8, 64), on(64)),
+    ],
+    "rmsnorm.gamma_shape": [
+        lambda: ops().npu_rms_norm(on(4, 64), on(32)), lambda: ops().npu_add_rms_norm(on(4, 64), on(4, 64), on(32)),
+        lambda: quant(on(4, 64), gamma=on(32)),
+    ],
+    "rmsnorm.gamma_dtype": [
+        lambda: ops().npu_rms_norm(on(4, 64), on(64, dtype=FP)),
+        lambda: ops().npu_rms_norm(on(4, 64, dtype=F32), on(64)),
+    ],
+    "addrmsnorm.x2": [
+        lambda: ops().npu_add_rms_norm(on(4, 64), on(4, 64, dtype=FP), on(64)),
+        lambda: ops().npu_add_rms_norm(on(4, 64), on(64), on(64)),
+    ],
+    "addrmsnorm.gamma_dtype": [lambda: ops().npu_add_rms_norm(on(4, 64), on(4, 64), on(64, dtype=F32))],
+    "addrmsnormquant.x": [
+        lambda: quant(on(4, 64, dtype=F32), gamma=on(64, dtype=F32)),
+        lambda: dynamic(on(4, 64, dtype=F32), gamma=on(64, dtype=F32)),
+    ],
+    "addrmsnormquant.scales": [
+        lambda: quant(on(4, 64), scales=on(64, dtype=F32)), lambda: quant(on(4, 64), scales=on(32)),
+    ],
+    "addrmsnormquant.zero_points": [
+        lambda: quant(on(4, 64), zeros=on(64, dtype=torch.int32)), lambda: quant(on(4, 64), zeros=on(1)),
+    ],
+    "addrmsnormquant.div_mode": [lambda: quant(on(4, 64), div_mode=False)],
+    "addrmsnormquant.y": [lambda: dynamic(on(4, 64), y_dtype=torch.quint4x2)],
+    "addrmsnormdynamicquant.gamma_shape": [
+        lambda: dynamic(on(4, 64), gamma=on(4, 64)), lambda: dynamic(on(4, 64), gamma=on(32)),
+    ],
+    "addrmsnormdynamicquant.smooth": [
+        lambda: dynamic(on(4, 64), smooth_scale1=on(32)), lambda: dynamic(on(4, 64), beta=on(64, dtype=FP)),
+    ],
+    "addrmsnormdynamicquant.smooth_mask": [
+        lambda: dynamic(on(4, 64), smooth_scale2=on(64)),
+        lambda: dynamic(on(4, 64), smooth_scale1=on(64), output_mask=[False, True]),
+    ],
+    "swiglu.x": [lambda: ops().npu_swiglu(on(4, 64, dtype=torch.int32))],
+    "swiglu.dim": [lambda: direct("aclnnSwiGlu", on(4, 64), 2, on(4, 32))],
+    "swiglu.even": [lambda: direct("aclnnSwiGlu", on(4, 63), -1, on(4, 31))],
+    "swiglu.contiguous": [lambda: ops().npu_swiglu(strided(4, 64))],
+    "dynamicquant.x": [
+        lambda: ops().npu_dynamic_quant(on(4, 64, dtype=F32)),
+        lambda: direct("aclnnDynamicQuantV2", on(64), None, None, 2, on(64, dtype=I8), on(1, dtype=F32), None),
+    ],
+    "dynamicquant.smooth": [
+        lambda: ops().npu_dynamic_quant(on(4, 64), smooth_scales=on(32)),
+        lambda: ops().npu_dynamic_quant(on(4, 64), smooth_scales=on(64, dtype=FP)),
+    ],
+    "dynamicquant.y": [lambda: ops().npu_dynamic_quant(on(4, 64), dst_type=torch.quint4x2)],
+    "dynamicquant.groups": [
+        lambda: ops().npu_dynamic_quant(on(4, 64), smooth_scales=on(2, 64), group_index=whole(2, 4)),
+    ],
+    "quantmatmul.dtype": [
+        lambda: direct("aclnnQuantMatmulV5", on(5, 64, dtype=FP), on(64, 32, dtype=I8), None, on(32, dtype=F32),
+            *[None] * 5, 0, 0, 0, on(5, 32)),
+    ],
+    "quantmatmul.inner": [lambda: product(w=on(48, 32, dtype=I8)), lambda: product(w=nz(48, 32, dtype=I8))],
+    "quantmatmul.width": [lambda: product(x=on(1, 65568, dtype=I8), w=on(65568, 32, dtype=I8), pertoken_scale=None)],
+    "quantmatmul.scale": [
+        lambda: product(scale=on(16, dtype=F32)),
+        lambda: product(scale=on(32, dtype=torch.int64), pertoken_scale=None),
+    ],
+    "quantmatmul.pertoken_scale": [
+        lambda: product(pertoken_scale=on(4, dtype=F32)), lambda: product(pertoken_scale=on(5)),
+    ],
+    "quantmatmul.out": [
+        lambda: product(output_dtype=FP, scale=on(32)), lambda: product(output_dtype=torch.int32),
+        lambda: product(output_dtype=F32),
+    ],
+    "quantmatmul.bias": [
+        lambda: product(bias=on(16)), lambda: product(bias=on(32, dtype=FP)),
+        lambda: product(bias=on(32), output_dtype=torch.int32, pertoken_scale=None),
+    ],
+    "quantmatmul.absent": [lambda: product(offset=on(32, dtype=F32))],
+    "quantmatmul.nz_one": [lambda: product(w=nz(64, 1, dtype=I8), scale=on(1, dtype=F32))],
+    "quantmatmul.nz_contiguous": [lambda: product(w=nz(32, 64, dtype=I8).t())],
+    "rotarymul.x": [
+        lambda: rotary(on(9, 4, 128), on(9, 1, 128)),
+        lambda: rotary(on(1, 9, 4, 128, dtype=torch.int32), on(1, 9, 1, 128, dtype=torch.int32)),
+    ],
+    "rotarymul.dtype": [
+        lambda: direct("aclnnRotaryPositionEmbeddingV2", on(1, 9, 4, 128), on(1, 9, 1, 128, dtype=FP), on(1, 9, 1, 128,
+            dtype=FP), 0, None, on(1, 9, 4, 128)),
+    ],
+    "rotarymul.head_dim": [
+        lambda: rotary(on(1, 9, 4, 1024)), lambda: rotary(on(1, 9, 4, 63)),
+        lambda: rotary(on(1, 9, 4, 128), on(1, 9, 1, 64)),
+    ],
+    "rotarymul.cos_shape": [
+        lambda: rotary(on(1, 9, 4, 128), on(1, 8, 1, 128)),
+        lambda: rotary(on(1, 9, 4, 128), on(1, 9, 1, 128), on(1, 1, 1, 128)),
+    ],
+    "rotarymul.batch": [
+        lambda: rotary(on(1000, 9, 4, 32), on(1, 9, 1, 32)), lambda: rotary(on(1, 9, 1000, 32), on(1, 9, 1, 32)),
+    ],
+    "rotarymul.mode": [
+        lambda: direct("aclnnRotaryPositionEmbeddingV2", on(1, 9, 4, 128), on(1, 9, 1, 128), on(1, 9, 1, 128), 2, None,
+            on(1, 9, 4, 128)),
+    ],
+    "applyrope.dtype": [
+        lambda: both(on(1, 9, 4, 128), on(1, 9, 2, 128, dtype=FP), on(1, 9, 1, 128)),
+        lambda: both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128, dtype=F32)),
+    ],
+    "applyrope.head_dim": [lambda: both(on(1, 9, 4, 64), on(1, 9, 2, 64), on(1, 9, 1, 64))],
+    "applyrope.shape": [
+        lambda: both(on(1, 9, 4, 128), on(1, 8, 2, 128), on(1, 9, 1, 128)),
+        lambda: both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 4, 128)),
+    ],
+    "applyrope.layout": [
+        lambda: both(on(9, 4, 128), on(9, 2, 128), on(9, 1, 128)),
+        lambda: both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128), layout="TND"),
+    ],
+    "applyrope.mode": [lambda: both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128), rotary_mode="quarter")],
+    "ropecache.cache_mode": [lambda: mrope(cache_mode="interleave")],
+    "ropecache.section": [lambda: mrope(mrope_section=[8, 12, 12], positions=whole(0, 1, 0, 1, 0, 1).view(3, 2))],
+    "ropecache.positions": [lambda: mrope(positions=whole(0)), lambda: mrope(positions=on(2, dtype=F32))],
+    "ropecache.dtype": [lambda: mrope(table=on(9, 64, dtype=F32)), lambda: mrope(key=on(2, 128, dtype=FP))],
+    "ropecache.shape": [lambda: mrope(key=on(3, 128)), lambda: mrope(query=on(2, 250))],
+    "ropecache.table": [lambda: mrope(table=on(9, 128))],
+    "ropecache.head_size": [lambda: mrope(query=on(2, 192), key=on(2, 96), head_size=48, table=on(9, 48))],
+    "ropecache.range": [lambda: (mrope(positions=whole(0, 9)), torch.npu.synchronize())],
+    "topktopp.logits": [lambda: ops().npu_top_k_top_p(on(2, 3, 8), on(2), whole(1, 1))],
+    "topktopp.p": [
+        lambda: ops().npu_top_k_top_p(on(2, 8), on(2, dtype=F32), whole(1, 1)),
+        lambda: ops().npu_top_k_top_p(on(2, 8), on(1), whole(1, 1)),
+    ],
+    "topktopp.k": [
+        lambda: ops().npu_top_k_top_p(on(2, 8), on(2), whole(1, 1, dtype=torch.int64)),
+        lambda: ops().npu_top_k_top_p(on(2, 8), on(2), whole(1)),
+    ],
+    "scatter.dtype": [lambda: scatter(key=on(2, 2, 32, dtype=F32), cache=on(3, 16, 2, 32, dtype=F32))],
+    "scatter.same_dtype": [
+        lambda: scatter(value=on(2, 2, 32, dtype=FP)), lambda: scatter(cache=on(3, 16, 2, 32, dtype=FP)),
+    ],
+    "scatter.shape": [lambda: scatter(value=on(2, 1, 32)), lambda: scatter(key=on(1, 2, 2, 32))],
+    "scatter.slots": [
+        lambda: scatter(slots=whole(0)), lambda: scatter(slots=on(2, dtype=F32)),
+        lambda: scatter(slots=whole(0, 1).view(2, 1)),
+    ],
+    "scatter.contiguous": [
+        lambda: scatter(key=strided(2, 2, 32)), lambda: scatter(slots=whole(0, 0, 1, 1)[::2]),
+        lambda: scatter(cache=strided(3, 16, 2, 32)),
+    ],
+    "scatter.cache_mode": [lambda: scatter(cache_mode="ND")],
+    "scatter.norm_shape": [lambda: scatter(cache=on(3, 16, 64)), lambda: scatter(cache=on(3, 2, 16, 32))],
+    "scatter.nz_shape": [
+        lambda: scatter(cache_mode="PA_NZ"),
+        lambda: scatter(cache_mode="PA_NZ", key=on(2, 1, 24), cache=on(3, 1, 16, 16)),
+    ],
+    "scatter.range": [lambda: (scatter(slots=whole(0, -1)), torch.npu.synchronize())],
+    "nz.rank": [lambda: direct("aclnnNpuFormatCast", on(64), on(64))],
+    "nz.dtype": [lambda: direct("aclnnNpuFormatCast", on(4, 4, dtype=torch.bool), on(4, 4, dtype=torch.bool))],
+    "nz.format": [lambda: direct("aclnnNpuFormatCast", on(4, 4), on(4, 4))],
+    "nz.view": [lambda: torch.mm(on(5, 32), nz(64, 32)[:32]), lambda: torch.mm(on(5, 64), nz(64, 32)[:, :16])],
+    "matmul.dtype": [lambda: torch.mm(on(4, 8, dtype=torch.int32), on(8, 4, dtype=torch.int32))],
+    "matmul.same_dtype": [lambda: torch.mm(on(4, 8), on(8, 4, dtype=FP))],
+    "matmul.inner": [lambda: direct("aclnnMm", on(4, 8), on(7, 4), on(4, 4), 0)],
+    "matmul.cube_math_type": [
+        lambda: direct("aclnnMm", on(4, 8), on(8, 4), on(4, 4), 2),
+        lambda: direct("aclnnMm", on(4, 8), on(8, 4), on(4, 4), 5),
+    ],
+    "matmul.nz_one": [lambda: torch.mm(on(4, 64), nz(64, 1))],
+    "embedding.indices": [lambda: direct("aclnnEmbedding", on(9, 8), on(3, dtype=F32), on(3, 8))],
+    "embedding.weight": [lambda: direct("aclnnEmbedding", on(9, 8, 2), whole(0, 1), on(2, 8))],
+    "cast.dtype": [lambda: direct("aclnnCast", on(4), 0, on(4))],
+    "topk.k": [lambda: on(4, 8).topk(9)],
+}

@@ -1,0 +1,131 @@
+"""Every operator that our kernels call on the emulated device, with its arguments, and what CANN is asked for it.
+
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m tests.npu.ladder.record     prints it as JSON
+
+In a process of its own, since the emulator stands in for CANN from the import of torch_npu on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+WORKSPACE = "GetWorkspaceSize"
+RULE = re.compile(r"\[[a-z0-9_]+\.[a-z0-9_]+; .*\]")
+"""How the emulator names the constraint that forbids a call."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """operators: by path, as in `names`, or aten::... operators of plain torch. kernels: by ours, those that it calls.
+    failed: a kernel's case -> why it did not run, which is no documented constraint of the device; or a kernel, none of
+    whose cases ran. emulated: what the emulator's library says of itself. registered: the schemas of npu:: that torch's
+    dispatcher has."""
+
+    operators: dict[str, Calls] = field(default_factory=dict)
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    emulated: dict[str, Any] = field(default_factory=dict)
+    registered: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Calls:
+    """aclnn: functions of CANN that ran for it. calls: (kinds of the positional arguments, of those by keyword)."""
+
+    aclnn: list[str] = field(default_factory=list)
+    calls: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
+
+
+def kind(value: Any) -> str:
+    name = type(value).__name__
+    return {"NoneType": "None", "Parameter": "Tensor", "tuple": "list", "device": "str"}.get(name, name)
+
+
+def record() -> Recorded:
+    """Needs torch_npu, and a process that has not imported it."""
+    from npuserve.npu import emulator
+
+    emulator.activate(relax=("small_heads",))
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from npuserve.kernels import ascend
+    from npuserve.kernels.registry import KERNELS, Implementation
+
+    synchronize = ascend.torch_npu.npu.synchronize  # which imports torch_npu
+    found = Recorded()
+    table = ctypes.CDLL(None).emuOperators  # of libopapi, that the emulator has loaded
+    table.restype = ctypes.c_char_p
+    found.emulated = json.loads(table())
+    found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self, kernel: str, only: str = "") -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.called, self.only = found.kernels.setdefault(kernel, []), only
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if not func.name().startswith(self.only):
+                return func(*args, **kwargs)
+            synchronize()
+            emulator.clear_calls()
+            result = func(*args, **kwargs)
+            synchronize()
+            made = found.operators.setdefault(func.name(), Calls())
+            made.aclnn = sorted({*made.aclnn, *(c.name for c in emulator.calls() if c.name.startswith("aclnn")
+                                                and not c.name.endswith(WORKSPACE))})
+            call = [kind(x) for x in args], {name: kind(x) for name, x in kwargs.items()}
+            if call not in made.calls:
+                made.calls.append(call)
+            if func.name() not in self.called:
+                self.called.append(func.name())
+            return result
+
+    for name, kernel in KERNELS.items():
+        golden = Implementation(kernel.golden, ascend.to_device, ascend.to_host)
+        served = kernel.implementations.get(ascend.LABEL, golden)
+        refused: dict[str, str] = {}
+        for case in kernel.cases:
+            if case.benchmark:
+                continue
+            args = case.make(torch.Generator().manual_seed(0), torch.bfloat16)
+            try:
+                with Recorder(name, "npu::"):
+                    args = served.adapt(args)
+                with Recorder(name):
+                    served.function(*args)
+                with Recorder(name, "npu::"):
+                    served.restore(args)
+                synchronize()
+            except RuntimeError as error:
+                text = " ".join(str(error).split())
+                (refused if RULE.search(text) else found.failed)[f"{name}, {case.name}"] = text
+        if len(refused) == sum(not case.benchmark for case in kernel.cases):
+            found.failed |= refused
+    return found
+
+
+def recorded() -> Recorded:
+    """`record` in another process. Raises RuntimeError with what that said."""
+    done = subprocess.run([sys.executable, "-m", "tests.npu.ladder.record"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    data = json.loads(done.stdout.splitlines()[-1])
+    operators = {name: Calls(**calls) for name, calls in data.pop("operators").items()}
+    return Recorded(operators=operators, **data)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(record())))

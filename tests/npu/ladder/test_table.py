@@ -1,0 +1,79 @@
+"""What runs on the emulated device is what the sources show, and the page about it is of today."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.npu.ladder.calls import Use, sources, uses
+from tests.npu.ladder.record import Calls, Recorded, recorded
+from tests.npu.ladder.release import EMULATED, VERSIONS, Release, operator, problems
+from tests.npu.ladder.table import PAGE, page
+
+OURS = uses(sources())
+RELEASES = [Release.load(version) for version in VERSIONS]
+
+
+@pytest.fixture(scope="module")
+def run() -> Recorded:
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip("torch_npu is not installed: pip install npuserve[npu]")
+    return recorded()
+
+
+def test_every_kernel_runs_and_is_emulated(run: Recorded) -> None:
+    assert not run.failed
+    asked = {name for calls in run.operators.values() for name in calls.aclnn}
+    assert asked <= set(run.emulated["operators"])
+    assert len(asked) > 20
+
+
+def test_what_was_read_from_the_wheel_is_what_torch_npu_registers(run: Recorded) -> None:
+    (release,) = (release for release in RELEASES if release.version == EMULATED)
+    assert release.operators
+    for name, texts in release.operators.items():
+        registered = {s for s in run.registered if s.split("(")[0].split(".")[0] == name}
+        assert {str(torch._C.parse_schema(f"npu::{text}")) for text in texts} == registered
+
+
+def test_no_operator_runs_that_the_sources_do_not_show(run: Recorded) -> None:
+    seen = {operator(use.path) for use in OURS}
+    ran = {operator(path) for path in run.operators if path.startswith("npu::")}
+    assert ran <= seen
+    assert {"npu::npu_rms_norm", "npu::npu_swiglu"} <= ran
+
+
+def test_what_ran_fits_every_version(run: Recorded) -> None:
+    """With the types of all arguments, whether they are written out or not."""
+    found = [Use("a run:0", path, True, tuple(positional), tuple(keywords.items()))
+             for path, calls in run.operators.items() if path.startswith("npu::")
+             for positional, keywords in calls.calls]
+    assert len(found) > 5
+    emulated = next(release for release in RELEASES if release.version == EMULATED)
+    assert not [problem for release in RELEASES for problem in problems(found, release, emulated)]
+
+
+def test_the_page_is_what_the_sources_make(run: Recorded) -> None:
+    new = page(OURS, run, RELEASES)
+    assert PAGE.read_text() == new, "run python -m tests.npu.ladder.table --write"
+
+
+def test_the_page_tells_what_is_missing() -> None:
+    """An operator that one version lacks, that was never run and has no constraint."""
+    schema = "npu_x(Tensor x) -> Tensor"
+    has, lacks = (Release(version, "", "", {"npu::npu_x": texts}, {"torch_npu.npu.y": arguments})
+                  for version, texts, arguments in (("2.13.0", [schema], ""), ("2.14.0", [], None)))
+    update = "torch_npu.npu.NPUGraph().update"
+    for release in (has, lacks):
+        release.python[update] = "cpu_update_input"
+    found = [Use("npu/a.py:1", "npu::npu_x", True, ("Tensor",)), Use("npu/a.py:2", "torch_npu.npu.y"),
+             Use("npu/a.py:3", update, True, ("list",), keys=("x",))]
+    run = Recorded({"aten::add.Tensor": Calls(["aclnnAdd"])}, {"greedy": ["aten::add.Tensor"]}, {},
+                   {"operators": {"aclnnAdd": "a.cpp"}, "rules": [{"operators": ["aclnnAdd", "aclnnB"]}]})
+    made = page(found, run, [has, lacks])
+    assert "| `npu::npu_x` | `npu/a.py` | 2.13.0 |  |  |  |" in made
+    assert "| `torch_npu.npu.y` | `npu/a.py` | 2.13.0 |" in made
+    assert f"| `{update}` | `npu/a.py` | 2.13.0 |" in made
+    assert "| `aten::add` | `greedy` | `aclnnAdd` | 1 | `sample_embed` |" in made

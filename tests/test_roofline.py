@@ -1,0 +1,59 @@
+"""The floor of a decode step, against sums made another way, and its page."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from npuserve.npu.model_config import ModelConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def roofline() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("npuserve_roofline", ROOT / "bench" / "roofline.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 1024), (16, 3338), (64, 1)])
+def test_a_step_reads_each_weight_and_each_key_once(roofline: ModuleType, rows: int, context: int) -> None:
+    c = ModelConfig.from_dict(roofline.QWEN3_14B)
+    head = c.vocab_size * c.hidden_size
+    projections = c.num_layers * c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)
+    plain, narrow = (roofline.decode(c, rows, context, quantized) for quantized in (False, True))
+    assert plain.weights == 2 * (projections + head)
+    assert narrow.weights == projections + 2 * head
+    assert plain.cache == narrow.cache == rows * context * c.num_layers * 2 * c.kv_size * 2
+    # What is left is norms, scales, and activations in and out of each kernel.
+    for step in (plain, narrow):
+        assert 0 < step.nbytes - step.weights - step.cache < 0.03e9 * rows + 0.02e9
+    # A product and its sum for each weight, and for each key and value in each query head.
+    operations = 2 * rows * (projections + head + c.num_layers * 2 * context * c.q_size)
+    assert plain.operations == operations
+    assert narrow.operations == operations
+
+
+def test_the_checkpoint_is_the_one_that_is_meant(roofline: ModuleType) -> None:
+    assert 2 * ModelConfig.from_dict(roofline.QWEN3_14B).num_parameters == pytest.approx(29.5e9, rel=0.002)
+
+
+def test_every_kernel_of_the_decoder_is_in_the_table(roofline: ModuleType) -> None:
+    page = roofline.default_page()
+    c = ModelConfig.from_dict(roofline.QWEN3_14B)
+    for kernel, calls in roofline.decode(c, 1, 1024, False).costs.items():
+        assert f"| {kernel} | {len(calls)} |" in page
+    assert "A prediction" in page
+
+
+def test_the_page_is_what_the_script_makes(roofline: ModuleType) -> None:
+    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/roofline.py --write"
