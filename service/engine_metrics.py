@@ -58,7 +58,7 @@ class EngineMetrics:
 
     def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
         """Call after a step was applied, in which it made so many tokens."""
-        # Counted with the next page, all at once: here every line would run with cold caches, at several times its cost.
+        # Counted with the next page, all at once: here every line would meet cold caches, at several times its cost.
         busy = self._scheduler.has_work
         self._steps.append((step, result, launched, collected, busy))
         self._made += made
