@@ -21,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.runner import Launched
+from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.engine_process import load_model
@@ -43,6 +45,8 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
         BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache), max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
         aging_seconds=config.priority_aging_seconds)
+    depth = 2 if config.double_buffering else 1
+    flying: deque[tuple[Step, Launched]] = deque()
 
     def ask() -> None:
         ids = [random.randrange(runner.config.vocab_size) for _ in range(prompt)]
@@ -54,9 +58,14 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
         for _ in range(streams):
             ask()
         began = time.perf_counter()
-        while scheduler.has_work:
+        while scheduler.has_work or flying:
             step = scheduler.schedule(time.monotonic())
-            result = runner.collect(runner.launch(step))
+            if step.rows:
+                flying.append((step, runner.launch(step)))
+                if len(flying) < depth:
+                    continue
+            step, launched = flying.popleft()
+            result = runner.collect(launched)
             ended = [progress for progress in scheduler.apply(step, result, time.monotonic()) if progress.reason]
             for _ in ended[:left]:
                 ask()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 
 import harness
 
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.runner import Launched
+from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.engine_process import load_model
@@ -31,6 +33,7 @@ class Npuserve(harness.Generator):
             os.environ)
         self.runner = load_model(config, config.model)
         self.budget = config.max_num_batched_tokens
+        self.flying: deque[tuple[Step, Launched]] = deque()
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False), max_num_seqs=ROWS,
             max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds)
@@ -49,11 +52,20 @@ class Npuserve(harness.Generator):
             tick()
         for number in ids:
             self.scheduler.cancel(number)
+        while self.flying:
+            self.step()
 
     def step(self) -> int:
-        """Rows that got a token."""
-        step = self.scheduler.schedule(time.monotonic())
-        result = self.runner.collect(self.runner.launch(step))
+        """Launches what there is to launch, as the engine does, and collects the step that was launched first.
+
+        Returns the rows that got a token."""
+        while len(self.flying) < 2:
+            step = self.scheduler.schedule(time.monotonic())
+            if not step.rows:
+                break
+            self.flying.append((step, self.runner.launch(step)))
+        step, launched = self.flying.popleft()
+        result = self.runner.collect(launched)
         self.scheduler.apply(step, result, time.monotonic())
         return len(result.token_ids)
 
