@@ -40,7 +40,7 @@ struct Shape {
     int64_t place(int64_t row, int64_t head, int64_t token) const {
         return op.at<int32_t>(3)[row * stride + token / block_size] * kv_heads + head;
     }
-    // Where a row's key or value begins, the token a multiple of 16; word_bytes: of a word of all tokens or numbers.
+    // Where a token's key begins, of so many words, and its value, the token a multiple of the numbers to a word.
     const char *key(int64_t row, int64_t head, int64_t token, int64_t words) const {
         return op.at<char>(1) + place(row, head, token) * words * key_stride() + token % block_size * 4;
     }
@@ -283,8 +283,7 @@ struct Attention {
         }
         if (whole < tokens) {
             // Half of the last word belongs to no token yet and may hold anything.
-            int64_t at = begin + whole, panel = at / LANES * LANES;
-            const char *word = s.value(item.row, head, panel, PER_WORD) + (at - panel) / PER_WORD * s.value_stride();
+            const char *word = s.value(item.row, head, begin + whole, PER_WORD);
             for (int64_t d = 0; d < s.padded_dim; d++) work.last_word[d] = word_at(word + d * 4) & 0xFFFF;
             values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole};
         }
