@@ -86,7 +86,7 @@ def main() -> None:
         ask(min(info.max_model_len - 8, 4096))
         with ThreadPoolExecutor(info.max_num_seqs) as threads:
             list(threads.map(ask, [32] * info.max_num_seqs))
-        listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.pid)],
+        listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.pid)],
                                  capture_output=True, text=True, check=True).stdout
         processes = {"supervisor": memory(server.pid)}
         for line in listing.splitlines():

@@ -128,7 +128,7 @@ def server(arguments: list[str]) -> Iterator[Server]:
             found = re.search(r"listening on (\S+) metrics=(\S+)", said)
             assert found
             children = subprocess.run(
-                ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True)
+                ["ps", "-ww", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True)
             yield Server(found[1], found[2], process.pid, [int(pid) for pid in children.stdout.split()])
             if " INFO " not in (last := Path(log.name).read_text().splitlines()[-1]):
                 raise SystemExit(f"the server was in trouble: {last}")

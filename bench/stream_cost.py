@@ -254,7 +254,8 @@ def said(running: subprocess.Popen[str]) -> str:
 
 def children(pid: int) -> dict[str, int]:
     """Role -> pid, of a supervisor's children."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
+    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)],
+                           capture_output=True, text=True, check=True)
     patterns = {"frontend": r"service\.frontend", "engine": r"stream_cost\.py engine"}
     return {role: int(text.split()[0]) for role, pattern in patterns.items()
             for text in found.stdout.splitlines() if re.search(pattern, text)}

@@ -99,7 +99,8 @@ def wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> str:
 
 def children(pid: int) -> dict[str, int]:
     """Module -> pid, of a supervisor's children."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
+    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)],
+                           capture_output=True, text=True, check=True)
     return {match[2]: int(match[1])
             for match in re.finditer(r"^\s*(\d+) .*npuserve\.service\.(\w+)", found.stdout, re.MULTILINE)}
 

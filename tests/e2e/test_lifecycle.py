@@ -29,7 +29,7 @@ def health(server: Server, service: str = "npuserve.readiness") -> int:
 def children(server: Server) -> dict[str, int]:
     """Module name -> process id of the server's children."""
     found = {}
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
                              capture_output=True, text=True, check=True).stdout
     for line in listing.splitlines():
         if match := re.search(r"npuserve\.service\.(\w+)", line):

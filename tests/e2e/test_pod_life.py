@@ -146,7 +146,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
 def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
     container.start()
     container.succeed("startup", 0.1)
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(container.process.pid)],
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(container.process.pid)],
                              capture_output=True, text=True, check=True).stdout
     (engine,) = re.findall(r"^\s*(\d+) .*npuserve\.service\.engine_process", listing, re.MULTILINE)
     seen: list[tuple[float, int]] = []

@@ -79,7 +79,7 @@ class Asked:
 
 def children(server: Server) -> dict[str, int]:
     """Process ids of the server's children."""
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
                              capture_output=True, text=True, check=False).stdout
     found = [re.match(r"\s*(\d+) .*emulated\.faulty (\w+)", line) for line in listing.splitlines()]
     return {match[2]: int(match[1]) for match in found if match}

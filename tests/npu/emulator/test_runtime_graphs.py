@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,15 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "synchronizing the device": (lambda x, stream, event: torch.npu.synchronize(), "107027"),
     "synchronizing an event of the capture":
         (lambda x, stream, event: (event.record(), event.synchronize()), "107028"),
-    "querying an event of the capture": (lambda x, stream, event: (event.record(), event.query()), "107028"),
+    "querying an event of the capture": (lambda x, stream, event: (event.record(), asked(event)), "107028"),
 }
+
+
+def asked(event: Any) -> None:
+    """Queries it until the device answers: torch_npu itself says no before its launch thread has recorded it."""
+    deadline = time.monotonic() + 10
+    while not event.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def refused(call: Refused) -> str:
