@@ -1,7 +1,7 @@
 """A model on an emulated NPU beside the same model on the CPU, through `npuserve serve` and gRPC.
 
     python bench/emulated.py [MODEL ...] [--wide VOCABULARY] [--requests 12] [--answer 150] [--blocks 9] \
-        [--parts tokens,forced] [--timeout 900] [--json FILE]
+        [--parts tokens,forced,int8] [--timeout 900] [--json FILE]
 
 MODEL: folders; none is the built-in model. --wide: a model of two layers of Qwen3-14B's exact widths and random
 weights, with so many tokens in its vocabulary (151936 is Qwen3's), made in a folder of its own for the run.
@@ -14,6 +14,11 @@ collected, and without.
 `forced`: plain stories (random ids where there is no tokenizer) and the CPU's answers to them, every position predicted
 in bfloat16 on the emulated device and in float32 on the CPU: the share of positions with the same likeliest token, and
 the largest difference of a logit; and the same of the CPU in bfloat16, which is the yardstick where a model is unsure.
+
+`int8`: the same of the model in W8A8, as `npuserve quantize --calibration none` makes it, int8 being of the device's
+levels on the CPU too; and beside the CPU in the same dtype, in bfloat16 and in float32. There only the order of sums
+differs, and which way a number goes that lies between two of int8, with all that follows from it: the CPU's kernels and
+its golden functions, which differ in no more, are the yardstick.
 
 The emulated device proves calls and numbers, not speed. Needs torch_npu and a compiler, see docs/ascend.md.
 """
@@ -59,6 +64,10 @@ QWEN3_14B = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_head
              "intermediate_size": 17408}
 LEAST_EQUAL, NOISE = 0.995, 0.005
 """Share of equal likeliest tokens; where the CPU in bfloat16 has less than that, its own share but so much."""
+
+LEAST_INT8 = 0.99
+"""Share of equal likeliest tokens in W8A8, both in float32; where the CPU's own two ways have less, their share but
+three standard deviations of so many positions."""
 
 
 def wide(folder: Path, vocabulary: int, layers: int = 2) -> Path:
@@ -224,50 +233,80 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     """Shares and differences of the sequences in `file`: [[prompt, answer], ...]."""
     import gc
 
+    from torch import Tensor
+
     from npuserve.npu.acceptance import load, load_reference
     from npuserve.npu.backends import select
+    from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.teacher_forced import forced_logits
     from npuserve.service.accept_tokens import agreement
 
     asked, made = zip(*json.loads(file.read_text()), strict=True)
     sequences = [prompt + answer for prompt, answer in zip(asked, made, strict=True)]
     length = max(map(len, sequences))
-    heads = () if ModelConfig.from_folder(folder).head_dim % 32 == 0 else ("small_heads",)
-    backend = select("npu", heads)
-    def compared(model: Model, device: Backend) -> Agreement:
-        return agreement(golden, forced_logits(model, device, sequences, 256), asked, made)
+    config = ModelConfig.from_folder(folder)
+    relaxed = (*(() if config.head_dim % 32 == 0 else ("small_heads",)), *(("fp32",) if config.quantization else ()))
+    backend = select("npu", relaxed)
 
-    golden = list(forced_logits(*load_reference(folder, backend, "float32", length, 0), sequences, 256))
-    gc.collect()
-    yardstick = compared(*load_reference(folder, backend, "bfloat16", length, 0))
-    gc.collect()
-    loaded = load(folder, backend, "bfloat16", max_model_len=length, max_num_seqs=2, max_num_batched_tokens=256)
-    found = compared(loaded.model, backend)
+    def logits(model: Model, device: Backend) -> list[Tensor]:
+        gc.collect()
+        return list(forced_logits(model, device, sequences, 256))
+
+    def on_the_cpu(dtype: str, of: Backend = backend) -> list[Tensor]:
+        return logits(*load_reference(folder, of, dtype, length, 0))
+
+    def on_the_npu(dtype: str) -> list[Tensor]:
+        loaded = load(folder, backend, dtype, max_model_len=length, max_num_seqs=2, max_num_batched_tokens=256)
+        return logits(loaded.model, backend)
+
+    def compared(reference: list[Tensor], others: list[Tensor]) -> Agreement:
+        return agreement(reference, others, asked, made)
+
+    golden, near, own = on_the_cpu("float32"), on_the_cpu("bfloat16"), on_the_npu("bfloat16")
+    yardstick, found = compared(golden, near), compared(golden, own)
     least = LEAST_EQUAL if yardstick.share >= LEAST_EQUAL else yardstick.share - NOISE
-    return {"passed": found.share >= least, "positions": found.positions, "relaxed": list(heads),
-            "equal_argmax": round(found.share, 5), "of_the_cpu": round(yardstick.share, 5),
-            "largest_logit_difference": round(found.difference, 4),
-            "difference_of_the_cpu": round(yardstick.difference, 4),
-            "largest_logit": round(max(float(logits.abs().max()) for logits in golden), 2)}
+    figures = {"passed": found.share >= least, "positions": found.positions, "relaxed": list(relaxed),
+               "equal_argmax": round(found.share, 5), "of_the_cpu": round(yardstick.share, 5),
+               "largest_logit_difference": round(found.difference, 4),
+               "difference_of_the_cpu": round(yardstick.difference, 4),
+               "largest_logit": round(max(float(x.abs().max()) for x in golden), 2)}
+    if config.quantization:
+        cpu = CpuBackend()
+        cpu.int8_levels = backend.int8_levels
+        alike, ways = compared(golden, on_the_npu("float32")), compared(golden, on_the_cpu("float32", cpu))
+        deviation = (ways.share * (1 - ways.share) / ways.positions) ** 0.5
+        figures |= {"passed": figures["passed"] and alike.share >= min(LEAST_INT8, ways.share - 3 * deviation),
+                    "equal_argmax_beside_bfloat16": round(compared(near, own).share, 5),
+                    "equal_argmax_in_float32": round(alike.share, 5),
+                    "of_the_cpu_in_float32": round(ways.share, 5),
+                    "largest_logit_difference_in_float32": round(alike.difference, 4),
+                    "difference_of_the_cpu_in_float32": round(ways.difference, 4)}
+    return figures
 
 
 def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config = ModelConfig.from_folder(folder)
     asked = prompts(config.vocab_size, args.requests, args.answer)
     texts = prompts_of(folder, config.vocab_size, min(3 * BLOCK, config.context_length) - args.answer)
-    both = on_the_cpu(folder, [*asked, *texts], args.answer, args.timeout)
-    expected, told = both[: len(asked)], both[len(asked) :]
     if "tokens" in args.parts:
+        expected = on_the_cpu(folder, asked, args.answer, args.timeout)
         for way, flags in (("overlapped", ()), ("one step in flight", ("--no-double-buffering",))):
             found = on_the_npu(folder, asked, args.answer, args.timeout, expected, args.blocks, *flags)
             yield {"model": name, "part": "tokens", "way": way, "passed": found.equal == found.tokens, **vars(found)}
-    if "forced" in args.parts:
+    for part in ("forced", "int8"):
+        if part not in args.parts:
+            continue
         with tempfile.TemporaryDirectory() as place:
-            file = Path(place, "sequences.json")
+            model, file = folder, Path(place, "sequences.json")
+            if part == "int8":
+                model = Path(place, "w8a8")
+                subprocess.run([sys.executable, "-m", "npuserve.service.cli", "quantize", str(folder), str(model),
+                                "--calibration", "none"], check=True, stdout=subprocess.DEVNULL)
+            told = on_the_cpu(model, texts, args.answer, args.timeout)
             file.write_text(json.dumps(list(zip(texts, told, strict=True))))
-            done = subprocess.run([sys.executable, __file__, str(folder), "--forced", str(file)], check=True,
+            done = subprocess.run([sys.executable, __file__, str(model), "--forced", str(file)], check=True,
                                   stdout=subprocess.PIPE, text=True)
-        yield {"model": name, "part": "forced", **json.loads(done.stdout.splitlines()[-1])}
+        yield {"model": name, "part": part, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def main() -> int:
@@ -277,7 +316,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--answer", type=int, default=150)
     parser.add_argument("--blocks", type=int, default=9, help="of the emulated device's KV cache")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["tokens", "forced"])
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["tokens", "forced", "int8"])
     parser.add_argument("--timeout", type=float, default=900, help="seconds that an answer may take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each finding")
     parser.add_argument("--forced", type=Path, help=argparse.SUPPRESS)

@@ -47,7 +47,8 @@ from npuserve.service.scheduler import Scheduler
 from npuserve.service.sequence import Sequence
 
 if TYPE_CHECKING:
-    from npuserve.npu.runner import Launched, Runner
+    from npuserve.npu.launched import Launched
+    from npuserve.npu.runner import Runner
 
 STREAM_PROMPT, LEAD = 16, 8
 """Tokens of a stream's prompt, and those that it gets before the long prompt comes."""

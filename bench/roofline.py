@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.kernels.costs import Cost, cost
+from npuserve.kernels.costs import Cost, cost, nbytes
+from npuserve.kernels.quantized import Int8, Scheme, Weight
 from npuserve.npu.backends.ascend import BACKEND
 from npuserve.npu.model import Model
 from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.quantization import LINEAR, W8A8, Quantization
 from npuserve.npu.weights import allocate
 
 PAGE = Path(__file__).parents[1] / "docs" / "ascend-roofline.md"
@@ -45,12 +47,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def made(shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
+    return meta(*shape) if scheme is None else Int8(meta(*shape, dtype=torch.int8), meta(shape[0], dtype=torch.float32))
+
+
 @dataclass(slots=True)
 class Ledger:
-    """Kernels that note their costs and return tensors of the right shape. quantized: the decoder's linear weights are
-    int8 with a scale for each row, activations int8 with one for each token; the LM head and the table stay bf16."""
+    """Kernels that note their costs and return tensors of the right shape."""
 
-    quantized: bool
     costs: dict[str, list[Cost]] = field(default_factory=lambda: defaultdict(list))
 
     def _note(self, name: str, *args: Any) -> None:
@@ -60,30 +64,25 @@ class Ledger:
         self._note("embedding", ids, table)
         return meta(len(ids), table.shape[1])
 
-    def rms_norm(self, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-        self._note("rms_norm", x, gamma, eps)
-        return x
+    def rms_norm(self, x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+        self._note("rms_norm", x, gamma, eps, scheme)
+        return made(x.shape, scheme)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        self._note("add_rms_norm", x, residual, gamma, eps)
-        return x, residual
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+    ) -> tuple[Tensor | Int8, Tensor]:
+        self._note("add_rms_norm", x, residual, gamma, eps, scheme)
+        return made(x.shape, scheme), residual
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.quantized:
-            self._note("quantize_per_token", x)
-            scales = [meta(n, dtype=torch.float32) for n in (len(x), len(weight))]
-            narrow = [meta(*t.shape, dtype=torch.int8) for t in (x, weight)]
-            self._note("linear_w8a8", narrow[0], scales[0], narrow[1], scales[1], bias, x.dtype)
-        else:
-            self._note("linear", x, weight, bias)
-        return meta(len(x), len(weight))
+    def linear(self, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+        self._note("linear", x, weight, bias)
+        return meta(len(x), weight.shape[0])
 
-    def linear_swiglu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.quantized:
-            self._note("swiglu", self.linear(x, weight, bias))
-        else:
-            self._note("linear_swiglu", x, weight, bias)
-        return meta(len(x), len(weight) // 2)
+    def linear_swiglu(
+        self, x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Tensor | Int8:
+        self._note("linear_swiglu", x, weight, bias, scheme)
+        return made((len(x), weight.shape[0] // 2), scheme)
 
     def qk_norm_rope_kv_write(self, qkv: Tensor, *args: Any) -> Tensor:
         self._note("qk_norm_rope_kv_write", qkv, *args)
@@ -118,10 +117,12 @@ class Step:
 
 def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Step:
     """Of `rows` requests with `context` tokens each, this step's included; greedy."""
-    c, ledger = config, Ledger(quantized)
+    w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=("lm_head",))
+    c, ledger = replace(config, quantization=w8a8 if quantized else None), Ledger()
     backend: Any = SimpleNamespace(device=torch.device("meta"), vocabulary_tile=BACKEND.vocabulary_tile,
-                                   weight=lambda n, k, dtype: meta(n, k, dtype=dtype))
-    weights, _ = allocate(c, torch.bfloat16, backend)
+                                   int8_levels=BACKEND.int8_levels, weight=lambda n, k, dtype: meta(n, k, dtype=dtype),
+                                   empty=lambda shape, dtype: meta(*shape, dtype=dtype))
+    weights = allocate(c, torch.bfloat16, backend).weights
     blocks = -(-context // BACKEND.block_size)
     layer = meta(rows * blocks, BACKEND.block_size, c.num_kv_heads, c.head_dim)
     metadata = AttentionMetadata(meta(rows, blocks, dtype=torch.int32), meta(rows, dtype=torch.int32),
@@ -133,9 +134,8 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
     model = Model(c, weights, cos_sin, kernels)
     cache: Any = SimpleNamespace(layers=[(layer, layer)] * c.num_layers)
     model.likeliest(model.hidden(batch, cache))
-    linear = sum(w.weight.nbytes for x in weights.layers for w in (x.qkv, x.o, x.gate_up, x.down))
-    head = weights.lm_head.weight.nbytes
-    return Step(dict(ledger.costs), head + (linear // 2 if quantized else linear),
+    linear = nbytes(*(w.weight for x in weights.layers for w in (x.qkv, x.o, x.gate_up, x.down)))
+    return Step(dict(ledger.costs), linear + nbytes(weights.lm_head.weight),
                 rows * context * c.num_layers * 2 * layer[0, 0].nbytes)
 
 
@@ -182,9 +182,10 @@ of `npu/model.py` is walked kernel by kernel, each call counted by `kernels/cost
 once), at a context of 1024 tokens and 1.6 TB/s, one card. The floor is the bytes by the bandwidth: launches, kernels
 below the memory's speed and idle time come on top; what an L2 cache keeps of activations comes off.
 
-bf16: 2 bytes a weight. w8a8: the decoder's projections in int8 with scales, activations quantized for each token before
-each projection by a kernel of its own; LM head, norms, keys and values stay bf16. Of the embedding table a step reads
-its rows' lines only, so a step reads less than the whole checkpoint (29.5 GB, 18.5 ms).
+bf16: 2 bytes a weight. w8a8: the decoder's projections in int8 with scales, activations quantized for each token by the
+kernel before the projection, or after attention within the projection's own; LM head, norms, keys and values stay bf16.
+Of the embedding table a step reads its rows' lines only, so a step reads less than the whole checkpoint (29.5 GB,
+18.5 ms).
 
 The last column of the first table is what the matrix units must reach for memory to be the limit: compare it with the
 card's peak. `linear_argmax` is the LM head with the greedy choice. Beside published figures stands the floor of a step

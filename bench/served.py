@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from npuserve.npu.runner import Launched
+from npuserve.npu.launched import Launched
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.block_manager import BlockManager

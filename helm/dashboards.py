@@ -79,6 +79,7 @@ REQUESTS = [
     Panel("Requests", {"running": total("requests_running"), "waiting": total("requests_waiting")}, "short",
           "In the batch and in the queue.", stack="normal"),
 ]
+EXPIRY = "tls_certificate_expiry_timestamp_seconds"
 ERRORS = 'code!~"OK|CANCELLED"'
 
 SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see: traffic, errors, latencies, queue.", [
@@ -142,6 +143,15 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
         *MEMORY,
         Panel("Unread tokens", {"{{instance}}": total("stream_buffered_tokens", "instance")}, "short",
               "Made and not yet taken by their clients: slow readers show here."),
+        Panel("Paused for their readers", {"{{instance}}": total("requests_paused", "instance")}, "short",
+              "Requests that compute nothing until their clients read."),
+        Panel("Tokens in vain", {"{{instance}}": rate("tokens_in_vain_total", "instance")}, "tokens/s",
+              "Computed for requests whose deadline came before their first token."),
+        Panel("Streams that went on", {"after {{after}}": rate("streams_continued_total", "after")}, "reqps",
+              "After the death of their engine, or where their client resumed them."),
+        Panel("Certificates", {
+            "{{instance}} {{certificate}}": f"{total(EXPIRY, 'instance, certificate', how='min')} - time()"},
+              "s", "Time until the first of the certificates in use ends; empty without TLS."),
         *LIFE,
     ]),
 ])

@@ -24,8 +24,12 @@ FRACTAL_NZ = 29
 BLOCK = 128
 """Tokens of a KV-cache block, or a multiple of it: fused attention takes no other blocks for chunks of prompts."""
 
-_ND = 2
-"""No format: numbers as torch lays them."""
+LEVELS = 127.0
+"""By which a dynamic scale's largest magnitude is divided (documentation of aclnnDynamicQuantV2)."""
+
+SWIGLU_ROW = 7232
+"""Numbers of gate and up together that npu_dequant_swiglu_quant takes at most, in multiples of 64 (documentation of
+aclnnDequantSwigluQuantV2, constraints on A2 and A3)."""
 
 LABEL = "ascend"
 
@@ -77,15 +81,16 @@ def table_as(table: Tensor, dtype: torch.dtype) -> Tensor:
     return made  # type: ignore[no-any-return]
 
 
+@cache
+def one_group(tokens: int, device: torch.device) -> Tensor:
+    """[1] int64: as many tokens, for operators that take them by groups, where there is one."""
+    return torch.full((1,), tokens, dtype=torch.int64, device=device)
+
+
 def fractal_nz(weight: Tensor) -> Tensor:
     """weight [N, K] int8 on the device -> [K, N] in FRACTAL_NZ, as npu_quant_matmul reads it fastest."""
     torch.npu.config.allow_internal_format = True
     return torch_npu.npu_format_cast(weight.t().contiguous(), FRACTAL_NZ)  # type: ignore[no-any-return]
-
-
-def from_fractal_nz(weight: Tensor) -> Tensor:
-    """`fractal_nz` undone: [N, K]."""
-    return torch_npu.npu_format_cast(weight, _ND).t()  # type: ignore[no-any-return]
 
 
 def to_device(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,10 +13,15 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native
 from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.kv_cache import Cache, block_size, quantize_heads, read
 from npuserve.kernels.native import layout
+from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import Case, kernel
 
 _SPLIT, _UNITS_PER_THREAD = 256, 16  # of attention.cpp
+
+INT8_TOLERANCE = 3e-4
+"""Of results over an int8 cache, whose products may take queries and weights in int16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +63,26 @@ def _case(
     head_dim: int,
     block_size: int = 16,
     benchmark: bool = False,
+    int8: bool = False,
 ) -> Case:
     """rows: (queries, context) of each."""
 
     def make(
         generator: torch.Generator, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
+    ) -> tuple[Tensor, Cache, Cache, AttentionMetadata, float]:
         width = -(-max(context for _, context in rows) // block_size)
         block_tables = torch.randperm(len(rows) * width, generator=generator).int().view(len(rows), width)
         tokens = sum(queries for queries, _ in rows)
         q = torch.randn(tokens, q_heads, head_dim, generator=generator).to(dtype)
         shape = (2, len(rows) * width, block_size, kv_heads, head_dim)
-        k_cache, v_cache = torch.randn(shape, generator=generator).to(dtype)
+        caches = torch.randn(shape, generator=generator).to(dtype)
+        k_cache, v_cache = map(quantize_heads, caches) if int8 else caches
         metadata = AttentionMetadata.from_lengths(block_tables, [c for _, c in rows], [n for n, _ in rows])
         return q, k_cache, v_cache, metadata, head_dim**-0.5
 
     queries, contexts = ("+".join(map(str, sorted(set(x)))) for x in zip(*rows, strict=True))
-    return Case(f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}", make, benchmark, head_dim)
+    name = f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}{' int8' if int8 else ''}"
+    return Case(name, make, benchmark, head_dim, int8, tolerance=INT8_TOLERANCE if int8 else 0.0)
 
 
 @kernel(
@@ -89,22 +97,33 @@ def _case(
         *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True) for rows in (1, 8, 32)),
         _case([(512, 512)], 16, 8, 128, benchmark=True),
         _case([(512, 4096)], 16, 8, 128, benchmark=True),
+        _case([(1, 8192)], 16, 8, 128, 128, benchmark=True),
+        _case([(1, 17), (5, 5), (3, 20), (1, 33)], 6, 2, 16, int8=True),
+        _case([(7, 31), (1, 5)], 3, 1, 10, block_size=32, int8=True),
+        _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64, int8=True),
+        _case([(1, 700)], 4, 1, 16, int8=True),
+        _case([(1, 130), (5, 40), (1, 7)], 4, 2, 128, int8=True),
+        *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True, int8=True) for rows in (1, 32)),
+        _case([(512, 4096)], 16, 8, 128, benchmark=True, int8=True),
+        _case([(1, 8192)], 16, 8, 128, 128, benchmark=True, int8=True),
     ],
 )
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Causal attention of rows of any number of queries, each row's keys gathered from its blocks.
 
-    q: [T, Hq, D]. k_cache, v_cache: [B, block_size, Hkv, D], Hq a multiple of Hkv; this step's keys and values are
-    written already. Returns [T, Hq D], 0 for queries of no row. Softmax and sums in float32. A row's numbers do not
-    depend on the other rows.
+    q: [T, Hq, D]. k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both int8, Hq a multiple of Hkv; this
+    step's keys and values are written already, and of int8 are read as they were written. Returns [T, Hq D], 0 for
+    queries of no row. Softmax and sums in float32. A row's numbers do not depend on the other rows.
     """
     output = torch.zeros_like(q)
+    wide = torch.promote_types(q.dtype, torch.float32) if isinstance(k_cache, Int8) else q.dtype
     starts = metadata.host_cu_seqlens_q
     for row, context in enumerate(metadata.host_context_lens):
         tokens = slice(starts[row], starts[row + 1])
-        blocks = metadata.block_tables[row, : -(-context // k_cache.shape[1])]
-        keys, values = (cache[blocks].flatten(0, 1)[:context].transpose(0, 1) for cache in (k_cache, v_cache))
-        output[tokens] = _attend(q[tokens].transpose(0, 1), keys, values, scale).transpose(0, 1)
+        blocks = metadata.block_tables[row, : -(-context // block_size(k_cache))]
+        keys, values = (
+            read(cache, blocks, wide).flatten(0, 1)[:context].transpose(0, 1) for cache in (k_cache, v_cache))
+        output[tokens] = _attend(q[tokens].to(wide).transpose(0, 1), keys, values, scale).transpose(0, 1)
     return output.flatten(1)
 
 
@@ -135,11 +154,13 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @native.implementation(paged_attention, adapt=_pack, restore=_unpack)
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """k_cache, v_cache: as `layout` has them. Weights are rounded to q's dtype; flash attention by splits (Dao et al.
-    2022, arXiv:2205.14135; the merge of splits as in Dao et al. 2023, Flash-Decoding)."""
+def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """k_cache, v_cache: as `layout` has them. Weights are rounded to q's dtype, or beside int8 they and the queries to
+    int16 by a scale for each row; flash attention by splits (Dao et al. 2022, arXiv:2205.14135; the merge of splits as
+    in Dao et al. 2023, Flash-Decoding)."""
     tokens, q_heads, dim = q.shape
-    block_size, kv_heads = layout.block_size(k_cache), k_cache.shape[1]
+    kind, (keys, values), scales = layout.parts(k_cache, v_cache)
+    block_size, kv_heads = layout.block_size(keys), keys.shape[1]
     rows, stride = metadata.block_tables.shape
     out = native.empty(tokens, q_heads * dim, dtype=q.dtype)
     if metadata.host_cu_seqlens_q and metadata.host_cu_seqlens_q[-1] < tokens:
@@ -149,10 +170,11 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, 
     splits = -(-stride * block_size // _SPLIT)
     plan = native.kept(rows + 2, dtype=torch.int32)
     partial = native.empty(items * splits * q_heads * (-(-dim // native.LANES) + 1) * native.LANES, dtype=torch.float32)
-    p = [q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial]
+    p = [q, keys, values, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial,
+         *scales]
     n = [tokens, rows, q_heads, kv_heads, dim, block_size, stride, items]
     native.call(
-        "paged_attention", ("attention", q.dtype, p, n, [scale]), ("attention_merge", q.dtype, p, n, [scale]))
+        "paged_attention", (f"attention{kind}", q.dtype, p, n, [scale]), ("attention_merge", q.dtype, p, n, [scale]))
     return out
 
 

@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import ascend, native
-from npuserve.kernels.native.packed import PackedWeight, Weight
+from npuserve.kernels.native.packed import PackedWeight, dense
+from npuserve.kernels.quantized import Int8Weight, Weight, from_nz, packed, weight_of
 from npuserve.kernels.registry import Case, kernel
 
 
-def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False, int8: str = "") -> Case:
+    """int8: "" for a table of floats, "int8" or, with zeros, "zeros"."""
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Weight]:
         ids = torch.randint(vocabulary, (tokens,), generator=generator)
-        return ids, torch.randn(vocabulary, hidden, generator=generator).to(dtype)
+        table = torch.randn(vocabulary, hidden, generator=generator)
+        return ids, weight_of(table, generator, dtype, int8 == "zeros") if int8 else table.to(dtype)
 
-    return Case(f"{tokens}x{hidden}", make, benchmark)
+    return Case(f"{tokens}x{hidden}{int8 and ' ' + int8}", make, benchmark, zeros=int8 == "zeros")
 
 
-@kernel("embedding", cases=[_case(1, 3, 8), _case(5, 17, 33), *(_case(t, 151936, 1024, True) for t in (1, 32, 512))])
+@kernel(
+    "embedding",
+    cases=[
+        *(_case(*shape, int8=int8) for int8 in ("", "int8", "zeros") for shape in ((1, 3, 8), (5, 17, 33))),
+        *(_case(t, 151936, 1024, True, int8) for int8 in ("", "int8") for t in (1, 32, 512)),
+    ],
+)
 def embedding(ids: Tensor, table: Weight) -> Tensor:
-    """ids [T] int64 below V, table [V, H] -> [T, H]."""
-    return table.rows(ids) if isinstance(table, PackedWeight) else F.embedding(ids, table)
+    """ids [T] int64 below V, table [V, H] -> [T, H]. Of an int8 table: its numbers in its dtype."""
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
-@native.implementation(embedding)
+def _pack_int8(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return packed(args) if isinstance(args[1], Int8Weight) else args
+
+
+@native.implementation(embedding, adapt=_pack_int8)
 def _(ids: Tensor, table: Weight) -> Tensor:
     out = native.empty(len(ids), table.shape[1], dtype=table.dtype)
-    if isinstance(table, PackedWeight):
-        native.call("embedding", ("unpack", table.dtype, [table.words, out, ids], [*out.shape]))
+    if isinstance(table, Int8Weight):
+        assert isinstance(table.values, PackedWeight)
+        call: native.Call = (
+            "embedding_int8", table.dtype, [ids, table.values.words, out, table.scale, table.zero], [*out.shape])
+    elif isinstance(table, PackedWeight):
+        call = ("unpack", table.dtype, [table.words, out, ids], [*out.shape])
     else:
-        native.call("embedding", ("embedding", table.dtype, [ids, table, out], [*out.shape]))
+        call = ("embedding", table.dtype, [ids, table, out], [*out.shape])
+    native.call("embedding", call)
     return out
 
 
-@ascend.implementation(embedding)
-def _(ids: Tensor, table: Tensor) -> Tensor:
-    return F.embedding(ids, table)
+def _transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    ids, table = ascend.to_device(args)
+    return ids, replace(table, values=dense(table.values).t()) if isinstance(table, Int8Weight) else table
+
+
+@ascend.implementation(embedding, adapt=_transposed, restore=from_nz)
+def _(ids: Tensor, table: Weight) -> Tensor:
+    """An int8 table's values: [H, V], a view of [V, H]; it has no zeros."""
+    if not isinstance(table, Int8Weight):
+        return F.embedding(ids, dense(table))
+    if table.zero is not None:
+        raise ValueError("zero: on Ascend an int8 table has no zeros")
+    scale = F.embedding(ids, table.scale.unsqueeze(1))
+    return (F.embedding(ids, dense(table.values).t()).to(scale.dtype) * scale).to(table.dtype)

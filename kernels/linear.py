@@ -11,74 +11,140 @@ from torch import Tensor
 from npuserve.kernels import ascend, native
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
-from npuserve.kernels.native.packed import PackedWeight, Weight, dense
+from npuserve.kernels.native.packed import PackedWeight, dense
+from npuserve.kernels.quantized import (
+    ZEROS,
+    Int8,
+    Int8Weight,
+    Scheme,
+    Weight,
+    ascend_fuses,
+    ascend_quantize,
+    from_nz,
+    int8_of,
+    native_quantize,
+    packed,
+    quantize,
+    scheme_of,
+    to_nz,
+    weight_of,
+)
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
+
+FLIPS = 3e-2
+"""What it changes of a product that the x which becomes int8 inside differs in its last bits."""
 
 # (K, N) of a Qwen3-0.6B: qkv, attention output, gate and up, down.
 QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 
 
-def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        x = torch.randn(tokens, k, generator=generator).to(dtype)
-        weight = (torch.randn(n, k, generator=generator) * k**-0.5).to(dtype)
-        return x, weight, torch.randn(n, generator=generator).to(dtype) if bias else None
+def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False, int8: str = "") -> Case:
+    """int8: "" for a weight of floats, "given" for int8 on both sides, "zeros" where both have zeros, "made" where x
+    becomes int8 inside."""
 
-    return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}", make, benchmark)
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Int8, Weight, Tensor | None]:
+        x = torch.randn(tokens, k, generator=generator)
+        weight = torch.randn(n, k, generator=generator) * k**-0.5
+        b = torch.randn(n, generator=generator).to(dtype) if bias else None
+        if not int8:
+            return x.to(dtype), weight.to(dtype), b
+        zeros = int8 == "zeros"
+        w = weight_of(weight, generator, dtype, zeros, Scheme(symmetric=not zeros))
+        return x.to(dtype) if int8 == "made" else int8_of(x, generator, zeros), w, b
+
+    return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{int8 and ' int8 ' + int8}", make, benchmark,
+                zeros=int8 == "zeros", tolerance=FLIPS if int8 == "made" else 0)
 
 
 @kernel(
     "linear",
     cases=[
-        _case(1, 8, 3),
-        _case(5, 33, 17, bias=True),
-        _case(16, 64, 96),
-        _case(47, 130, 200, bias=True),
-        *(_case(t, k, n, benchmark=True) for t in (1, 8, 32, 512) for k, n in QWEN3_06B),
+        *(_case(t, k, n, bias, int8=int8) for int8 in ("", "given", "zeros", "made") for t, k, n, bias in (
+            (1, 8, 3, False), (5, 33, 17, True), (16, 64, 96, False), (47, 130, 200, True))),
+        *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given") for t in (1, 8, 32, 512)
+          for k, n in QWEN3_06B),
     ],
 )
-def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] or None -> [T, N]."""
-    return F.linear(x, dense(weight), bias)
+def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] or None -> [T, N].
+
+    Over an int8 weight: of the weight's dtype, the exact sum of products times both scales, plus bias; an x of floats
+    is quantized by `weight.inputs` first. TypeError for an int8 x and a weight of floats.
+    """
+    if not isinstance(weight, Int8Weight):
+        return F.linear(_floats(x), dense(weight), bias)
+    given = x if isinstance(x, Int8) else quantize(x, weight.inputs)
+    left, right = given.values.double(), dense(weight.values).double()
+    if given.zero is not None:
+        left = left - given.zero.unsqueeze(1)
+    if weight.zero is not None:
+        right = right - weight.zero.unsqueeze(1)
+    out = F.linear(left, right) * given.scale.double().unsqueeze(1) * weight.scale.double()
+    return (out if bias is None else out + bias).to(weight.dtype)
 
 
-def _swiglu_case(tokens: int, k: int, intermediate: int, bias: bool = False, benchmark: bool = False) -> Case:
-    return Case(f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}",
-                _case(tokens, k, 2 * intermediate, bias).make, benchmark)
+def _floats(x: Tensor | Int8) -> Tensor:
+    if isinstance(x, Int8):
+        raise TypeError("x is int8, the weight is not")
+    return x
+
+
+def _swiglu_case(
+    tokens: int, k: int, intermediate: int, bias: bool = False, benchmark: bool = False, int8: str = "",
+    scheme: str = "",
+) -> Case:
+    product = _case(tokens, k, 2 * intermediate, bias, int8=int8)
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+        return *product.make(generator, dtype), scheme_of(scheme, generator)
+
+    name = f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}{int8 and ' int8 ' + int8}"
+    return Case(name + (scheme and " to " + scheme), make, benchmark, zeros=product.zeros or scheme in ZEROS,
+                tolerance=product.tolerance)
 
 
 @kernel(
     "linear_swiglu",
     cases=[
-        _swiglu_case(1, 8, 3),
-        _swiglu_case(5, 33, 16, bias=True),
-        _swiglu_case(37, 64, 80),
-        _swiglu_case(9, 20, 23, bias=True),
-        *(_swiglu_case(t, 1024, 3072, benchmark=True) for t in (1, 8, 32, 512)),
+        *(_swiglu_case(t, k, i, bias, int8=int8, scheme=scheme)
+          for int8, scheme in (("", ""), ("given", "int8"), ("made", ""), ("zeros", "asymmetric"), ("", "static"))
+          for t, k, i, bias in (
+              (1, 8, 3, False), (5, 33, 16, True), (37, 64, 80, False), (6, 40, 96, False), (9, 20, 23, True))),
+        *(_swiglu_case(t, 1024, 3072, benchmark=True, int8=int8, scheme=scheme)
+          for int8, scheme in (("", ""), ("given", "int8")) for t in (1, 8, 32, 512)),
     ],
 )
-def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x [T, K], weight [2 I, K] of gate and up, bias [2 I] or None -> [T, I]: `swiglu` of what `linear` makes."""
-    return swiglu(linear(x, weight, bias))
+def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+    """x [T, K], weight [2 I, K] of gate and up, bias [2 I] or None -> [T, I]: `swiglu` of what `linear` makes, and that
+    quantized by a scheme if there is one."""
+    gated = swiglu(linear(x, weight, bias))
+    return gated if scheme is None else quantize(gated, scheme)
 
 
-def _argmax_case(rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        x, weight, _ = _case(rows, k, vocabulary + padding).make(generator, dtype)
-        weight[vocabulary:] = 3 * weight[0]
+def _argmax_case(
+    rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False, int8: str = ""
+) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Weight, Tensor | None, int]:
+        x, weight, _ = _case(rows, k, vocabulary + padding, int8=int8).make(generator, dtype)
+        if isinstance(weight, Int8Weight):
+            for part in (dense(weight.values), weight.scale, weight.sums):
+                part[vocabulary:] = part[0]
+            weight.scale[vocabulary:] *= 3
+        else:
+            dense(weight)[vocabulary:] = 3 * dense(weight)[0]
         return x, weight, None, vocabulary
 
-    return Case(f"{rows}x{k}x{vocabulary}+{padding}", make, benchmark)
+    return Case(f"{rows}x{k}x{vocabulary}+{padding}{int8 and ' int8'}", make, benchmark)
 
 
 @kernel(
     "linear_argmax",
     cases=[
-        _argmax_case(1, 8, 7, 0),
-        _argmax_case(5, 32, 101, 27),
-        _argmax_case(40, 64, 300, 20),
-        *(_argmax_case(rows, 1024, 151936, 0, benchmark=True) for rows in (1, 8, 32)),
+        *(_argmax_case(*shape, int8=int8) for int8 in ("", "made")
+          for shape in ((1, 8, 7, 0), (5, 32, 101, 27), (40, 64, 300, 20))),
+        *(_argmax_case(rows, 1024, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")
+          for rows in (1, 8, 32)),
     ],
 )
 def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
@@ -87,57 +153,109 @@ def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: in
     return greedy(linear(x, weight, bias), vocabulary)
 
 
-def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[0], PackedWeight.pack(args[1]), *args[2:]
+def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int
+             ) -> list[native.Call]:
+    """The calls of a native product, which puts the results in `out`. sizes: after T, K, N."""
+    n, k = weight.shape
+    p: list[Tensor | None] = [bias, *out, *[None] * (2 - len(out))]
+    shape = [len(x), k, n, *sizes]
+    if not isinstance(weight, Int8Weight):
+        assert isinstance(weight, PackedWeight)
+        return [(name, weight.dtype, [_floats(x), weight.words, *p], shape)]
+    assert isinstance(weight.values, PackedWeight)
+    calls: list[native.Call] = []
+    if not isinstance(x, Int8):
+        x, call = native_quantize(x, weight.inputs)
+        calls.append(call)
+    row_sums = None
+    if weight.zero is not None:
+        row_sums = native.empty(len(x), dtype=torch.int32)
+        calls.append(("row_sums", torch.int8, [x.values, row_sums], [len(x), k]))
+    p += [x.scale, weight.scale, weight.sums, x.zero, weight.zero, row_sums]
+    return [*calls, (f"{name}_int8", weight.dtype, [x.values, weight.values.words, *p], shape)]
 
 
-@native.implementation(linear, adapt=_pack)
-def _(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    out = native.empty(len(x), weight.n, dtype=x.dtype)
-    native.call("linear", ("linear", x.dtype, [x, weight.words, bias, out], [len(x), weight.k, weight.n]))
+@native.implementation(linear, adapt=packed)
+def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    out = native.empty(len(x), weight.shape[0], dtype=weight.dtype)
+    native.call("linear", *_product("linear", x, weight, bias, [out]))
     return out
 
 
-@native.implementation(linear_swiglu, adapt=_pack)
-def _(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    sizes = [len(x), weight.k, weight.n]
-    if weight.n // 2 % native.LANES:  # gate and up meet within a panel
-        between = native.empty(len(x), weight.n, dtype=x.dtype)
-        out = native.empty(len(x), weight.n // 2, dtype=x.dtype)
-        native.call("linear_swiglu", ("linear", x.dtype, [x, weight.words, bias, between], sizes),
-                    ("swiglu", x.dtype, [between, out], [len(x), weight.n // 2]))
-        return out
-    out = native.empty(len(x), weight.n // 2, dtype=x.dtype)
-    native.call("linear_swiglu", ("linear_swiglu", x.dtype, [x, weight.words, bias, out], sizes))
+@native.implementation(linear_swiglu, adapt=packed)
+def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+    n, half = weight.shape[0], weight.shape[0] // 2
+    gated = native.empty(len(x), half, dtype=weight.dtype)
+    if half % native.LANES:  # gate and up meet within a panel
+        between = native.empty(len(x), n, dtype=weight.dtype)
+        calls = _product("linear", x, weight, bias, [between])
+        calls.append(("swiglu", weight.dtype, [between, gated], [len(x), half]))
+    else:
+        calls = _product("linear_swiglu", x, weight, bias, [gated])
+    if scheme is None:
+        native.call("linear_swiglu", *calls)
+        return gated
+    out, call = native_quantize(gated, scheme)
+    native.call("linear_swiglu", *calls, call)
     return out
 
 
-@native.implementation(linear_argmax, adapt=_pack)
-def _(x: Tensor, weight: PackedWeight, bias: Tensor | None, vocabulary: int) -> Tensor:
+@native.implementation(linear_argmax, adapt=packed)
+def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
     ids = native.empty(len(x), 1, dtype=torch.int64)
-    panels = -(-weight.n // native.LANES)
+    n, k = weight.shape
+    panels = -(-n // native.LANES)
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
-    sizes = [len(x), weight.k, weight.n]
+    merge = "argmax_of_units_int8" if isinstance(weight, Int8Weight) else "argmax_of_units"
     native.call(
         "linear_argmax",
-        ("linear_argmax", x.dtype, [x, weight.words, bias, best, places], [*sizes, vocabulary]),
-        ("argmax_of_units", x.dtype, [best, places, ids], sizes))
+        *_product("linear_argmax", x, weight, bias, [best, places], vocabulary),
+        (merge, weight.dtype, [best, places, ids], [len(x), k, n]))
     return ids
 
 
-@ascend.implementation(linear)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-@ascend.implementation(linear_swiglu)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch_npu.npu_swiglu(F.linear(x, weight, bias), dim=-1)
+def _ascend_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    """An int8 weight's values: [K, N] as `ascend.fractal_nz` makes it, or a transposed view of [N, K]. dtype: float16
+    or bfloat16."""
+    if not isinstance(weight, Int8Weight):
+        return F.linear(_floats(x), dense(weight), bias)
+    given = _without_zeros(x, weight)
+    out: Tensor = torch_npu.npu_quant_matmul(
+        given.values, weight.values, weight.scale, pertoken_scale=given.scale, bias=bias, output_dtype=weight.dtype)
     return out
 
 
-@ascend.implementation(linear_argmax)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+def _without_zeros(x: Tensor | Int8, weight: Int8Weight) -> Int8:
+    given = x if isinstance(x, Int8) else ascend_quantize(x, weight.inputs)
+    if given.zero is not None or weight.zero is not None:
+        raise ValueError("zero: on Ascend int8 activations and weights have no zeros")
+    return given
+
+
+@ascend.implementation(linear, adapt=to_nz, restore=from_nz)
+def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    return _ascend_linear(x, weight, bias)
+
+
+@ascend.implementation(linear_swiglu, adapt=to_nz, restore=from_nz)
+def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+    """From int8 to int8 by a dynamic scheme, of so many numbers as one operator takes: the exact product, and one pass
+    over it. Wider ones, and those with a bias, which the operator takes for no group, in three steps."""
+    n = len(weight.scale) if isinstance(weight, Int8Weight) else 0
+    if n % 64 or not 0 < n <= ascend.SWIGLU_ROW or bias is not None or not ascend_fuses(scheme):
+        gated: Tensor = torch_npu.npu_swiglu(_ascend_linear(x, weight, bias), dim=-1)
+        return gated if scheme is None else ascend_quantize(gated, scheme)
+    assert isinstance(weight, Int8Weight)
+    given = _without_zeros(x, weight)
+    product = torch_npu.npu_quant_matmul(given.values, weight.values, weight.scale, output_dtype=torch.int32)
+    values, scale = torch_npu.npu_dequant_swiglu_quant(
+        product, weight_scale=weight.scale.unsqueeze(0), activation_scale=given.scale.unsqueeze(1),
+        group_index=ascend.one_group(len(product), product.device), activate_left=True, quant_mode=1)
+    return Int8(values, scale)
+
+
+@ascend.implementation(linear_argmax, adapt=to_nz, restore=from_nz)
+def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
     """The product runs over the padded rows too, whose number suits the cube unit; the choice does not."""
-    return greedy.implementations[ascend.LABEL].function(F.linear(x, weight, bias), vocabulary)
+    return greedy.implementations[ascend.LABEL].function(_ascend_linear(x, weight, bias), vocabulary)

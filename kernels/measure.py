@@ -16,7 +16,8 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.ceilings import Ceilings
-from npuserve.kernels.costs import cost
+from npuserve.kernels.costs import cost, nbytes
+from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel
 
 COLD_BYTES = 256 << 20
@@ -29,6 +30,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Of a result in that dtype, beside the golden one: absolute, and as a part of it. A few roundings of values of about
 1."""
 
+QUANTIZED = (torch.int8, torch.int16)
+"""Of quantized numbers: as they are stored, and less their zeros."""
+
 Args = tuple[Any, ...]
 Bound = Literal["memory", "matrix", "cache"]
 
@@ -40,7 +44,7 @@ class Accuracy:
     error: the largest difference of a number from the golden function's in float64; infinite for what is not a number.
     other_ids: how many whole numbers, which are ids, ranks and counts, are others than the golden function's.
     excess: the largest difference by what is tolerated, above 1 for what is wrong: by `TOLERANCE`; of quantized numbers
-    (int8) by 1, since a half rounds either way.
+    by 1 in place of its absolute part, since a half rounds either way.
     """
 
     error: float
@@ -75,30 +79,31 @@ class Oracle:
 
     def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype):
         self._kernel = kernel
-        self._tolerance = TOLERANCE[dtype]
+        self._tolerance = max(TOLERANCE[dtype], case.tolerance)
         self._args = case.make(torch.Generator().manual_seed(0), dtype)
-        wide = tuple(_wide(x) for x in self._args)
-        versions = [x._version if isinstance(x, Tensor) else 0 for x in wide]
-        results = _tensors(kernel.golden(*wide))
-        self._changed = [i for i, x in enumerate(wide) if isinstance(x, Tensor) and x._version > versions[i]]
-        self._expected = [*results, *(wide[i] for i in self._changed)]
+        wide = tuple(widened(x) for x in self._args)
+        versions = [_versions(x) for x in wide]
+        results = tensors(kernel.golden(*wide))
+        self._changed = [i for i, x in enumerate(wide) if _versions(x) != versions[i]]
+        self._expected = [*results, *(tensor for i in self._changed for tensor in tensors(wide[i]))]
 
     def accuracy(self, label: str) -> Accuracy:
         """label: GOLDEN, which runs in the case's dtype, or a backend that has an implementation."""
         made = self._implementation(label)
         args = made.adapt(_copies(self._args, self._changed))
-        results = _tensors(made.function(*args))
+        results = tensors(made.function(*args))
         after = made.restore(args)
+        results += [tensor for i in self._changed for tensor in tensors(after[i])]
         error, other_ids, excess = 0.0, 0, 0.0
-        for result, want in zip([*results, *(after[i] for i in self._changed)], self._expected, strict=True):
+        for result, want in zip(results, self._expected, strict=True):
             got = result.cpu()
-            if not want.is_floating_point() and want.dtype != torch.int8:
+            if not want.is_floating_point() and want.dtype not in QUANTIZED:
                 other_ids += int((got != want).sum())
             elif want.numel():
                 difference = torch.where(got == want, 0.0, (got.double() - want.double()).abs())
                 difference = difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
                 error = max(error, float(difference.max()))
-                tolerated = self._tolerance * (1 + want.abs()) if want.is_floating_point() else torch.ones(())
+                tolerated = self._tolerance * want.double().abs() + (self._tolerance if want.is_floating_point() else 1)
                 excess = max(excess, float((difference / tolerated).max()))
         return Accuracy(error, other_ids, excess)
 
@@ -130,15 +135,15 @@ class Bench(Oracle):
         """What runs a pass of calls, each of them on cold arguments, and returns the seconds of a call."""
         made = self._implementation(label)
         args = made.adapt(_copies(self._args, self._changed))
-        cold = sum(self._args[i].nbytes for i in self.cost.cold)
+        cold = nbytes(*(self._args[i] for i in self.cost.cold))
         turns = [_copies(args, self.cost.cold) for _ in range(-(-COLD_BYTES // cold) if cold else 1)]
-        fresh = [(i, args[i], args[i].clone()) for i in self._changed]
+        fresh = [pair for i in self._changed for pair in zip(tensors(args[i]), tensors(_copy(args[i])), strict=True)]
 
         def run(count: int) -> Callable[[], float]:
             calls = _calls(made.function, [turns[i % len(turns)] for i in range(count)], recorded)
 
             def one_pass() -> float:
-                for _, tensor, before in fresh:
+                for tensor, before in fresh:
                     tensor.copy_(before)
                 synchronize()
                 began = time.perf_counter()
@@ -156,7 +161,7 @@ class Bench(Oracle):
     def _time(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> tuple[Bound, float, float, float]:
         """(bound, seconds of a call, share, others)."""
         one_pass = self._passes(label, recorded=label != GOLDEN, synchronize=lambda: None)
-        cold = sum(self._args[i].nbytes for i in self.cost.cold)
+        cold = nbytes(*(self._args[i] for i in self.cost.cold))
         peak = next(value for name, value in best.items() if name.startswith(self.cost.kind)) * 1e9
         c = self.cost
         by_bytes, by_operations = c.nbytes / (best["read_gbs"] * 1e9), c.operations / peak
@@ -216,12 +221,33 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _wide(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """Floats as float64, also in dataclasses, for a golden function."""
     if isinstance(value, torch.dtype):  # of the result
         return torch.float64
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: widened(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, tuple) else (value,)
-    return [x for x in values if isinstance(x, Tensor)]
+def tensors(value: Any) -> list[Tensor]:
+    """Those of a result or an argument, quantized numbers less their zeros."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Int8):
+        return [value.values if value.zero is None else value.values.short() - value.zero.short().unsqueeze(-1),
+                value.scale]
+    if isinstance(value, tuple):
+        return [tensor for x in value for tensor in tensors(x)]
+    if dataclasses.is_dataclass(value):
+        return [tensor for f in dataclasses.fields(value) for tensor in tensors(getattr(value, f.name))]
+    return []
+
+
+def _versions(value: Any) -> list[int]:
+    if isinstance(value, Int8):
+        return _versions((value.values, value.scale))
+    return [tensor._version for tensor in tensors(value)]

@@ -3,15 +3,26 @@ round: float32 inside, then the input's dtype, then times gamma."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from npuserve.kernels import ascend, native
 from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.quantized import (
+    SCHEMES,
+    ZEROS,
+    Int8,
+    Scheme,
+    ascend_fuses,
+    ascend_quantize,
+    native_int8,
+    quantize,
+    scheme_of,
+)
 from npuserve.kernels.registry import Case, kernel
-
-_SHAPES = ((1, 8), (3, 33), (7, 64))
-_QWEN3_06B = ((1, 1024), (32, 1024), (512, 1024))
 
 
 def normalize(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -21,60 +32,90 @@ def normalize(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * gamma
 
 
-def _rms_norm_case(tokens: int, hidden: int, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+def _rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x = torch.randn(tokens, hidden, generator=generator).to(dtype)
-        return x, torch.rand(hidden, generator=generator).add(0.5).to(dtype), 1e-6
+        gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
+        return x, gamma, 1e-6, scheme_of(scheme, generator)
 
-    return Case(f"{tokens}x{hidden}", make, benchmark)
-
-
-@kernel("rms_norm", cases=[*(_rms_norm_case(*s) for s in _SHAPES), *(_rms_norm_case(*s, True) for s in _QWEN3_06B)])
-def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """x [T, H], gamma [H] -> [T, H]."""
-    return normalize(x, gamma, eps)
+    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS)
 
 
-def _add_rms_norm_case(tokens: int, hidden: int, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, float]:
+def _add_rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x, residual = torch.randn(2, tokens, hidden, generator=generator).to(dtype)
-        return x, residual, torch.rand(hidden, generator=generator).add(0.5).to(dtype), 1e-6
+        gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
+        return x, residual, gamma, 1e-6, scheme_of(scheme, generator)
 
-    return Case(f"{tokens}x{hidden}", make, benchmark)
+    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS)
 
 
-@kernel(
-    "add_rms_norm",
-    cases=[*(_add_rms_norm_case(*s) for s in _SHAPES), *(_add_rms_norm_case(*s, True) for s in _QWEN3_06B)],
-)
-def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _cases(make: Callable[..., Case]) -> list[Case]:
+    return [
+        *(make(*shape, scheme) for scheme in ("", *SCHEMES) for shape in ((1, 8), (3, 33), (7, 64))),
+        *(make(tokens, 1024, scheme, True) for scheme in ("", "int8") for tokens in (1, 32, 512))]
+
+
+@kernel("rms_norm", cases=_cases(_rms_norm_case))
+def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+    """x [T, H], gamma [H] -> [T, H], quantized by a scheme if there is one."""
+    normed = normalize(x, gamma, eps)
+    return normed if scheme is None else quantize(normed, scheme)
+
+
+@kernel("add_rms_norm", cases=_cases(_add_rms_norm_case))
+def add_rms_norm(
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+) -> tuple[Tensor | Int8, Tensor]:
     """x, residual [T, H], gamma [H] -> (rms_norm of their sum, their sum), both [T, H]."""
     total = x + residual
-    return normalize(total, gamma, eps), total
+    return rms_norm.golden(total, gamma, eps, scheme), total
+
+
+def _native(
+    name: str, x: Tensor, residual: Tensor | None, gamma: Tensor, eps: float, scheme: Scheme | None,
+    total: Tensor | None,
+) -> Tensor | Int8:
+    out: Tensor | Int8
+    if scheme is None:
+        out = native.empty(*x.shape, dtype=x.dtype)
+        p: list[Tensor | None] = [out, total]
+    else:
+        out, int8 = native_int8(x.shape, scheme)
+        p = [None, total, *int8]
+    levels = scheme.levels if scheme else 0.0
+    native.call(name, (name, x.dtype, [x, residual, gamma, *p], [*x.shape], [eps, levels]))
+    return out
 
 
 @native.implementation(rms_norm)
-def _(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    out = native.empty(*x.shape, dtype=x.dtype)
-    native.call("rms_norm", ("rms_norm", x.dtype, [x, None, gamma, out], [*x.shape], [eps]))
-    return out
+def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+    return _native("rms_norm", x, None, gamma, eps, scheme, None)
 
 
 @native.implementation(add_rms_norm)
-def _(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, total = (native.empty(*x.shape, dtype=x.dtype) for _ in range(2))
-    native.call("add_rms_norm", ("add_rms_norm", x.dtype, [x, residual, gamma, out, total], [*x.shape], [eps]))
-    return out, total
+def _(
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+) -> tuple[Tensor | Int8, Tensor]:
+    total = native.empty(*x.shape, dtype=x.dtype)
+    return _native("add_rms_norm", x, residual, gamma, eps, scheme, total), total
 
 
 @ascend.implementation(rms_norm)
-def _(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
     """Rounded once, after gamma."""
     out: Tensor = torch_npu.npu_rms_norm(x, gamma, epsilon=eps)[0]
-    return out
+    return out if scheme is None else ascend_quantize(out, scheme)
 
 
 @ascend.implementation(add_rms_norm)
-def _(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+) -> tuple[Tensor | Int8, Tensor]:
+    """By a dynamic scheme in one operator."""
+    if ascend_fuses(scheme):
+        values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+            x, residual, gamma, epsilon=eps, output_mask=[True, False])
+        return Int8(values, scale), total
     out, _, total = torch_npu.npu_add_rms_norm(x, residual, gamma, epsilon=eps)
-    return out, total
+    return out if scheme is None else ascend_quantize(out, scheme), total

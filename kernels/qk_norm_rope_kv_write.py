@@ -9,13 +9,17 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.kv_cache import Cache, quantize_heads, write
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
 from npuserve.kernels.registry import Case, kernel
 
 
-def _case(tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = True, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | float | None, ...]:
+def _case(
+    tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = True, benchmark: bool = False,
+    int8: bool = False,
+) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Cache | float | None, ...]:
         blocks, block_size, max_positions = -(-tokens // 16) + 2, 16, max(64, tokens)
         qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
         gammas = [torch.rand(head_dim, generator=generator).add(0.5).to(dtype) if norm else None for _ in "qk"]
@@ -25,10 +29,11 @@ def _case(tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = 
         slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
         slots[1::5] = -1
         caches = torch.randn(2, blocks, block_size, kv_heads, head_dim, generator=generator).to(dtype)
-        return qkv, *gammas, 1e-6, cos_sin, positions, slots, caches[0], caches[1], q_heads
+        k_cache, v_cache = map(quantize_heads, caches) if int8 else caches
+        return qkv, *gammas, 1e-6, cos_sin, positions, slots, k_cache, v_cache, q_heads
 
-    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}"
-    return Case(name, make, benchmark, head_dim)
+    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}{' int8' if int8 else ''}"
+    return Case(name, make, benchmark, head_dim, int8)
 
 
 @kernel(
@@ -39,6 +44,11 @@ def _case(tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = 
         _case(33, 6, 3, 16),
         _case(5, 4, 2, 128),
         *(_case(t, 16, 8, 128, benchmark=True) for t in (1, 32, 512)),
+        _case(7, 3, 1, 10, norm=False, int8=True),
+        _case(33, 6, 3, 16, int8=True),
+        _case(5, 4, 2, 64, int8=True),
+        _case(5, 4, 2, 128, int8=True),
+        *(_case(t, 16, 8, 128, benchmark=True, int8=True) for t in (1, 512)),
     ],
 )
 def qk_norm_rope_kv_write(
@@ -49,21 +59,22 @@ def qk_norm_rope_kv_write(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
     """Normalizes queries and keys per head, turns them by their positions, and writes keys and values to the cache.
 
     qkv: [T, (Hq + 2 Hkv) D]. q_gamma, k_gamma: [D], or None for models that do not normalize. cos_sin: [P, D] float32,
     cosines in the first half. positions: [T] int64 below P. slot_mapping: [T] int64, block * block_size + offset, each
-    at most once; a negative one is not written. k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written
-    in place.
+    at most once; a negative one is not written. k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in
+    place; into int8 as `quantize_heads` makes it of the rounded numbers.
 
     Returns q [T, Hq, D]. Rotary embedding over the whole head in its rotate-half form (Su et al. 2021,
     arXiv:2104.09864, as in GPT-NeoX), computed in float32 and rounded once.
     """
-    kv_heads, head_dim = k_cache.shape[-2:]
+    head_dim = cos_sin.shape[-1]
+    kv_heads = (qkv.shape[1] // head_dim - num_q_heads) // 2
     heads = qkv.view(len(qkv), num_q_heads + 2 * kv_heads, head_dim)
     q, k, v = torch.split(heads, [num_q_heads, kv_heads, kv_heads], dim=1)
     if q_gamma is not None:
@@ -74,8 +85,8 @@ def qk_norm_rope_kv_write(
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache.view(-1, kv_heads, head_dim)[slots] = _rotate(k, cos, sin)[written]
-    v_cache.view(-1, kv_heads, head_dim)[slots] = v[written]
+    write(k_cache, slots, _rotate(k, cos, sin)[written])
+    write(v_cache, slots, v[written])
     return _rotate(q, cos, sin)
 
 
@@ -103,18 +114,19 @@ def _(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
     """k_cache, v_cache: as `layout` has them."""
-    kv_heads, dim = k_cache.shape[1], cos_sin.shape[1]
+    kind, (keys, values), scales = layout.parts(k_cache, v_cache)
+    kv_heads, dim = keys.shape[1], cos_sin.shape[1]
     q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
     native.call(
         "qk_norm_rope_kv_write",
-        ("qk_norm_rope_kv_write", qkv.dtype,
-         [qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, q],
-         [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(k_cache)], [eps]))
+        (f"qk_norm_rope_kv_write{kind}", qkv.dtype,
+         [qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, keys, values, q, *scales],
+         [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(keys)], [eps]))
     return q
 
 

@@ -1,129 +1,255 @@
-"""int8 activations times int8 weights (W8A8): a scale for each token, found as it comes, and one for each row of the
-weight."""
+"""int8: activations, weights and how the ones become so for the others (W8A8); see `linear` for their product."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import ascend, native
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.linear import QWEN3_06B
-from npuserve.kernels.native.packed import PackedInt8Weight
+from npuserve.kernels.native.packed import Matrix, PackedWeight
 from npuserve.kernels.registry import Case, kernel
 
-_MOST = 127
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How activations become int8.
+
+    scale [1] float32 and zero [1] int32 (-128 to 127) or None: static, of all tokens. scale None: dynamic, each token's
+    own, found as it comes; with a zero of its own unless symmetric. levels: what the largest magnitude of a token is
+    divided by for a dynamic and symmetric scale: 127.5 as compressed-tensors has it, 127 as Ascend's operators and
+    vLLM's kernels do.
+    """
+
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    symmetric: bool = True
+    levels: float = 127.5
+
+    @property
+    def has_zero(self) -> bool:
+        return not self.symmetric if self.scale is None else self.zero is not None
 
 
-def _quantize_case(tokens: int, hidden: int, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor]:
-        return (torch.randn(tokens, hidden, generator=generator).to(dtype),)
+DYNAMIC = Scheme()
 
-    return Case(f"{tokens}x{hidden}", make, benchmark)
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """Stands for (values - zero) * scale. values: int8 [..., K]; scale [...]; zero: int32 [...], or None for 0.
+
+    Of activations [T, K], scale [T] is float32 and zero [T] is -128 to 127.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight [N, K] that stands for (values - zero) * scale, by row. K at most 32768, so that sums fit an int32.
+
+    values: int8. scale: [N] float32. zero: [N] int32 (-128 to 127), or None for 0. sums: int32, at least [N], of each
+    row's values. inputs: how what it is multiplied with becomes int8. dtype: of the products, and of its rows as those
+    of a table of embeddings.
+    """
+
+    values: Matrix
+    scale: Tensor
+    zero: Tensor | None
+    sums: Tensor
+    inputs: Scheme
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, values: Tensor, scale: Tensor, dtype: torch.dtype, zero: Tensor | None = None,
+           inputs: Scheme = DYNAMIC) -> Int8Weight:
+        """values: int8 [N, K]."""
+        return cls(values, scale, zero, values.sum(dim=1, dtype=torch.int32), inputs, dtype)
+
+    def packed(self) -> Int8Weight:
+        """The same for the native kernels; values: a Tensor until then."""
+        assert isinstance(self.values, Tensor)
+        return replace(self, values=PackedWeight.pack(self.values))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.values.shape
+        return n, k
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [m] int64 -> [m, K] of `dtype`, rounded once."""
+        values = self.values.rows(ids) if isinstance(self.values, PackedWeight) else self.values[ids]
+        whole = values.to(self.scale.dtype)
+        if self.zero is not None:
+            whole = whole - self.zero[ids].unsqueeze(1)
+        return (whole * self.scale[ids].unsqueeze(1)).to(self.dtype)
+
+
+Weight = Matrix | Int8Weight
+"""What a weight or a table of embeddings is to a kernel."""
+
+
+SCHEMES = ("int8", "asymmetric", "static", "static zero")
+"""Names of schemes in cases."""
+
+ZEROS = ("asymmetric", "static zero")
+"""Those with zeros."""
+
+
+def scheme_of(name: str, generator: torch.Generator) -> Scheme | None:
+    """A scheme for values of about 1; None for ""."""
+    scale = torch.rand(1, generator=generator) / 40 + 0.01
+    zero = torch.randint(-128, 128, (1,), generator=generator, dtype=torch.int32)
+    return {"": None, "int8": DYNAMIC, "asymmetric": Scheme(symmetric=False), "static": Scheme(scale),
+            "static zero": Scheme(scale, zero)}[name]
+
+
+def with_levels(case: Case, levels: float) -> Case:
+    """The same by schemes of so many levels."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Int8Weight):
+            return replace(value, inputs=changed(value.inputs))
+        return replace(value, levels=levels) if isinstance(value, Scheme) else value
+
+    return replace(case, make=lambda generator, dtype: tuple(map(changed, case.make(generator, dtype))))
+
+
+def int8_of(x: Tensor, generator: torch.Generator, zeros: bool = False) -> Int8:
+    """x [T, K] as a case's int8 argument, its rows with scales, and zeros if they are to have such, of their own."""
+    made = quantize(x.float(), Scheme(symmetric=not zeros))
+    return Int8(made.values, made.scale * (torch.rand(len(x), generator=generator) + 0.5), made.zero)
+
+
+def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, zeros: bool = False,
+              inputs: Scheme = DYNAMIC) -> Int8Weight:
+    """weight [N, K] as a case's int8 argument."""
+    made = int8_of(weight, generator, zeros)
+    return Int8Weight.of(made.values, made.scale, dtype, made.zero, inputs)
+
+
+def packed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A case's arguments as the native kernels take them, weights being the second."""
+    weight = args[1]
+    return args[0], weight.packed() if isinstance(weight, Int8Weight) else PackedWeight.pack(weight), *args[2:]
+
+
+def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Scheme | None]:
+        return torch.randn(tokens, hidden, generator=generator).to(dtype), scheme_of(scheme, generator)
+
+    return Case(f"{tokens}x{hidden} {scheme}", make, benchmark, zeros=scheme in ZEROS)
 
 
 @kernel(
-    "quantize_per_token",
+    "quantize",
     cases=[
-        *(_quantize_case(*shape) for shape in ((1, 8), (3, 33), (7, 64))),
+        *(_quantize_case(*shape, scheme) for scheme in SCHEMES for shape in ((1, 8), (3, 33), (7, 64))),
         *(_quantize_case(tokens, 1024, benchmark=True) for tokens in (1, 32, 512)),
     ],
 )
-def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> (int8 [T, K], scale [T] float32), x being about the one times the other.
+def quantize(x: Tensor, scheme: Scheme) -> Int8:
+    """x [T, K] -> about the same in int8: x / scale, rounded to the nearest, halves to even, plus zero, within -128 to
+    127.
 
-    Symmetric: the scale is the largest magnitude divided by 127, as vLLM's kernels have it, or 1 where that is 0;
-    x / scale is rounded to the nearest, halves to even. (compressed-tensors, which evaluates models in floating point,
-    divides by 127.5.)
+    Dynamic scales are 1 where they would be 0. Symmetric: the largest magnitude divided by the scheme's levels.
+    Otherwise scale = (largest - least) / 255 and zero = rint(-128 - least / scale), the range being one that includes
+    0, as compressed-tensors has it; vLLM's does not, where all of a row has one sign.
     """
     wide = x if x.dtype == torch.float64 else x.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True) / _MOST
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (wide / scale).round().clamp(-_MOST, _MOST).to(torch.int8), scale.squeeze(1).float()
+    zero = scheme.zero
+    if scheme.scale is not None:
+        scale = scheme.scale.to(wide.dtype).repeat(len(x))
+        zero = None if zero is None else zero.repeat(len(x))
+    elif scheme.symmetric:
+        scale = _above_zero(wide.abs().amax(dim=-1) / scheme.levels)
+    else:
+        low = wide.amin(dim=-1).clamp(max=0)
+        scale = _above_zero(wide.amax(dim=-1).clamp(min=0) / 255 - low / 255)  # the largest float is no overflow
+        zero = (-128 - low / scale).round().clamp(-128, 127).int()
+    values = (wide / scale.unsqueeze(1)).round()
+    if zero is not None:
+        values = values + zero.unsqueeze(1)
+    return Int8(values.clamp(-128, 127).to(torch.int8), scale.float(), zero)
 
 
-def _linear_case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-        x, weight = (
-            torch.randint(-128, 128, (rows, k), generator=generator, dtype=torch.int8) for rows in (tokens, n)
-        )
-        x_scale, w_scale = (torch.rand(rows, generator=generator).add(0.5) / k**0.5 / 64 for rows in (tokens, n))
-        return x, x_scale, weight, w_scale, torch.randn(n, generator=generator).to(dtype) if bias else None, dtype
-
-    return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}", make, benchmark)
+def _above_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
 
 
-@kernel(
-    "linear_w8a8",
-    cases=[
-        _linear_case(1, 8, 3),
-        _linear_case(5, 33, 17, bias=True),
-        _linear_case(16, 64, 96),
-        _linear_case(47, 130, 200, bias=True),
-        *(_linear_case(t, k, n, benchmark=True) for t in (1, 32, 512) for k, n in QWEN3_06B),
-    ],
-)
-def linear_w8a8(
-    x_q: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | PackedInt8Weight,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """x_q [T, K] and weight [N, K] int8, x_scale [T] and w_scale [N] float32, bias [N] of `dtype` or None -> [T, N] of
-    `dtype`: the exact sum of products times both scales, plus bias. K below 2**17, so that a sum fits an int32."""
-    rows = weight.dense() if isinstance(weight, PackedInt8Weight) else weight
-    out = F.linear(x_q.double(), rows.double()) * x_scale.double().unsqueeze(1) * w_scale.double()
-    return (out if bias is None else out + bias).to(dtype)
+def native_int8(shape: Sequence[int], scheme: Scheme) -> tuple[Int8, list[Tensor | None]]:
+    """An uninitialized output [T, K] of a native kernel, and what the kernel takes for it."""
+    rows, columns = shape
+    zero = native.empty(rows, dtype=torch.int32) if scheme.has_zero else None
+    out = Int8(native.empty(rows, columns, dtype=torch.int8), native.empty(rows, dtype=torch.float32), zero)
+    return out, [out.values, out.scale, out.zero, scheme.scale, scheme.zero]
 
 
-@native.implementation(quantize_per_token)
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    quantized, scale = native.empty(*x.shape, dtype=torch.int8), native.empty(len(x), dtype=torch.float32)
-    native.call("quantize_per_token", ("quantize_per_token", x.dtype, [x, quantized, scale], [*x.shape]))
-    return quantized, scale
+def native_quantize(x: Tensor, scheme: Scheme) -> tuple[Int8, native.Call]:
+    """Where `quantize` puts x [T, K], and the native call for it."""
+    out, p = native_int8(x.shape, scheme)
+    return out, ("quantize", x.dtype, [x, *p], [*x.shape], [scheme.levels])
 
 
-def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *args[:2], PackedInt8Weight.pack(args[2]), *args[3:]
-
-
-@native.implementation(linear_w8a8, adapt=_pack)
-def _(
-    x_q: Tensor, x_scale: Tensor, weight: PackedInt8Weight, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    n, k = weight.shape
-    out = native.empty(len(x_q), n, dtype=dtype)
-    p = [x_q, weight.packed.words, bias, out, x_scale, w_scale, weight.sums]
-    native.call("linear_w8a8", ("linear_w8a8", dtype, p, [len(x_q), k, n]))
+@native.implementation(quantize)
+def _(x: Tensor, scheme: Scheme) -> Int8:
+    out, call = native_quantize(x, scheme)
+    native.call("quantize", call)
     return out
 
 
-@ascend.implementation(quantize_per_token)
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    quantized, scale = torch_npu.npu_dynamic_quant(x)
-    return quantized, scale
+@ascend.implementation(quantize)
+def _(x: Tensor, scheme: Scheme) -> Int8:
+    """Without zeros, of `ascend.LEVELS`. A static scale is rounded to x's dtype, as the device takes it."""
+    if ascend_fuses(scheme):
+        values, scale = torch_npu.npu_dynamic_quant(x)
+        return Int8(values, scale)
+    if scheme.scale is None or scheme.zero is not None:
+        raise ValueError("scheme: on Ascend activations in int8 have no zeros")
+    by = ascend.table_as(scheme.scale, x.dtype)
+    values = torch_npu.npu_quantize(x, by, None, torch.qint8, -1)
+    return Int8(values, ascend.table_as(by, torch.float32).expand(len(x)).contiguous())
 
 
-def _to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x_q, x_scale, weight, *rest = ascend.to_device(args)
-    return x_q, x_scale, ascend.fractal_nz(weight), *rest
+ascend_quantize = quantize.implementations[ascend.LABEL].function
 
 
-def _from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x_q, x_scale, weight, *rest = args
-    return ascend.to_host((x_q, x_scale, ascend.from_fractal_nz(weight), *rest))
+def ascend_fuses(scheme: Scheme | None) -> bool:
+    """True for what operators quantize by that compute something else first: dynamic and without zeros. ValueError for
+    other levels than `ascend.LEVELS`."""
+    if scheme is None or scheme.scale is not None or not scheme.symmetric:
+        return False
+    if scheme.levels != ascend.LEVELS:
+        raise ValueError(f"levels: {scheme.levels}; on Ascend the largest magnitude is divided by {ascend.LEVELS}")
+    return True
 
 
-@ascend.implementation(linear_w8a8, adapt=_to_nz, restore=_from_nz)
-def _(
-    x_q: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """weight: [K, N] as `ascend.fractal_nz` makes it. dtype: float16 or bfloat16."""
-    out: Tensor = torch_npu.npu_quant_matmul(
-        x_q, weight, w_scale, pertoken_scale=x_scale, bias=bias, output_dtype=dtype)
-    return out
+def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A case's arguments as the Ascend implementations take them, weights being the second."""
+    x, weight, *rest = ascend.to_device(args)
+    if isinstance(weight, Int8Weight):
+        assert isinstance(weight.values, Tensor)
+        weight = replace(weight, values=ascend.fractal_nz(weight.values))
+    return x, weight, *rest
+
+
+def from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`to_nz` undone; of a table that was left transposed, too."""
+    x, weight, *rest = ascend.to_host(args)
+    if isinstance(weight, Int8Weight):
+        assert isinstance(weight.values, Tensor)
+        weight = replace(weight, values=weight.values.t())
+    return x, weight, *rest

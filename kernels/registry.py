@@ -37,13 +37,18 @@ class Case:
 
     make: the kernel's arguments on the CPU, from a generator of the CPU and the dtype of its activations and weights.
     benchmark: for timing, at a real model's size; too large for the tests. head_dim: of its attention heads, which not
-    every device takes in every size; 0 where there are none.
+    every device takes in every size; 0 where there are none. int8_cache: its KV cache is in int8, which not every
+    device has. zeros: its int8 has zero points, which not every device takes. tolerance: of implementations that
+    compute in fewer digits than the dtype has, where that is more than a few roundings of it.
     """
 
     name: str
     make: Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]
     benchmark: bool = False
     head_dim: int = 0
+    int8_cache: bool = False
+    zeros: bool = False
+    tolerance: float = 0.0
 
 
 Adapter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -197,13 +202,12 @@ class KernelSet:
     take_ids: Callable[..., Tensor]
     keep_ids: Callable[..., None]
     embedding: Callable[..., Tensor]
-    rms_norm: Callable[..., Tensor]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    quantize: Callable[..., Any]
+    rms_norm: Callable[..., Any]
+    add_rms_norm: Callable[..., tuple[Any, Tensor]]
     linear: Callable[..., Tensor]
     linear_argmax: Callable[..., Tensor]
-    linear_swiglu: Callable[..., Tensor]
-    quantize_per_token: Callable[..., tuple[Tensor, Tensor]]
-    linear_w8a8: Callable[..., Tensor]
+    linear_swiglu: Callable[..., Any]
     qk_norm_rope_kv_write: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]

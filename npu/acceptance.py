@@ -21,7 +21,7 @@ from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import load_weights
 from npuserve.npu.memory import predict
 from npuserve.npu.model import Model
-from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.model_config import HeadDtype, ModelConfig
 from npuserve.npu.rope import cos_sin_table
 from npuserve.npu.runner import Runner
 from npuserve.npu.step import Row
@@ -44,29 +44,32 @@ class Loaded:
 
 def load(
     folder: Path, backend: Backend, dtype: str, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
-    block_size: int = 0, kv_cache_memory: int = 0,
+    block_size: int = 0, kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, lm_head_dtype: HeadDtype = "auto",
 ) -> Loaded:
     """As `load_runner` does, and raises. The KV cache is for so many requests of that length, or less if it does not
     fit."""
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder, lm_head_dtype)
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-                   kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
+                   kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=max_num_batched_tokens)
     plan.require_fit()
     weights = load_weights(folder, config, getattr(torch, plan.dtype), backend)
     runner = Runner(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
     cos_sin = cos_sin_table(config.rope, config.head_dim, plan.max_model_len, backend.device)
     return Loaded(runner, Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend)
 
 
-def load_reference(folder: Path, of: Backend, dtype: str, max_model_len: int, threads: int) -> tuple[Model, Backend]:
-    """The same model on the CPU: with its native kernels, and with the golden functions alone where `of` is the CPU
-    itself. Raises ModelError where the host has no memory for it."""
+def load_reference(
+    folder: Path, of: Backend, dtype: str, max_model_len: int, threads: int, lm_head_dtype: HeadDtype = "auto"
+) -> tuple[Model, Backend]:
+    """The same model on the CPU, int8 being of the device's levels: with its native kernels, and with the golden
+    functions alone where `of` is the CPU itself. Raises ModelError where the host has no memory for it."""
     backend = CpuBackend(native=False) if isinstance(of, CpuBackend) else CpuBackend()
     backend.set_threads(threads)
-    config = ModelConfig.from_folder(folder)
+    backend.int8_levels = of.int8_levels
+    config = ModelConfig.from_folder(folder, lm_head_dtype)
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
     cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
@@ -117,7 +120,7 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     nothing. A dispatch for any number of rows is one of the largest. Raises BackendError as `Backend.capture` does."""
     model, backend = loaded.model, loaded.backend
     size, chosen = backend.block_size, backend.decode_buckets
-    cache = KVCache.allocate(model.config, largest, size, model.weights.norm.dtype, backend)
+    cache = KVCache.allocate(model.config, largest, size, loaded.runner.cache_dtype, backend)
     buffers = BatchBuffers(largest, largest, 1, size, largest if backend.padding_blocks else None, backend)
 
     def capture(rows: int) -> Captured | None:

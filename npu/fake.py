@@ -56,6 +56,9 @@ class FakeRunner:
         self._free_at = max(time.perf_counter(), self._free_at) + self.delay
         return result, self._free_at
 
+    def ready(self, handle: tuple[StepResult, float]) -> bool:
+        return time.perf_counter() >= handle[1]
+
     def collect(self, handle: tuple[StepResult, float]) -> StepResult:
         result, done = handle
         assert result is self._flying.popleft(), "steps are collected in the order of their launch"

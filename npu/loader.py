@@ -11,6 +11,7 @@ import ctypes
 import json
 import logging
 import mmap
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model_config import ModelConfig, ModelError
-from npuserve.npu.weights import ModelWeights, Targets, allocate
+from npuserve.npu.weights import FLOATS, ModelWeights, Targets, allocate
 
 log = logging.getLogger(__name__)
 
@@ -34,35 +35,44 @@ Progress = Callable[[int, int], None]
 PIECE = 8 << 20
 """Bytes of a mapped file that are resident at a time."""
 
-_DTYPES = ("F32", "F16", "BF16", "F64")
-
 
 def load_weights(
-    folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend, progress: Progress | None = None
+    folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend, progress: Progress | None = None,
+    *, there: bool = False,
 ) -> ModelWeights:
-    """The weights in `folder`, as `dtype`, on the backend's device.
+    """The weights in `folder`, as `dtype`, on the backend's device. there: the storage that the backend gives out holds
+    them already.
 
-    Raises ModelError that names every tensor that is missing, unknown, misshapen or not of a float type.
+    Raises ModelError that names every tensor that is missing, unknown, misshapen or of the wrong type, or one whose
+    numbers cannot be.
     """
+    made = allocate(config, dtype, backend)
+    if there:
+        return made.weights
     with ExitStack() as stack:
-        places = _places(weight_files(Path(folder)), stack)
-        weights, targets = allocate(config, dtype, backend)
-        if config.tie_word_embeddings:
-            places.pop("lm_head.weight", None)
+        places, targets = _places(weight_files(Path(folder)), stack), made.targets
+        _pass_over(places, config)
         _check(places, targets, Path(folder))
         if progress is None:
             progress = stack.enter_context(reporting(Path(folder).name))
-        total, done = sum(target.nbytes for target in targets.values()), 0
+        total, done = sum(targets[name].nbytes for name in places), 0
         for name, file in places.items():
-            source, target, row = file.get_tensor(name), targets[name], 0
+            target, row = targets[name], 0
+            source = file.get_tensor(name).reshape(target.shapes[0])
             for piece in source.split(max(1, PIECE // max(1, source[:1].nbytes))):
-                target.write(row, piece)
+                try:
+                    target.put(row, piece)
+                except ValueError as error:
+                    raise ModelError(f"{folder}: {name}: {error}") from None
                 _drop_pages(piece)
                 row += len(piece)
                 done += target.nbytes * len(piece) // len(source)
                 progress(done, total)
-    weights.fill_padding(config.vocab_size)
-    return weights
+    if merged := sum([inputs.merge() for inputs in made.static]):
+        log.info("static scales of inputs differ between the parts of %d fused layers: each takes the range of all its "
+                 "parts", merged)
+    made.weights.finish(config.vocab_size, backend)
+    return made.weights
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -97,25 +107,43 @@ def _places(files: list[Path], stack: ExitStack) -> dict[str, Any]:
         for name in file.offset_keys():
             if name in places:
                 raise ModelError(f"{path}: tensor {name} is in another file too")
-            if not name.endswith("rotary_emb.inv_freq"):  # old checkpoints hold it; it follows from the configuration
-                places[name] = file
+            places[name] = file
     return places
 
 
+_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))")
+
+
+def _pass_over(places: dict[str, Any], config: ModelConfig) -> None:
+    """Forget the tensors that do no harm."""
+    scales = [name for name in places if config.quantization and _CACHE_SCALES.fullmatch(name)]
+    if scales:
+        log.warning("%d scales of a quantized KV cache, as %s, are passed over: kv_cache_dtype says what the cache is",
+                    len(scales), scales[0])
+    for name in list(places):
+        # Old checkpoints hold frequencies, which follow from the configuration.
+        if (name.endswith("rotary_emb.inv_freq") or name in scales
+                or (config.tie_word_embeddings and name.startswith("lm_head."))):
+            del places[name]
+
+
 def _check(places: dict[str, Any], targets: Targets, folder: Path) -> None:
-    problems = {
-        "missing": [name for name in targets if name not in places],
+    problems: dict[str, list[str]] = {
+        "missing": [name for name, target in targets.items() if target.required and name not in places],
         "unknown": [name for name in places if name not in targets],
         "of the wrong shape": [],
         "not of a float type": [],
+        "not int8": [],
     }
     for name, file in places.items():
         if name in targets:
-            header, wanted = file.get_slice(name), list(targets[name].shape)
-            if header.get_shape() != wanted:
+            header, target = file.get_slice(name), targets[name]
+            if tuple(header.get_shape()) not in target.shapes:
+                wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
-            if header.get_dtype() not in _DTYPES:
-                problems["not of a float type"].append(f"{name} {header.get_dtype()}")
+            if header.get_dtype() not in target.dtypes:
+                kind = "not of a float type" if target.dtypes is FLOATS else "not int8"
+                problems[kind].append(f"{name} {header.get_dtype()}")
     found = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names]
     if found:
         raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))

@@ -18,9 +18,7 @@ from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.kv_cache import block_bytes
 from npuserve.npu.model_config import ModelConfig, ModelError
 from npuserve.npu.prefill import staging_bytes
-from npuserve.npu.weights import linear_shapes
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+from npuserve.npu.weights import Stored, linears, stored_bytes, tables
 
 SCRATCH = 1 << 20
 """Bytes that a thread of the kernels keeps, at most."""
@@ -63,7 +61,7 @@ class MemoryPlan:
     prompts, which is planned in `host`. logits: of max_num_seqs rows, and their sampling.
     base: the process itself: that which asks, if it has imported torch as an engine has. available: before any of it
     but the base is taken.
-    dtype, max_model_len, block_size: as the engine will have them.
+    dtype, kv_cache_dtype, max_model_len, block_size: as the engine will have them.
     """
 
     weights: int
@@ -73,6 +71,7 @@ class MemoryPlan:
     base: int
     available: int
     dtype: str
+    kv_cache_dtype: str
     num_blocks: int
     block_size: int
     max_model_len: int
@@ -110,6 +109,7 @@ def predict(
     dtype: str = "auto",
     max_model_len: int = 0,
     block_size: int = 0,
+    kv_cache_dtype: str = "auto",
     kv_cache_memory: int = 0,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
@@ -122,16 +122,23 @@ def predict(
     own context, or what the KV cache holds if that is less. prefill: that computes the prompts, if not `backend`.
 
     Raises ModelError where max_model_len is beyond the model's context or the KV cache, and for a block_size that the
-    backend cannot have; BackendError for a dtype that it or `prefill` lacks. A plan that does not fit is returned: see
-    `MemoryPlan.fits`.
+    backend cannot have; BackendError for a dtype that it or `prefill` lacks, also of the KV cache, and for a
+    quantization that its kernels do not compute. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
     dtype = backend.resolve_dtype(dtype, config.dtype)
     backend.check_heads(config.head_dim)
+    for _, scheme in config.quantization.groups if config.quantization else ():
+        backend.check_int8(scheme)
     made: torch.dtype = getattr(torch, dtype)
     if prefill and dtype not in prefill.dtypes:
         raise BackendError(
             f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
             f"{', '.join(prefill.dtypes)}")
+    cached = backend.cache_dtype(kv_cache_dtype, made)
+    if prefill and cached != made:
+        raise BackendError(
+            f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
+            "(prefill_device); possible is auto alone")
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple:
@@ -141,7 +148,7 @@ def predict(
         raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
     available = backend.memory_available()
 
-    weights = _weights(config, backend, made)
+    weights = stored_bytes(config, made, backend)
     rows = min(max_num_seqs, max_num_batched_tokens)
     activations = _activations(
         config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
@@ -149,7 +156,7 @@ def predict(
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
 
-    block = block_bytes(config, block_size, made, backend)
+    block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
     mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
     least = -(-length // block_size) if max_model_len else 1
@@ -174,6 +181,7 @@ def predict(
         base=_resident() + (WARM_UP if _has_own(backend, linear) else GOLDEN_WARM_UP),
         available=available,
         dtype=dtype,
+        kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=length,
@@ -188,19 +196,12 @@ def _host(
     width = device.cache_shapes(1, device.block_size, config.num_kv_heads, config.head_dim, dtype)[0][-1]
     return HostPlan(
         backend=prefill.name,
-        weights=_weights(config.headless, prefill, dtype) + 4 * context * config.head_dim,
+        weights=stored_bytes(config.headless, dtype, prefill) + 4 * context * config.head_dim,
         kv_cache=0,
         activations=_activations(config, prefill, tokens, context, dtype.itemsize),
         staging=staging_bytes(config, width, tokens, dtype.itemsize),
         available=prefill.memory_available(),
     )
-
-
-def _weights(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> int:
-    """Matrices as the backend stores them, and the norms and biases."""
-    matrices = sum(backend.weight_bytes(n, k, dtype) for n, k in linear_shapes(config, backend.vocabulary_tile))
-    vectors = config.num_parameters - sum(n * k for n, k in linear_shapes(config, vocabulary_tile=1))
-    return matrices + vectors * dtype.itemsize
 
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
@@ -210,7 +211,8 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
         # The larger of attention, which copies a row's keys and values, and the feed-forward layer; the residual and
         # its norm stand beside both.
         attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
-        return (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
+        floats = (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
+        return floats + max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(c, i))
     # Outputs of all kernels have their places, those of the layer before too until they are written anew; and attention
     # merges what threads computed of parts of a context.
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
@@ -222,7 +224,15 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
     """The LM head's; the golden sampler works on up to six copies in float32. What edits of logits and penalties'
     counts take comes on top, by request."""
     copies = backend.sampling_bytes if _has_own(backend, sample) else 24
-    return rows * config.padded_vocabulary(backend.vocabulary_tile) * (itemsize + copies)
+    head = tables(config, backend.vocabulary_tile)[-1]
+    return rows * head.rows * (itemsize + copies) + _in_float64(head, backend, rows)
+
+
+def _in_float64(weight: Stored, backend: Backend, tokens: int) -> int:
+    """What the golden product of int8, which is exact, works on: the weight and its outputs."""
+    if weight.scheme is None or _has_own(backend, linear):
+        return 0
+    return 8 * (weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2) + 2 * tokens * weight.rows)
 
 
 def _has_own(backend: Backend, kernel: Kernel[Any, Any]) -> bool:

@@ -28,20 +28,20 @@ class Model:
         k, w, eps = self.kernels, self.weights, self.config.rms_norm_eps
         heads, scale = self.config.num_heads, self.config.head_dim**-0.5
         residual = k.embedding(batch.ids, w.embedding)
-        normed = k.rms_norm(residual, w.layers[0].input_norm, eps)
-        next_norms = [layer.input_norm for layer in w.layers[1:]] + [w.norm]
-        for layer, (keys, values), next_norm in zip(w.layers, cache.layers, next_norms, strict=True):
+        normed = k.rms_norm(residual, w.layers[0].input_norm, eps, w.layers[0].qkv.inputs)
+        follows = [*((layer.input_norm, layer.qkv.inputs) for layer in w.layers[1:]), (w.norm, None)]
+        for layer, (keys, values), (next_norm, next_inputs) in zip(w.layers, cache.layers, follows, strict=True):
             qkv = k.linear(normed, layer.qkv.weight, layer.qkv.bias)
             q = k.qk_norm_rope_kv_write(
                 qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping,
                 keys, values, heads)
             attended = k.paged_attention(q, keys, values, batch.attention, scale)
             out = k.linear(attended, layer.o.weight, layer.o.bias)
-            normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps)
-            gated = k.linear_swiglu(normed, layer.gate_up.weight, layer.gate_up.bias)
+            normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps, layer.gate_up.inputs)
+            gated = k.linear_swiglu(normed, layer.gate_up.weight, layer.gate_up.bias, layer.down.inputs)
             out = k.linear(gated, layer.down.weight, layer.down.bias)
-            normed, residual = k.add_rms_norm(out, residual, next_norm, eps)
-        return normed
+            normed, residual = k.add_rms_norm(out, residual, next_norm, eps, next_inputs)
+        return normed  # type: ignore[no-any-return]  # a Tensor, as nothing was asked for in int8
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> [R, Vp] over the padded vocabulary, in the model's dtype."""

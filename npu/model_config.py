@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from npuserve.npu.quantization import Quantization
+
 
 class ModelError(ValueError):
     """This model cannot be served with these settings; the message says what is wrong and what is possible."""
 
 
+HeadDtype = Literal["auto", "int8"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 
@@ -71,7 +74,8 @@ class ModelConfig:
     vocab_size: ids are in [0, vocab_size). num_heads, num_kv_heads: of queries; of keys and values.
     qk_norm: RMSNorm of each query and key head. dtype: the checkpoint's, as config.json names it.
     max_position_embeddings: as in config.json; `context_length` is what may be served.
-    quantization: scheme of the checkpoint, "none" in this version.
+    quantization: which of its linear layers are int8; None if none is. lm_head_dtype: of the LM head as it is served,
+    and of a tied embedding; "auto" for the checkpoint's.
     """
 
     architecture: str
@@ -92,7 +96,8 @@ class ModelConfig:
     mlp_bias: bool
     rope: RopeConfig
     dtype: str
-    quantization: str = "none"
+    quantization: Quantization | None = None
+    lm_head_dtype: HeadDtype = "auto"
 
     @property
     def q_size(self) -> int:
@@ -123,14 +128,22 @@ class ModelConfig:
     @property
     def headless(self) -> ModelConfig:
         """The same decoder without an LM head of its own."""
-        return replace(self, tie_word_embeddings=True)
+        if self.tie_word_embeddings:
+            return self
+        quantization = self.quantization and replace(self.quantization, ignore=(*self.quantization.ignore, "lm_head"))
+        return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto")
+
+    @property
+    def quantization_name(self) -> str:
+        """"none" or "w8a8"."""
+        return "w8a8" if self.quantization else "none"
 
     def padded_vocabulary(self, tile: int) -> int:
         """vocab_size rounded up to a multiple of `tile`."""
         return -(-self.vocab_size // tile) * tile
 
     @staticmethod
-    def from_folder(folder: Path | str) -> ModelConfig:
+    def from_folder(folder: Path | str, lm_head_dtype: HeadDtype = "auto") -> ModelConfig:
         """Read `folder`/config.json. Raises ModelError."""
         path = Path(folder) / "config.json"
         try:
@@ -141,7 +154,7 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        return ModelConfig.from_dict(data)
+        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
@@ -183,17 +196,11 @@ class ModelConfig:
             mlp_bias=_flag(data, "mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
             rope=_rope(data, context),
             dtype=str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch."),
+            quantization=_quantization(data),
         )
 
 
 def _refuse_unsupported(data: Mapping[str, Any], family: _Family) -> None:
-    quantization = data.get("quantization_config")
-    if quantization:
-        scheme = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ModelError(
-            f"config.json: quantization_config: the checkpoint is quantized ({scheme}), and this version serves only "
-            "unquantized ones (bfloat16, float16, float32)"
-        )
     activation = data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act: {activation!r} is not supported; supported: silu")
@@ -211,6 +218,18 @@ def _refuse_unsupported(data: Mapping[str, Any], family: _Family) -> None:
         raise ModelError(f"config.json: max_window_layers: must be a whole number, got {full!r}")
     if "sliding_attention" in kinds if kinds else full < _whole(data, "num_hidden_layers"):
         raise ModelError(f"config.json: use_sliding_window: attention in a window of {window} tokens is not supported")
+
+
+def _quantization(data: Mapping[str, Any]) -> Quantization | None:
+    try:
+        quantization = Quantization.from_config(data)
+    except ValueError as error:
+        raise ModelError(f"config.json: {error}") from None
+    if quantization and _flag(data, "tie_word_embeddings", False) and quantization.of("lm_head"):
+        raise ModelError(
+            "config.json: tie_word_embeddings: the LM head is quantized, and the embedding that it is tied to is not; "
+            "supported: lm_head in quantization_config's ignore, or a model that is not tied")
+    return quantization
 
 
 def _rope(data: Mapping[str, Any], context: int) -> RopeConfig:

@@ -69,7 +69,7 @@ class Chunk:
         begin = 0
         for run in self.runs:
             end = begin + run.last - run.first
-            for staged, layer in zip(self.staged, self.cache.layers, strict=True):
+            for staged, layer in zip(self.staged, self.cache.plain, strict=True):
                 for source, target in zip(staged, layer, strict=True):
                     target[run.block, run.first : run.last].copy_(source[begin:end], non_blocking=True)
             begin = end
@@ -83,8 +83,8 @@ def staging_bytes(config: ModelConfig, width: int, tokens: int, itemsize: int) -
 
 class HostPrefill:
     """The host's side of a `Runner`. host: the backend that computes, with the decoder's `weights`. device: that of the
-    runner; cache: its KV cache, of `Backend.cache_shapes` as base.py has them, heads padded or not. The rest is as
-    `Runner` has it; max_rows: of a step."""
+    runner; cache: its KV cache, not int8, of `Backend.cache_shapes` as base.py has them, heads padded or not. The rest
+    is as `Runner` has it; max_rows: of a step."""
 
     def __init__(
         self, host: Backend, weights: ModelWeights, device: Backend, cache: KVCache, config: ModelConfig,
@@ -101,7 +101,7 @@ class HostPrefill:
         self._model = Model(config, weights, cos_sin, self._kernels)
         self._mirror = KVCache.allocate(config, num_blocks, block_size, dtype, host)
         self._buffers = BatchBuffers(max_tokens, max_rows, -(-max_model_len // block_size), block_size, None, host)
-        width = cache.layers[0][0].shape[-1]
+        width = cache.plain[0][0].shape[-1]
         self._staged = [
             device.host_buffer(config.num_layers, 2, max_tokens, config.num_kv_heads, width, dtype=dtype).zero_()
             for _ in range(TURNS)]
@@ -159,7 +159,7 @@ class HostPrefill:
         slots = self._slots(runs)
 
         def write() -> None:
-            for mirrored, (keys, values) in zip(self._mirror.layers, fetched, strict=True):
+            for mirrored, (keys, values) in zip(self._mirror.plain, fetched, strict=True):
                 self._host.write_cache(
                     *mirrored, slots, keys[..., : self._head_dim], values[..., : self._head_dim])
 
@@ -170,7 +170,7 @@ class HostPrefill:
         """Each layer's keys and values of the slots, on the host once the events have come."""
         fetched: list[list[Tensor]] = []
         events: list[Event] = []
-        for layer in self._cache.layers:
+        for layer in self._cache.plain:
             fetched.append([])
             for cached in layer:
                 slots = torch.cat([cached[run.block, run.first : run.last] for run in runs])
@@ -194,7 +194,7 @@ class HostPrefill:
             computed = computed[self._buffers.batch(part).sample_tokens]
         hidden = self._hidden[turn][: len(computed)].copy_(computed)
         to, slots = self._staged[turn][:, :, : part.tokens], self._slots(runs)
-        for target, layer in zip(to, self._mirror.layers, strict=True):
+        for target, layer in zip(to, self._mirror.plain, strict=True):
             for into, own in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
                 into[..., : self._head_dim] = own
         return Chunk(to, runs, hidden, self._cache, self._device.device, timings)

@@ -19,102 +19,46 @@ what is then left of the step is launched before the next one, or when it is col
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from npuserve.kernels.registry import KernelSet, Observe, Span, Timings
+from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends import select, select_prefill
-from npuserve.npu.backends.base import Backend, Captured, Event, Pending
+from npuserve.npu.backends.base import Backend, Captured
 from npuserve.npu.batch import Batch, BatchBuffers, Part, Phase, Staged, phase_of
-from npuserve.npu.kv_cache import KVCache
+from npuserve.npu.kv_cache import KVCache, block_bytes
+from npuserve.npu.launched import Launched, PromptRows, Ran, Waiting, Work
 from npuserve.npu.loader import Progress, load_weights
 from npuserve.npu.memory import predict
 from npuserve.npu.model import Model
-from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.model_config import HeadDtype, ModelConfig
 from npuserve.npu.prefill import Chunk, HostPrefill
 from npuserve.npu.rope import cos_sin_table
-from npuserve.npu.sampler import Logprobs, Plan, Sampler
+from npuserve.npu.sampler import Logprobs, Sampler
+from npuserve.npu.shared import SharedMemory, describe
 from npuserve.npu.step import NewRequest, Row, Step, StepResult
-from npuserve.npu.weights import ModelWeights
+from npuserve.npu.weights import ModelWeights, read_bytes, stored_bytes
 
 LOGITS_BYTES = 32 << 20
 """Bytes of a slice of prompt logits in float32: a long chunk's are never all there at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Hidden states from `begin` on that predict prompt tokens of a request. next_ids: [n] int64. n: how many likeliest
-    tokens each report names."""
-
-    request_id: int
-    begin: int
-    next_ids: Tensor
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A part of a step as the device is to do it. first: of its tokens among those that the step samples. captured:
-    the dispatch that serves it, None for kernel by kernel."""
-
-    part: Part
-    first: int
-    plan: Plan
-    captured: Captured | None
-    prompt: list[PromptRows]
-
-
-@dataclass(slots=True)
-class Ran:
-    """What is left of a step when its work is queued. span: of its kernels. reports: of sampled tokens, by their
-    request, and of prompt tokens, in the order of the positions; on the host once `fetched` has come. The rest is as in
-    `StepResult`."""
-
-    span: Span
-    reports: list[tuple[list[int], Logprobs]] = field(default_factory=list)
-    prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
-    captured: bool = False
-    captured_decodes: int = 0
-    fetched: Event | None = None
-    timings: list[Timings] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step on its way. `runner.collect` it once. requests: that it samples for; ids: [those] int64, on the host. ran:
-    None if it has no rows, and until all its work is queued."""
-
-    requests: list[int]
-    ids: Tensor
-    ran: Pending[Ran] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A step whose decode rows are queued, and whose chunks the host computes. work: what follows on the device."""
-
-    launched: Launched
-    begun: Pending[Ran]
-    chunk: Pending[Chunk]
-    work: Work
-    last: Tensor
-    phase: Phase | None
-
-
 class Runner:
     """A loaded model on a device, with its KV cache.
 
-    num_blocks, block_size: of the KV cache. max_model_len: positions that a request may have. max_num_seqs,
-    max_num_batched_tokens: rows and tokens of the largest step. kernel_sampling: every so many steps each kernel call
-    is timed and `observe` told of it; 0 for never. prefill: the backend that computes the chunks of prompts, with its
-    weights, where that is not the device.
+    num_blocks, block_size, kv_cache_dtype: of the KV cache; "auto" or "int8". max_model_len: positions that a request
+    may have. max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step. kernel_sampling: every so many
+    steps each kernel call is timed and `observe` told of it; 0 for never. prefill: the backend that computes the chunks
+    of prompts, with its weights, where that is not the device. leaves: what it leaves in shared memory
+    (`shared.describe`), or None.
     """
 
     def __init__(
@@ -128,11 +72,14 @@ class Runner:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        kv_cache_dtype: str = "auto",
         kernel_sampling: int = 0,
         observe: Observe | None = None,
         prefill: tuple[Backend, ModelWeights] | None = None,
+        leaves: Mapping[str, Any] | None = None,
     ):
         self.config = config
+        self.leaves = leaves
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -140,12 +87,15 @@ class Runner:
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.backend_name = backend.name
         self.parameters = config.num_parameters
+        self.weights_bytes, self.read_bytes = (count(config, dtype, backend) for count in (stored_bytes, read_bytes))
         self.deterministic = backend.deterministic and prefill is None
         self._backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels)
-        self._cache = KVCache.allocate(config, num_blocks, block_size, dtype, backend)
+        self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
+        self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
+        self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # of the requests that want prompt_logprobs
         self._prompt_slice = max(1, LOGITS_BYTES // (4 * weights.padded_vocabulary))
@@ -213,6 +163,15 @@ class Runner:
         else:
             launched.ran = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
         return launched
+
+    def ready(self, launched: Launched) -> bool:
+        """Whether `collect` would not wait for it."""
+        if (waiting := self._waiting) and waiting.launched is launched:
+            if not (waiting.chunk.done() and waiting.begun.done()):
+                return False
+            self._complete()
+        ran = launched.ran
+        return ran is None or (ran.done() and (fetched := ran.wait().fetched) is not None and fetched.done())
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step's end. Steps are collected in the order of their launch."""
@@ -401,6 +360,7 @@ def load_runner(
     dtype: str = "auto",
     max_model_len: int = 0,
     block_size: int = 0,
+    kv_cache_dtype: str = "auto",
     kv_cache_memory: int = 0,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
@@ -410,12 +370,16 @@ def load_runner(
     emulate: Sequence[str] | None = None,
     decode_buckets: Sequence[int] = (),
     prefill_device: str = "same",
+    lm_head_dtype: HeadDtype = "auto",
+    int8_levels: float = 0,
     progress: Progress | None = None,
+    memory: SharedMemory | None = None,
 ) -> Runner:
     """Load the model in `folder`. Zeros take the default: see `predict`, whose plan is followed.
 
-    emulate: as `select` takes it. decode_buckets: of `Backend`. prefill_device: as `select_prefill` takes it.
-    progress: is told (bytes done, bytes in all) while the weights are read; None shows it on stderr.
+    emulate: as `select` takes it. decode_buckets, int8_levels: of `Backend`. prefill_device: as `select_prefill` takes
+    it. lm_head_dtype: of `ModelConfig`. progress: is told (bytes done, bytes in all) while the weights are read; None
+    shows it on stderr. memory: where the model is to lie, if the backend can, or lies already.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for a device or dtype that is not
     to be had.
@@ -423,21 +387,28 @@ def load_runner(
     device = select(backend, emulate)
     device.set_threads(threads)
     device.decode_buckets = tuple(decode_buckets)
+    device.int8_levels = int8_levels or device.int8_levels
     host = select_prefill(prefill_device, device)
     if host:
         host.set_threads(threads)
-    config = ModelConfig.from_folder(folder)
-    plan = predict(
-        config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-        kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        prefill=host,
-    )
-    plan.require_fit()
-    made: torch.dtype = getattr(torch, plan.dtype)
-    weights = load_weights(folder, config, made, device, progress)
+        host.int8_levels = device.int8_levels
+    config = ModelConfig.from_folder(folder, lm_head_dtype)
+    memory = None if host else memory
+    left = memory.plan(Path(folder)) if memory else None
+    with device.sharing(memory.file, filled=left is not None) if memory else nullcontext(False) as shared:
+        plan = left if shared and left else predict(
+            config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, prefill=host,
+        )
+        if plan is not left:
+            plan.require_fit()
+        made: torch.dtype = getattr(torch, plan.dtype)
+        weights = load_weights(folder, config, made, device, progress, there=plan is left)
     return Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kernel_sampling=kernel_sampling,
-        observe=observe,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+        kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
+        leaves=describe(Path(folder), plan) if shared else None,
     )

@@ -20,15 +20,18 @@ TOGETHER = 4
 
 
 def forced_logits(
-    model: Model, backend: Backend, sequences: Sequence[Sequence[int]], budget: int, block_size: int = 0
+    model: Model, backend: Backend, sequences: Sequence[Sequence[int]], budget: int, block_size: int = 0,
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Tensor]:
     """[tokens, vocabulary] float32 on the host of each sequence, in their order; at most `budget` tokens a step.
 
-    block_size: of the cache; 0 takes the backend's.
+    block_size: of the cache; 0 takes the backend's. cache_dtype: its own; None takes the
+    weights'.
     """
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)
-    cache = KVCache.allocate(model.config, per_row * TOGETHER, size, model.weights.norm.dtype, backend)
+    cache = KVCache.allocate(
+        model.config, per_row * TOGETHER, size, cache_dtype or model.weights.norm.dtype, backend)
     for first in range(0, len(sequences), TOGETHER):
         group = sequences[first : first + TOGETHER]
         found: list[list[Tensor]] = [[] for _ in group]

@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +22,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from npuserve.kernels.measure import QUANTIZED, tensors
+from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span, moved
 from npuserve.npu.backends import select
 from npuserve.npu.backends.base import Backend, Captured
+from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.kv_cache import KVCache
 from npuserve.npu.loader import load_weights
 from npuserve.npu.model import Model
-from npuserve.npu.model_config import ModelConfig, ModelError
+from npuserve.npu.model_config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.rope import cos_sin_table
 from npuserve.npu.step import Row
 
@@ -43,7 +45,8 @@ REPLAYS = 5
 
 Args = tuple[Any, ...]
 Results = dict[str, Tensor]
-"""result.0, ...: what a call returned. argument.N: what its N-th argument was afterwards, if it changed that."""
+"""result.0, ...: what a call returned, int8 being followed by its scale. argument.N: what its N-th argument was
+afterwards, if it changed that; of int8 argument.N.scale, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class Call:
 
     step: "prompt" or "decode". index: of the call in its step. shape: of its first result. difference: the largest, of
     any number. relative: the largest difference / (the golden number's size + the root mean square of its line); of
-    whole numbers, the part that are others. drift: `relative` against the golden pass. wrong: `relative` is not within
-    the tolerance.
+    whole numbers, the part that are others, but of quantized ones the largest difference. drift: `relative` against the
+    golden pass. wrong: `relative` is not within the tolerance.
     """
 
     step: str
@@ -82,6 +85,7 @@ class Trace:
     """Of `rows` requests with prompts of so many tokens.
 
     lm_head: logits of all rows, of none, or of the first one alone.
+    kv_cache_dtype: auto or int8.
     dump: a folder for STEP/INDEX-KERNEL.safetensors, each with a call's `Results`, with the golden function's for the
     same arguments ("golden." before the names) and with those of the golden pass ("pass."). Caches are in the golden
     layout.
@@ -93,17 +97,17 @@ class Trace:
     prompt: int
     lm_head: LmHead
     dump: Path | None = None
+    kv_cache_dtype: str = "auto"
 
     def run(self) -> Iterator[Call | Replay]:
         """The calls of both steps, and after those of each its replay, where the backend captures it."""
         config, size, dtype = self.model.config, self.backend.block_size, self.model.weights.norm.dtype
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
-        shape = (total, size, config.num_kv_heads, config.head_dim)
-        golden_cache = KVCache(tuple(
-            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.num_layers)))
+        cached = self.backend.cache_dtype(self.kv_cache_dtype, dtype)
+        golden_cache = KVCache.allocate(config, total, size, cached, CpuBackend(native=False))
         cache, captured_cache = (
-            KVCache.allocate(config, total, size, dtype, self.backend) for _ in range(2))
+            KVCache.allocate(config, total, size, cached, self.backend) for _ in range(2))
         buffers = BatchBuffers(
             self.rows * self.prompt, self.rows, blocks, size, total if self.backend.padding_blocks else None,
             self.backend)
@@ -119,7 +123,7 @@ class Trace:
             if replayed := captured if step == "prompt" else captured_decode:
                 yield self._replay(step, rows, hidden, buffers, replayed)
             else:  # what a replay would have left there
-                for own, other in zip(chain(*captured_cache.layers), chain(*cache.layers), strict=True):
+                for own, other in zip(captured_cache.tensors, cache.tensors, strict=True):
                     own.copy_(other)
 
     @torch.no_grad()
@@ -193,7 +197,7 @@ class Trace:
             got = _results(result, made.restore(args), list(golden[0]))
             of_pass = expected.pop(0)
             errors = [_relative(got[key], want) for key, want in golden[0].items()]
-            tolerance = [TOLERANCE[x.dtype] if x.is_floating_point() else 0.0 for x in got.values()]
+            tolerance = [_tolerance(x.dtype) for x in got.values()]
             wrong = any(not error <= most for error, most in zip(errors, tolerance, strict=True))
             difference = max(_difference(got[key], want) for key, want in golden[0].items())
             drift = max(_relative(got[key], want) for key, want in of_pass.items())
@@ -216,7 +220,7 @@ class Trace:
 
 def load(
     folder: Path | str, *, backend: str = "auto", dtype: str = "auto", threads: int = 0, max_model_len: int = 0,
-    layers: int = 0, emulate: Sequence[str] | None = None,
+    layers: int = 0, emulate: Sequence[str] | None = None, lm_head_dtype: HeadDtype = "auto",
 ) -> tuple[Model, Backend]:
     """The model in `folder` without a runner, of its first `layers` layers; 0: of all. max_model_len: positions.
 
@@ -224,7 +228,7 @@ def load(
     """
     device = select(backend, emulate)
     device.set_threads(threads)
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder, lm_head_dtype)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
     weights = load_weights(folder, config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), device)
@@ -258,27 +262,43 @@ def _golden_call(made: list[Results]) -> _Tap:
 
     def call(name: str, function: Callable[..., Any], args: Args) -> Any:
         args = moved(args, "cpu")
-        versions = [x._version if isinstance(x, Tensor) else 0 for x in args]
+        before = {name: x._version for name, x in _arguments(args).items()}
         result = function(*args)
-        changed = [f"argument.{i}" for i, x in enumerate(args) if isinstance(x, Tensor) and x._version > versions[i]]
+        changed = [name for name, x in _arguments(args).items() if x._version > before[name]]
         made.append(_results(result, args, changed))
         return result
 
     return call
 
 
-def _results(result: Any, args: Args, names: list[str]) -> Results:
-    """What was returned, and those of the arguments that `names` names, copied; on the host."""
-    values = result if isinstance(result, tuple) else (result,)
-    made = {f"result.{i}": x.cpu() for i, x in enumerate(values) if isinstance(x, Tensor)}
-    for name in names:
-        if name.startswith("argument."):
-            made[name] = args[int(name.removeprefix("argument."))].cpu().clone()
+def _arguments(args: Args) -> Results:
+    """The tensors among them that a kernel may change."""
+    made: Results = {}
+    for i, x in enumerate(args):
+        if isinstance(x, Int8):
+            made |= {f"argument.{i}": x.values, f"argument.{i}.scale": x.scale}
+        elif isinstance(x, Tensor):
+            made[f"argument.{i}"] = x
     return made
 
 
+def _results(result: Any, args: Args, names: list[str]) -> Results:
+    """What was returned, and those of the arguments that `names` names, copied; on the host."""
+    made = {f"result.{i}": x.cpu() for i, x in enumerate(tensors(result))}
+    return made | {name: x.cpu().clone() for name, x in _arguments(args).items() if name in names}
+
+
 def _cloned(args: Args) -> Args:
-    return tuple(x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in args)
+    def cloned(x: Any) -> Any:
+        if isinstance(x, Int8):
+            return dataclasses.replace(x, values=cloned(x.values), scale=cloned(x.scale))
+        return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+
+    return tuple(map(cloned, args))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE[dtype] if dtype.is_floating_point else float(dtype in QUANTIZED)
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
@@ -290,6 +310,8 @@ def _difference(got: Tensor, want: Tensor) -> float:
 def _relative(got: Tensor, want: Tensor) -> float:
     if not want.numel():
         return 0.0
+    if want.dtype in QUANTIZED:
+        return _difference(got, want)
     if not want.is_floating_point():
         return float((got != want).double().mean())
     wide = want.double()

@@ -35,7 +35,7 @@ from npuserve.service.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
 
-    from npuserve.kernels.registry import Kernel
+    from npuserve.kernels.registry import Case, Kernel
     from npuserve.npu.acceptance import Loaded
     from npuserve.npu.backends.base import Backend
     from npuserve.npu.model import Model
@@ -167,22 +167,31 @@ def kernels(backend: Backend) -> Iterator[Finding]:
             yield _kernel(kernel, dtype, backend)
 
 
-def _kernel(kernel: Kernel[..., Any], dtype: torch.dtype, backend: Backend) -> Finding:
-    """Of the test cases with heads that the device takes."""
-    from npuserve.kernels.measure import Oracle
-    from npuserve.kernels.registry import GOLDEN
+def _cases(kernel: Kernel[..., Any], backend: Backend, *, benchmark: bool) -> Iterator[Case]:
+    """Those that the device takes."""
+    from npuserve.kernels.quantized import with_levels
     from npuserve.npu.backends.base import BackendError
 
-    cases, error, others, golden_error, golden_others, wrong = 0, 0.0, 0, 0.0, 0, []
-    name = f"{kernel.name} {str(dtype).removeprefix('torch.')}"
     for case in kernel.cases:
+        if (case.benchmark != benchmark or case.int8_cache > backend.int8_cache
+                or case.zeros > backend.int8_zeros):
+            continue
         try:
             if case.head_dim:
                 backend.check_heads(case.head_dim)
         except BackendError:
             continue
-        if case.benchmark:
-            continue
+        yield with_levels(case, backend.int8_levels)
+
+
+def _kernel(kernel: Kernel[..., Any], dtype: torch.dtype, backend: Backend) -> Finding:
+    """Of the test cases."""
+    from npuserve.kernels.measure import Oracle
+    from npuserve.kernels.registry import GOLDEN
+
+    cases, error, others, golden_error, golden_others, wrong = 0, 0.0, 0, 0.0, 0, []
+    name = f"{kernel.name} {str(dtype).removeprefix('torch.')}"
+    for case in _cases(kernel, backend, benchmark=False):
         oracle = Oracle(kernel, case, dtype)
         golden = oracle.accuracy(GOLDEN)
         try:
@@ -238,9 +247,7 @@ class Measured:
             if not self.speed or backend.kernels not in kernel.implementations:
                 continue
             dtype = dtypes_of(kernel, backend)[0]
-            for case in kernel.cases:
-                if not case.benchmark:
-                    continue
+            for case in _cases(kernel, backend, benchmark=True):
                 bench = KernelBench(kernel, case, dtype)
                 accuracy = bench.accuracy(backend.kernels)
                 if accuracy.excess > 1:
@@ -291,7 +298,7 @@ def model(folder: Path, backend: Backend, config: ServerConfig, measured: Measur
     from npuserve.npu.acceptance import load, load_reference
     from npuserve.npu.model_config import ModelConfig
 
-    facts = ModelConfig.from_folder(folder)
+    facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
     served = backend.resolve_dtype(config.dtype, facts.dtype)
     budget = max(config.max_num_batched_tokens, BATCHES[-1] + 1)
     context = min(64 if measured.emulated else 1024, facts.context_length // 4)
@@ -300,11 +307,12 @@ def model(folder: Path, backend: Backend, config: ServerConfig, measured: Measur
         4 * accept_tokens.BUDGET + accept_tokens.ANSWER, _length(BATCHES[-1], context, budget, STEPS)))
     answer = min(accept_tokens.ANSWER, length // 2)
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - answer)
-    golden = load_reference(folder, backend, "float32", length, config.threads)
+    golden = load_reference(folder, backend, "float32", length, config.threads, config.lm_head_dtype)
     for dtype in dict.fromkeys([*(["float32"] if takes(backend, "float32") else []), served]):
         loaded = load(
             folder, backend, dtype, max_model_len=length, max_num_seqs=BATCHES[-1], max_num_batched_tokens=budget,
-            block_size=config.block_size, kv_cache_memory=config.kv_cache_memory)
+            block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory,
+            lm_head_dtype=config.lm_head_dtype)
         yield from tokens(loaded, golden, prompts, answer, folder)
         if dtype == served:
             yield from captures(loaded)
@@ -323,11 +331,12 @@ def tokens(
     runner, dtype = loaded.runner, loaded.runner.dtype_name
     made, alone = (accept_tokens.answers(runner, prompts, count, depth) for depth in (2, 1))
     sequences = [prompt + answer for prompt, answer in zip(prompts, made.tokens, strict=True)]
+    cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.norm.dtype else None
 
     def compared(model: Model, backend: Backend) -> accept_tokens.Agreement:
         return accept_tokens.agreement(
-            forced_logits(*golden, sequences, FORCED), forced_logits(model, backend, sequences, FORCED), prompts,
-            made.tokens)
+            forced_logits(*golden, sequences, FORCED, cache_dtype=cached),
+            forced_logits(model, backend, sequences, FORCED, cache_dtype=cached), prompts, made.tokens)
 
     found = compared(loaded.model, loaded.backend)
     figures = {"positions": found.positions, "equal_argmax": found.share, "tokens": found.tokens,
@@ -341,7 +350,8 @@ def tokens(
         passed = found.share >= LEAST_EQUAL
         if not passed and dtype in golden[1].dtypes:
             own = compared(*load_reference(
-                folder, loaded.backend, dtype, runner.max_model_len, golden[1].threads)).share
+                folder, loaded.backend, dtype, runner.max_model_len, golden[1].threads,
+                runner.config.lm_head_dtype)).share
             figures["equal_argmax_of_the_cpu"] = own
             said += f"; the CPU in {dtype}: {own:.4f}"
             passed = own < LEAST_EQUAL and found.share >= own - NOISE

@@ -24,7 +24,8 @@ from npuserve.service.scheduler import Scheduler
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from npuserve.npu.runner import Launched, Runner
+    from npuserve.npu.launched import Launched
+    from npuserve.npu.runner import Runner
 
 ANSWER = 64
 BUDGET = 64

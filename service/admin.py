@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from google.protobuf import duration_pb2
 
+from npuserve.service import child
 from npuserve.service.call import Context, call
-from npuserve.service.config import ServerConfig, to_json
+from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
 from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import InvalidField, RequestNotFound, Reserved
 from npuserve.v1 import admin_service_pb2 as pb
@@ -15,7 +17,7 @@ from npuserve.v1 import admin_service_pb2_grpc
 
 
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
-    """started: time.monotonic() seconds of the front end's start."""
+    """started: time.monotonic() seconds of the front end's start. Who may call it is auth.Guard's to say."""
 
     def __init__(self, config: ServerConfig, engine: EngineClient, started: float):
         self._config = config
@@ -48,9 +50,16 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
                 engine_epoch=self._engine.epoch)
         return response
 
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> None:
-        async with call(context, "Drain"):
-            raise Reserved("Drain")
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        async with call(context, "Drain", logging.INFO) as fields:
+            seconds = self._config.drain_seconds
+            if request.HasField("grace"):
+                seconds = request.grace.seconds + request.grace.nanos / 1e9
+            if not 0 <= seconds <= MAX_DRAIN_SECONDS:
+                raise InvalidField("grace", f"must be in [0, {MAX_DRAIN_SECONDS}] seconds, got {seconds:g}")
+            fields["drain_seconds"] = seconds
+            child.report("drain", seconds=seconds)
+        return pb.DrainResponse()
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> None:
         async with call(context, "StartProfile"):

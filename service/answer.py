@@ -31,12 +31,15 @@ class Answer:
     Tokens wait here until their text is known to be whole and no beginning of a stop string; a message carries the ids
     and logprobs of exactly the tokens whose text it carries.
 
-        tokens of the answer: [0, sent) sent | [sent, sent + ready) text in `text` | the rest held by the detokenizer
+        tokens of the answer: [0, sent) sent | [sent, ready) text in `text` | the rest held by the detokenizer
 
     An end-of-text or stop token leaves text only under include_stop, and then as any other token does.
+
+    held: tokens that the client has of a call before this one. The first outputs to be added have at least these, and
+    what is sent follows on them: of the text, what is beyond the last message that could have ended there.
     """
 
-    def __init__(self, ask: Ask, tokenizer: Tokenizer | None):
+    def __init__(self, ask: Ask, tokenizer: Tokenizer | None, held: int = 0):
         self.matched_stop: str | None = None
         self.keep: int | None = None
         self._ask = ask
@@ -47,16 +50,17 @@ class Answer:
 
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=ask.skip_special_tokens, stop=ask.stop, include_stop=ask.include_stop,
-                min_tokens=ask.request.sampling.min_tokens, prompt_ids=ask.request.prompt_ids)
+                min_tokens=ask.request.sampling.min_tokens, prompt_ids=ask.request.prompt_ids, held_tokens=held)
         self._wants_tokens = ask.return_token_ids or ask.request.sampling.logprobs is not None
         self._text = ""
         self._ready = 0
-        self._sent = 0
+        self._sent = self._held = held
+        self._surplus = 0  # characters of the text to come that the client has
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        # None once sent, or never asked for.
+        # None once sent, as they were with the first token, or never asked for.
         self._prompt_logprobs: list[TokenLogprobs] | None = (
-            None if ask.request.sampling.prompt_logprobs is None else [])
+            None if ask.request.sampling.prompt_logprobs is None or held else [])
         self._last_id: int | None = None
 
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
@@ -75,23 +79,25 @@ class Answer:
             self._last_id = ids[-1]
         if self._detokenizer is None:
             self._ready += len(ids)
+            self._leave_out(0)
             return finish
         silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._ask.include_stop
         self._push(self._detokenizer.push(ids[:-1] if silent else ids))
         if finish and self.keep is None:
             self._push(self._detokenizer.finish())
+        self._leave_out(self._detokenizer.held_characters)
         return finish
 
     def message(self) -> pb.StreamGenerateResponse | None:
         """What there is to send: some text, or tokens without text if they are asked for."""
-        if self._text or (self._ready and self._wants_tokens):
+        if self._text or (self._ready > self._sent and self._wants_tokens):
             return self._take()
         return None
 
     def last(self, finish: messages.Finish, now: float) -> pb.StreamGenerateResponse:
         """The rest, and how it ended. finish: the engine's. now: time.monotonic() seconds."""
         generated = self._sent + len(self._ids) if self.keep is None else self.keep
-        self._ready = generated - self._sent
+        self._ready = generated
         message = self._take()
         made = message.finish
         if self.matched_stop is not None:
@@ -112,15 +118,25 @@ class Answer:
     def _push(self, delta: Delta | None) -> None:
         if delta is None:
             return
-        self._text += delta.text
+        self._text += delta.text[self._surplus :]
+        self._surplus = max(0, self._surplus - len(delta.text))
         self._ready += delta.num_tokens
         if delta.matched_stop is not None:
             self.matched_stop, self.keep = delta.matched_stop, delta.keep
 
+    def _leave_out(self, characters: int) -> None:
+        """Of what was added first, the client has so many characters, and the tokens that it holds."""
+        if not self._held:
+            return
+        held, self._held = self._held, 0
+        self._surplus = max(0, characters - len(self._text))
+        self._text = self._text[characters:]
+        del self._ids[:held], self._logprobs[:held]
+
     def _take(self) -> pb.StreamGenerateResponse:
-        count = self._ready
+        count = max(0, self._ready - self._sent)
         ids = self._ids[:count] if self._ask.return_token_ids else None
-        message = pb.StreamGenerateResponse(text=self._text, offset=self._sent, token_ids=ids)
+        message = pb.StreamGenerateResponse(text=self._text, offset=self._sent, token_ids=ids, num_tokens=count)
         if self._logprobs:
             message.logprobs.extend(map(self._position, self._logprobs[:count]))
         if self._prompt_logprobs is not None:
@@ -130,7 +146,7 @@ class Answer:
             self._prompt_logprobs = None
         del self._ids[:count], self._logprobs[:count]
         self._sent += count
-        self._text, self._ready = "", 0
+        self._text = ""
         return message
 
     def _position(self, report: TokenLogprobs) -> pb.PositionLogprobs:

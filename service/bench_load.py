@@ -48,14 +48,19 @@ class Outcome:
 
 
 class Load:
-    """One run against `target` over `channels` connections. `outcomes` grows by one as each request ends."""
+    """One run against `target` over `channels` connections. `outcomes` grows by one as each request ends. timeout: each
+    request's deadline, in seconds from when it goes; None for none."""
 
-    def __init__(self, target: str, channels: int, temperature: float, seed: int):
+    def __init__(
+        self, target: str, channels: int, temperature: float, seed: int,
+        timeout: Callable[[Ask], float | None] = lambda ask: None,
+    ):
         options = [*client.OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else channels share one connection
         self._channels = [grpc.aio.insecure_channel(target, options) for _ in range(channels)]
         self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(c) for c in self._channels]
         self._temperature = temperature
         self._seed = seed
+        self._timeout = timeout
         self._start = 0.0
         self.outcomes: list[Outcome] = []
 
@@ -78,10 +83,12 @@ class Load:
             output=generate_pb2.OutputParams(return_token_ids=True),
         )
 
-    async def _send(self, number: int, due: float, message: generate_pb2.GenerateRequest) -> None:
+    async def _send(
+        self, number: int, due: float, message: generate_pb2.GenerateRequest, timeout: float | None
+    ) -> None:
         outcome = Outcome(due, self._now())
         try:
-            call = self._stubs[number % len(self._stubs)].StreamGenerate(message)
+            call = self._stubs[number % len(self._stubs)].StreamGenerate(message, timeout=timeout)
             async for answer in call:
                 if answer.token_ids:
                     outcome.arrivals.append((self._now(), len(answer.token_ids)))
@@ -105,7 +112,7 @@ class Load:
             for number, ask in enumerate(asks):
                 message = self._message(number, ask, prompts)  # made ahead of its time
                 await asyncio.sleep(max(0.0, ask.at - self._now()))
-                tasks.append(asyncio.create_task(self._send(number, ask.at, message)))
+                tasks.append(asyncio.create_task(self._send(number, ask.at, message, self._timeout(ask))))
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
@@ -119,7 +126,8 @@ class Load:
         async def client() -> None:
             for number in numbers:
                 due = self._now()
-                await self._send(number, due, self._message(number, asks[number], prompts))
+                message = self._message(number, asks[number], prompts)
+                await self._send(number, due, message, self._timeout(asks[number]))
                 if stop.is_set():
                     return
 

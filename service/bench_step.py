@@ -35,7 +35,8 @@ from npuserve.service.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from npuserve.kernels.ceilings import Ceilings
-    from npuserve.npu.runner import Launched, Runner
+    from npuserve.npu.launched import Launched
+    from npuserve.npu.runner import Runner
 
 WARM_UP = 3
 REPEATS = 5
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'batch':>6}{'context':>9}{'decode tok/s':>14}{'step ms':>9}{'GB/s':>7}{'share':>7}{'host us':>9}"
               f"{'kernels':>9} |{'prompt':>7}{'prefill tok/s':>15}{'TTFT ms':>9}{'GFLOP/s':>9}{'share':>7}")
     for row in _rows(bench, args, ceilings):
-        row |= {"weights_bytes": bench.weights_bytes,
+        row |= {"weights_bytes": bench.runner.weights_bytes,
                 "peak_rss_bytes": max(rss, _peak_rss() - (ceilings.read_bytes if ceilings else 0))}
         print(json.dumps(row) if args.json else _line(row), flush=True)
     return 0
@@ -93,8 +94,9 @@ def _rows(bench: Bench, args: argparse.Namespace, ceilings: Ceilings | None) -> 
 
 
 def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
+    products = "int8" if bench.runner.config.quantization else bench.runner.dtype_name
     samples, peak = _beside(lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
-                            lambda: ceilings.peak_of(bench.runner.dtype_name) if ceilings else 0.0)
+                            lambda: ceilings.peak_of(products) if ceilings else 0.0)
     seconds = statistics.median(samples)
     speed = bench.prefill_operations(tokens) / seconds
     row = {"prompt": tokens, "prefill_tokens_per_second": tokens / seconds, "ttft_ms_p50": 1e3 * seconds,
@@ -178,17 +180,10 @@ class Bench:
             aging_seconds=config.priority_aging_seconds)
         return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
 
-    @property
-    def weights_bytes(self) -> int:
-        return self.runner.parameters * self._itemsize
-
     def decode_bytes(self, context: int) -> int:
         """What a step that decodes must read: all weights once, of an embedding apart from the LM head next to nothing,
         and the keys and values of `context` tokens."""
-        config = self.runner.config
-        unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        keys_and_values = 2 * config.num_layers * config.kv_size * context
-        return (self.runner.parameters - unread + keys_and_values) * self._itemsize
+        return self.runner.read_bytes + int(self.runner.token_bytes * context)
 
     def prefill_operations(self, tokens: int) -> int:
         """Of the layers' linear products and of causal attention; the LM head's one row is not counted."""
@@ -196,12 +191,6 @@ class Bench:
         tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
         attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
         return 2 * (self.runner.parameters - tables) * tokens + attention
-
-    @property
-    def _itemsize(self) -> int:
-        from npuserve.npu.memory import ITEMSIZE
-
-        return ITEMSIZE[self.runner.dtype_name]
 
     def add(self, tokens: int, answer: int) -> int:
         """A request of so many random prompt tokens that answers with so many greedy ones; its id."""

@@ -35,13 +35,13 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
         model, backend = load(
             resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,
             max_model_len=prompt + 1, layers=args.layers or 0,
-            emulate=config.relaxations if config.emulate else None)
+            emulate=config.relaxations if config.emulate else None, lm_head_dtype=config.lm_head_dtype)
     except (ValueError, OSError, MemoryError) as error:
         raise ConfigError(str(error)) from error
     if not args.json:
         print(f"{'step':8}{'index':>6}  {'kernel':24}{'shape':20}{'difference':>12}{'relative':>12}{'drift':>12}")
     wrong = []
-    for found in Trace(model, backend, rows, prompt, args.lm_head or "full", args.dump).run():
+    for found in Trace(model, backend, rows, prompt, args.lm_head or "full", args.dump, config.kv_cache_dtype).run():
         if args.json:
             print(json.dumps({"kind": type(found).__name__.lower(), **asdict(found)}), flush=True)
         if isinstance(found, Call):

@@ -15,7 +15,7 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import InternalError, ServeError, to_status
+from npuserve.service.errors import InternalError, ServeError, SlowReader, to_status
 
 if TYPE_CHECKING:
     from npuserve.service.tracing import Trace
@@ -32,7 +32,8 @@ async def call(
     """The body of one RPC. What it puts into the dict stands in the log line, written at `level`, and in the trace.
 
     A ServeError becomes its gRPC status; any other exception is a bug, INTERNAL to the client with an id that stands
-    beside the traceback in the log. A cancel passes through: the client is gone, or its deadline.
+    beside the traceback in the log, without the exception's text unless prompts are logged. A cancel passes through:
+    the client is gone, or its deadline.
     """
     began = time.monotonic()
     allowed = context.time_remaining()
@@ -47,16 +48,18 @@ async def call(
         raise
     except ServeError as error:
         code = code_pb2.Code.Name(error.code)
-        fields["error"] = error.message
-        await _abort(context, error)
-    except Exception:
+        fields["error"] = error.logged
+        # A slow reader's status waits behind what it has not read: it is sent when that is, and nobody waits for it.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_abort(context, error), 1 if isinstance(error, SlowReader) else None)
+    except Exception as error:
         if context.cancelled() or context.done():
             code = gone(context.time_remaining(), allowed)
             raise asyncio.CancelledError from None
         code = "INTERNAL"
         bug = uuid.uuid4().hex
-        log.exception("internal error", extra={"fields": {"error_id": bug, **fields}})
         fields["error_id"] = bug
+        logs.bug(log, "internal error", error, **fields)
         await _abort(context, InternalError(f"internal error, id {bug}"))
     finally:
         metrics.requests_total.labels(rpc, code).inc()
@@ -66,7 +69,9 @@ async def call(
 
 
 async def _abort(context: Any, error: ServeError) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    """With the error's details, and what the handler has set as trailing metadata."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, (*status.trailing_metadata, *(context.trailing_metadata() or ())))
 
 
 def gone(left: float | None, allowed: float | None) -> str:

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when the user leaves, 1 if there is no server or it has no chat template."""
     try:
         request = base_request(args)
-        with client.connect(args.target) as channel:
+        with client.open_channel(args) as channel:
             if args.wait:
                 client.wait_ready(channel, args.target, args.wait)
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)

@@ -1,7 +1,8 @@
 """A conversation to the model's prompt text, by the model's own chat template.
 
 The result is that of transformers' apply_chat_template(tokenize=False). The template comes with the model, is run in
-jinja2's immutable sandbox, and its output is bounded; the conversation comes from the client.
+jinja2's immutable sandbox, and its output is bounded; the conversation comes from the client. What a template may take
+of time and memory is template_process.py's to see to: nothing in Python can.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from npuserve.service.errors import InvalidField
 
 MAX_CHARACTERS = 64 << 20
 MAX_SECONDS = 10.0
+"""template_process.py's, and looked at here between the template's pieces of output."""
 # What template_args may not set, beside the names of the tokenizer's tokens: what the request and the tokenizer give
 # the template, the environment's functions, and parameters of apply_chat_template that are no variables.
 REFUSED_ARGS = frozenset({

@@ -128,10 +128,11 @@ def model(config: ServerConfig) -> dict[str, Any]:
     folder = resolve(config.model)
     found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
     try:
-        facts = ModelConfig.from_folder(folder)
+        facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
         backend = select(config.device, config.relaxations if config.emulate else None)
         plan = predict(
             facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
             kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill=select_prefill(config.prefill_device, backend))
@@ -149,6 +150,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "parameters": facts.num_parameters,
         "backend": backend.name,
         "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_cache_dtype,
+        "quantization": facts.quantization_name,
         "max_model_len": plan.max_model_len,
         "context_length": facts.context_length,
         "max_num_seqs": config.max_num_seqs,
@@ -197,11 +200,12 @@ def text(report: dict[str, Any]) -> str:
     if "error" in plan:
         return "\n".join([*lines, f"{'':11} cannot be served: {plan['error']}"])
     lines.append(
-        f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, {plan['dtype']} "
-        f"on {plan['backend']}")
+        f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, "
+        f"{'' if plan['quantization'] == 'none' else plan['quantization'] + ', '}{plan['dtype']} on {plan['backend']}")
     lines.append(
         f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
-        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens")
+        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens"
+        f"{' in ' + plan['kv_cache_dtype'] if plan['kv_cache_dtype'] != plan['dtype'] else ''}")
     lines += [f"{'':11} {part.replace('_', ' '):12} {mib(size):>12}" for part, size in plan["bytes"].items()]
     lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
     # The process itself is there before what is available is read.

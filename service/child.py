@@ -1,17 +1,17 @@
 """What the supervisor and its children agree on: arguments on stdin, events on stdout, and the parent's death.
 
-The supervisor writes one JSON line on a child's stdin and keeps it open; end of file there means that the parent is
-gone. A child says what the parent waits for as one JSON object a line on stdout.
+The supervisor writes the arguments as one JSON line on a child's stdin and keeps it open, for orders, one JSON object a
+line; end of file there means that the parent is gone. A child says what the parent waits for as one JSON object a line
+on stdout.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,16 +26,20 @@ DEVICE_FAULT, NODE_FAULT = 3, 4
 
 def read_arguments(kind: type[Arguments]) -> Arguments:
     """The line that the parent wrote. msgspec.ValidationError if it is not of that kind."""
-    return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads no further than the line: orders may follow
+        return msgspec.json.decode(stdin.readline(), type=kind)
 
 
-def on_parent_death(call: Callable[[], None]) -> None:
-    """Call `call` once, from a thread of its own, when stdin ends."""
+def listen(gone: Callable[[], None], ordered: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
+    """From a thread of its own: `ordered` with each order of the parent, `gone` once, when the parent is."""
 
     def wait() -> None:
-        while os.read(0, 1 << 16):  # sys.stdin's lock, held by a thread, would abort the process at its end
-            pass
-        call()
+        data = b""
+        while more := os.read(0, 1 << 16):  # sys.stdin's lock, held by a thread, would abort the process at its end
+            *lines, data = (data + more).split(b"\n")
+            for line in lines:
+                ordered(msgspec.json.decode(line, type=dict[str, Any]))
+        gone()
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 

@@ -24,7 +24,9 @@ COMMANDS = {
     "bench serve": ("bench_serve", "load a running server and report latencies and throughput"),
     "bench kernels": ("bench_kernels", "time each kernel beside what the machine can do at most"),
     "bench step": ("bench_step", "time the engine's step without the wire"),
+    "keys": ("keys", "make, list and remove the API keys of a server"),
     "check": ("check", "what this machine offers, and whether a model fits"),
+    "quantize": ("quantize", "make a W8A8 checkpoint of a model"),
 }
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from npuserve.client.channel import Tls, metadata
 from npuserve.service.config import MAX_MESSAGE_BYTES
 
 READINESS = "npuserve.readiness"
@@ -23,9 +30,55 @@ class CallFailed(Exception):
     """A call's error as a sentence for people."""
 
 
-def connect(target: str) -> grpc.Channel:
-    """A channel to host:port; it connects with the first call."""
-    return grpc.insecure_channel(target, options=OPTIONS)
+def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("security")
+    group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
+    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust the authorities of this PEM file")
+    group.add_argument("--tls-cert", metavar="FILE", help="with --tls-key: this client's own certificate")
+    group.add_argument("--tls-key", metavar="FILE", help="its key")
+    group.add_argument("--api-key-file", metavar="FILE", help="the file that holds the API key")
+
+
+def open_channel(args: argparse.Namespace) -> grpc.Channel:
+    """To --target, as the options of `add_connection_arguments` say. CallFailed if a file is unusable."""
+    try:
+        key = Path(args.api_key_file).read_text("utf-8").strip() if args.api_key_file else None
+        own = args.tls_ca, args.tls_cert, args.tls_key
+        return connect(args.target, Tls(*own) if args.tls or any(own) else None, key)
+    except OSError as error:
+        raise CallFailed(f"{error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise CallFailed(str(error)) from None
+
+
+def connect(target: str, tls: Tls | None = None, api_key: str | None = None) -> grpc.Channel:
+    """A channel to host:port; it connects with the first call. OSError or ValueError for unusable files or key."""
+    sent = metadata(api_key)
+    if tls:
+        channel = grpc.secure_channel(target, tls.credentials(), OPTIONS)
+    else:
+        channel = grpc.insecure_channel(target, options=OPTIONS)
+    return grpc.intercept_channel(channel, _Sends(sent)) if sent else channel
+
+
+class _Details(
+    collections.namedtuple("_Details", ("method", "timeout", "metadata", "credentials", "wait_for_ready",
+                                        "compression")), grpc.ClientCallDetails):
+    """Of a call."""
+
+
+class _Sends(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    """Adds metadata to each call."""
+
+    def __init__(self, sent: tuple[tuple[str, str], ...]):
+        self._sent = sent
+
+    def _call(self, go_on: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+        made = (*(details.metadata or ()), *self._sent)
+        return go_on(_Details(details.method, details.timeout, made, details.credentials, details.wait_for_ready,
+                              details.compression), request)
+
+    intercept_unary_unary = intercept_unary_stream = _call  # type: ignore[assignment]
 
 
 def wait_ready(channel: grpc.Channel, target: str, seconds: float) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Of a gRPC message, either way, at the server and at our own clients."""
+MAX_DRAIN_SECONDS = 86400
 
 
 def endpoint(host: str, port: int) -> str:
@@ -31,7 +32,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: a folder, a hub name, or "" for the built-in model. port, metrics_port: 0 takes a free one.
     max_model_len: tokens of prompt and answer; 0 takes the model's own. block_size: tokens a KV-cache block; 0 takes
     the backend's. kv_cache_memory: bytes; 0 takes what is free, within reason. max_queue: requests that wait.
-    emulate_relax, decode_buckets: lists with commas, see `relaxations` and `buckets`.
+    emulate_relax, decode_buckets: lists with commas, see `relaxations` and `buckets`. health_port: 0 is none. tls_*,
+    api_keys: files, read again when they change; "" for none.
     """
 
     model: str = ""
@@ -44,6 +46,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     emulate_relax: str = ""
     decode_buckets: str = ""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    lm_head_dtype: Literal["auto", "int8"] = "auto"
     max_model_len: int = 0
     block_size: int = 0
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
@@ -51,6 +54,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queue: int = 256
+    max_requests_per_client: int = 0
+    max_buffered_tokens: int = 512
+    slow_reader_seconds: float = 300.0
     prefix_cache: bool = True
     double_buffering: bool = True
     prefill_device: Literal["same", "cpu"] = "same"
@@ -61,6 +67,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_aging_seconds: float = 10.0
     kernel_sampling: int = 32
     drain_seconds: float = 30.0
+    hang_seconds: float = 60.0
+    resume_seconds: float = 60.0
+    state_folder: str = ""
+    health_port: int = 0
     log_format: Literal["auto", "text", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False
@@ -77,8 +87,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ranges = {
             "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
             "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
-            "max_queue": (0, 1 << 20), "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
-            "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20), "drain_seconds": (0, 86400),
+            "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_buffered_tokens": (1, 1 << 20),
+            "slow_reader_seconds": (1, 86400),
+            "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
+            "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
+            "drain_seconds": (0, MAX_DRAIN_SECONDS),
+            "hang_seconds": (5, 86400), "resume_seconds": (0, 86400), "health_port": (0, 65535),
             "max_connection_age_seconds": (0, 86400),
             "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
         }
@@ -96,13 +110,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("emulate_relax: nothing is emulated; --emulate does")
         if not all(1 <= rows <= 65536 for rows in self.buckets):
             raise ConfigError(f"decode_buckets: {self.decode_buckets!r} must be numbers in [1, 65536], as in 1,2,4,8")
+        self._check_edge()
         reserved = {
-            "kv_cache_dtype": "auto", "tensor_parallel_size": 1,
-            "tls_cert": "", "tls_key": "", "tls_client_ca": "", "api_keys": "",
+            "tensor_parallel_size": 1,
         }
         for name, only in reserved.items():
             if getattr(self, name) != only:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is reserved, not implemented in this version")
+
+    def _check_edge(self) -> None:
+        """What the ports and the files of TLS need of each other."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            missing, given = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
+            raise ConfigError(f"{missing}: {given} needs it")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca: clients can only be authenticated with tls_cert and tls_key")
+        if self.health_port and self.health_port in (self.port, self.metrics_port):
+            raise ConfigError(f"health_port: {self.health_port} is that of gRPC or of metrics already")
 
     @property
     def relaxations(self) -> tuple[str, ...]:

@@ -41,6 +41,9 @@ class Detokenizer:
     character the longest. So the result does not depend on how tokens are pushed. That last character must be of a
     token with index >= min_tokens (a character is of the token that completes it). Skipped special tokens have no
     text. The text is cut before the stop string, or after it with include_stop.
+
+    held_tokens: of the answer, those that a client holds already; held_characters: what they are of the text, as far as
+    a message can end with the last of them or before.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Detokenizer:
         include_stop: bool,
         min_tokens: int,
         prompt_ids: Sequence[int] = (),
+        held_tokens: int = 0,
     ):
         self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens)
         self._matcher = _StopMatcher(stop) if stop else None
@@ -67,6 +71,8 @@ class Detokenizer:
         self._borders: deque[tuple[int, int]] = deque()
         self._match: tuple[str, int] | None = None  # stop string, its end in _text
         self._over = False
+        self._held_tokens = held_tokens
+        self.held_characters = 0
 
     def push(self, ids: Sequence[int]) -> Delta | None:
         """The next tokens of the answer; None if nothing can be sent yet, and after a stop string or finish."""
@@ -122,7 +128,10 @@ class Detokenizer:
         self._unfinished = 0 if piece.ends else self._unfinished + 1
         if self._unfinished in (0, UNFINISHED_LIMIT):
             self._unfinished = 0
-            self._borders.append((self._offset + len(self._text), self._num_tokens))
+            characters = self._offset + len(self._text)
+            self._borders.append((characters, self._num_tokens))
+            if self._num_tokens <= self._held_tokens:
+                self.held_characters = characters
 
     def _stopped(self) -> Delta:
         assert self._match is not None

@@ -1,9 +1,13 @@
 """The front end's end of the local socket: hands requests to the engine and its outputs back to them.
 
-One connection is one socket, so that nothing of a dead engine is left in it. While there is none, requests are refused;
-when it breaks, every request in flight ends with Unavailable. An engine that is there but says nothing, not even its
-heartbeat, is stalled: new requests are refused, those in flight wait for it. Each request ends in exactly one way:
-with the engine's finish, with an error, or with `Stream.close`, which cancels it.
+One connection is one socket, so that nothing of a dead engine is left in it. While there is none, new requests are
+refused, and those in flight wait: what came for them is here, and goes to the next engine with the answer to its Ready
+(`Restore`), which goes on with prompt and answer so far. Readers see a pause. So do streams that were left or ended a
+while ago and may still be resumed. Only a request of which engines die when they run it alone is not given to the next.
+
+An engine that is there but says nothing, not even its heartbeat, is stalled: new requests are refused, those in flight
+wait for it. Each request ends in exactly one way: with the engine's finish, with an error, or with `Stream.close`,
+which cancels it.
 """
 
 from __future__ import annotations
@@ -12,14 +16,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from npuserve.service import logs, messages, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
-from npuserve.service.messages import Abort, Cancel, FlushPrefixCache, Load, ModelInfo, Output, Outputs, Request
+from npuserve.service.messages import (
+    Abort,
+    Cancel,
+    FlushPrefixCache,
+    Load,
+    ModelInfo,
+    Outputs,
+    Record,
+    Request,
+    Restore,
+    Resume,
+    Resumed,
+)
+from npuserve.service.records import Records
+from npuserve.service.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -28,130 +46,60 @@ REFUSALS = {
     "starting": "the model is loading", "down": "the engine is restarting", "stalled": "the engine does not answer",
 }
 
-STALL_SECONDS = 60
-"""Of silence. An engine beats twice a second, but not within a step, and a large model's long chunk takes its time on
-a CPU."""
+STALL_SECONDS = 60.0
+"""Of silence, unless told otherwise. An engine beats twice a second, but not within a step, and a large model's long
+chunk takes its time on a CPU."""
 
 RECONNECT_SECONDS = 0.05
 PAGE_SECONDS = 0.1
 """What is counted with every token reaches the metrics page no more often while tokens come."""
-INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
-
-
-class Stream:
-    """What the engine makes for one request: iterate for lists of outputs, each of all that came since the last.
-
-    Raises the error that ended it, if one did. `close` it in any case. Times are time.monotonic() seconds, None before.
-    """
-
-    def __init__(self, client: EngineClient, key: int, request: Request):
-        self.key = key
-        self.request = request
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.buffered = 0
-        self._client = client
-        self._outputs: list[Output] = []
-        self._error: ServeError | None = None
-        self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> AsyncIterator[list[Output]]:
-        return self
-
-    async def __anext__(self) -> list[Output]:
-        while not self._outputs:
-            if self._error:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        outputs, self._outputs = self._outputs, []
-        self.buffered = 0
-        return outputs
-
-    async def stop(self, keep: int) -> messages.Finish:
-        """End the answer at its `keep`-th token, where a stop string was found. The engine's finish; what else comes
-        is dropped. Call at most once, and not after a finish was taken."""
-        if not self._ended:
-            self._client.send(Cancel(self.key, keep))
-        async for outputs in self:
-            if outputs[-1].finish:
-                return outputs[-1].finish
-        raise Unavailable("the request was closed")
-
-    def close(self) -> None:
-        """Nobody reads any more: cancels the request unless it has ended."""
-        if not self._ended:
-            self._client.send(Cancel(self.key))
-            self.end(Unavailable("the request was closed"))
-        self._client.forget(self)
-
-    def end(self, error: ServeError | None) -> None:
-        """The engine has nothing more for it. What came before is still there to be read."""
-        if not self._ended:
-            self._ended, self._error = True, error
-            self._wake()
-
-    def push(self, output: Output, now: float) -> None:
-        """An output from the socket; it came at `now`."""
-        if self._ended:
-            return
-        if output.token_ids:
-            if self.last_token is None:
-                self.first_token = now
-                metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
-            else:
-                INTER_TOKEN.observe(now - self.last_token)
-            self.last_token = now
-            self.buffered += len(output.token_ids)
-        if output.error:
-            self.end(from_wire(output.error))
-            return
-        self._outputs.append(output)
-        if output.finish:
-            self.end(None)
-        else:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
     """The connection to the engine at `address`, kept up from `start` to `close`, on one event loop.
 
     on_state: called with each new state. model_info: of the last engine, None before the first; epoch: its, 0 before;
-    load: its last word.
+    load: its last word. resume_seconds: how long streams that ended are kept for the next engine. max_buffered_tokens,
+    slow_reader_seconds: see stream.py.
     """
 
-    def __init__(self, address: str, on_state: Callable[[State], None] = lambda state: None):
+    def __init__(
+        self, address: str, on_state: Callable[[State], None] = lambda state: None,
+        stall_seconds: float = STALL_SECONDS, resume_seconds: float = 0.0, max_buffered_tokens: int = 512,
+        slow_reader_seconds: float = 300.0,
+    ):
+        self.max_buffered_tokens = max_buffered_tokens
+        self._slow_reader_seconds = slow_reader_seconds
         self.state: State = "starting"
         self.model_info: ModelInfo | None = None
         self.epoch = 0
         self.load = Load()
         self._address = address
+        self._stall_seconds = stall_seconds
         self._on_state = on_state
         self._transport: asyncio.WriteTransport | None = None
         self._streams: dict[int, Stream] = {}
+        self._resuming: dict[int, asyncio.Future[Stream]] = {}
+        self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_key = 0
         self._silence = 0
         self._paged = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine client")
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._run(), name="engine client"), loop.create_task(self._watch(), name="slow readers")]
 
     async def close(self) -> None:
-        """What is in flight ends with Unavailable."""
+        """Every stream ends with Unavailable."""
         self.state = "down"  # and nobody is told: it is we who leave
-        if self._task:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
+        self.give_up(Unavailable("the server is leaving"))
 
     def require(self) -> ModelInfo:
         """The model's facts, if the engine takes requests; Unavailable otherwise."""
@@ -162,15 +110,32 @@ class EngineClient:
     def submit(self, request: Request) -> Stream:
         """Hand a request over. Unavailable if the engine is not ready, QueueFull if this front end alone holds more
         than the engine runs and queues, twice: what the engine refuses comes as the stream's error."""
-        info = self.require()
-        most = 2 * (info.max_num_seqs + info.max_queue)
-        if len(self._streams) >= most:
-            metrics.queue_rejections_total.labels("front_end").inc()
-            raise QueueFull(f"{most} requests are under way already")
-        stream = Stream(self, self._key(), request)
+        self._check_room()
+        stream = Stream(self, self._key(), Record(request))
         self._streams[stream.key] = stream
         self.send(messages.Submit(stream.key, request))
         return stream
+
+    async def resume(self, token: str, token_offset: int, client: str, deadline: float | None) -> Stream:
+        """The stream of that token. Raises what `submit` and Ledger.resume do."""
+        self._check_room()
+        key = self._key()
+        found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+        self._resuming[key] = found
+        self.send(Resume(key, token, token_offset, client, deadline))
+        try:
+            return await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled() and not found.exception():
+                found.result().close()
+            raise
+        finally:
+            self._resuming.pop(key, None)
+
+    def give_up(self, error: ServeError) -> None:
+        """Every stream ends with it."""
+        for stream in list(self._streams.values()):
+            stream.end(error)
 
     async def abort(self, request_id: str) -> bool:
         """End the request of that id, whoever asked for it. False if there is none."""
@@ -180,13 +145,24 @@ class EngineClient:
         """The number of blocks forgotten."""
         return await self._call(FlushPrefixCache(self._key()))
 
-    def send(self, message: messages.ToEngine) -> None:
-        """Never waits: the engine takes all that comes, and refuses by an output. Without an engine it is dropped."""
-        if self._transport:
-            self._transport.write(messages.encode(message))
+    def send(self, message: messages.ToEngine) -> bool:
+        """Never waits: the engine takes all that comes, and refuses by an output. False without an engine."""
+        if self._transport is None:
+            return False
+        self._transport.write(messages.encode(message))
+        return True
 
     def forget(self, stream: Stream) -> None:
-        self._streams.pop(stream.key, None)
+        """Nobody reads it any more."""
+        if self._streams.pop(stream.key, None) and stream.resumable:
+            self._records.end(stream.record, time.monotonic())
+
+    def _check_room(self) -> None:
+        info = self.require()
+        most = 2 * (info.max_num_seqs + info.max_queue)
+        if len(self._streams) + len(self._resuming) >= most:
+            metrics.queue_rejections_total.labels("front_end").inc()
+            raise QueueFull(f"{most} requests are under way already")
 
     def _key(self) -> int:
         self._last_key += 1
@@ -228,12 +204,20 @@ class EngineClient:
             transport.abort()
             self._lose()
 
+    async def _watch(self) -> None:
+        """Look for readers that take nothing."""
+        while True:
+            await asyncio.sleep(min(1.0, self._slow_reader_seconds / 4))
+            now = time.monotonic()
+            for stream in list(self._streams.values()):
+                stream.check_reader(now, self._slow_reader_seconds)
+
     async def _listen(self) -> None:
         """Count the seconds of silence: those in which this process ran, its own pauses not being the engine's."""
         while True:
             await asyncio.sleep(1)
             self._silence += 1
-            if self._silence >= STALL_SECONDS and self.state == "ready":
+            if self._silence >= self._stall_seconds and self.state == "ready":
                 self._set_state("stalled")
 
     def _hear(self, data: bytes, transport: asyncio.WriteTransport) -> None:
@@ -246,8 +230,11 @@ class EngineClient:
                 self._take(message)
             case messages.Ready(epoch=epoch, model=model):
                 self._lose()
+                self._restore(transport, died=epoch != self.epoch)
                 self._transport, self.epoch, self.model_info = transport, epoch, model
                 self._set_state("ready")
+            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._transport:
+                self._resumed(key, record)
             case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._transport:
                 reply = self._calls.get(call)
                 if reply and not reply.done():
@@ -256,10 +243,16 @@ class EngineClient:
     def _take(self, message: Outputs) -> None:
         now = time.monotonic()
         self.load = message.load
+        for started in message.started:
+            stream = self._streams.get(started.key)
+            if stream:
+                stream.started(started, now)
         for output in message.outputs:
             stream = self._streams.get(output.key)
             if stream:
                 stream.push(output, now)
+            elif output.error and (found := self._resuming.get(output.key)) and not found.done():
+                found.set_exception(from_wire(output.error))
         if now - self._paged >= PAGE_SECONDS or not message.outputs:
             self._page(now)
 
@@ -268,14 +261,35 @@ class EngineClient:
         metrics.stream_buffered_tokens.set(sum(stream.buffered for stream in self._streams.values()))
         metrics.flush()
 
+    def _resumed(self, key: int, record: Record) -> None:
+        found = self._resuming.get(key)
+        if found is None or found.done():  # who asked is gone
+            self.send(Cancel(key))
+            return
+        stream = self._streams[key] = Stream(self, key, record, resumed=True)
+        self._records.drop(record.request.resume_token)
+        metrics.streams_continued_total.labels("client").inc()
+        found.set_result(stream)
+
+    def _restore(self, transport: asyncio.WriteTransport, died: bool) -> None:
+        """Hand over what there was before this engine, or this connection to it. died: the engine before did."""
+        waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
+        live = [(stream.key, stream.record) for stream in waiting if stream.live and stream.resubmit(died)]
+        ended = self._records.ended(time.monotonic())
+        transport.write(messages.encode(Restore(live, ended)))
+        if live:
+            metrics.streams_continued_total.labels("engine").inc(len(live))
+            logs.event(log, "streams go on", level=logging.WARNING, streams=len(live), epoch=self.epoch)
+
     def _lose(self) -> None:
-        """The connection is gone: so is all that was in flight."""
+        """The connection is gone: readers wait for the next, callers do not."""
         self._transport = None
         for stream in list(self._streams.values()):
-            stream.end(Unavailable("the engine died, and the request with it; it is being restarted"))
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(Unavailable("the engine died before it answered"))
+            stream.cut()
+        waiters: list[asyncio.Future[int] | asyncio.Future[Stream]] = [*self._calls.values(), *self._resuming.values()]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(Unavailable("the engine died before it answered"))
         self.load = Load()
         metrics.stream_buffered_tokens.set(0)
         metrics.flush()

@@ -7,7 +7,7 @@ import time
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
 from npuserve.service.block_manager import BlockCounts
-from npuserve.service.errors import DuplicateRequest, QueueFull, ServeError
+from npuserve.service.errors import DeadlineExceeded, DuplicateRequest, QueueFull, ServeError
 from npuserve.service.messages import Load
 from npuserve.service.scheduler import Scheduler
 
@@ -33,7 +33,7 @@ class EngineMetrics:
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
-        self._reported = (0, 0, 0)
+        self._reported = (0, 0, 0, 0)
         self._made = 0  # tokens since the load was last looked at
         self._looked = 0.0
         # Steps since the last page: (step, its result, launched, collected, whether there was more to do).
@@ -51,8 +51,9 @@ class EngineMetrics:
         """Call just after a step's launch; returns the time for `stepped`."""
         now = time.monotonic()
         for new in step.new:
-            arrival = self._scheduler.arrival_of(new.request_id)
-            metrics.queue_time_seconds.observe(max(0.0, now - arrival))
+            if not new.output_ids:  # else it goes on after an engine's death or its client's loss
+                arrival = self._scheduler.arrival_of(new.request_id)
+                metrics.queue_time_seconds.observe(max(0.0, now - arrival))
             metrics.prompt_tokens_total.inc(len(new.prompt_ids))
         return now
 
@@ -70,11 +71,12 @@ class EngineMetrics:
         self._update(time.monotonic())
 
     def rejected(self, error: ServeError) -> None:
-        why = {QueueFull: "queue_full", DuplicateRequest: "duplicate"}.get(type(error), "too_large")
+        named = {DeadlineExceeded: "deadline", DuplicateRequest: "duplicate"}
+        why = error.why if isinstance(error, QueueFull) else named.get(type(error), "too_large")
         metrics.queue_rejections_total.labels(why).inc()
 
     def heartbeat(self) -> None:
-        metrics.engine_heartbeat_timestamp.set(time.time())
+        metrics.engine_heartbeat.set(time.monotonic())
         self._paged = 0.0
         self._update(time.monotonic())
 
@@ -97,11 +99,16 @@ class EngineMetrics:
     def _page(self, blocks: BlockCounts, usage: float) -> None:
         metrics.requests_running.set(self.load.running)
         metrics.requests_waiting.set(self.load.waiting)
+        metrics.requests_paused.set(self._scheduler.num_paused)
         metrics.kv_cache_usage_ratio.set(usage)
         for state, count in zip(BLOCKS, blocks, strict=True):
             state.set(count)
-        counts = (self._scheduler.preemptions, self._scheduler.prefix_queries, self._scheduler.prefix_hits)
-        counters = (metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total)
+        scheduler = self._scheduler
+        counts = (
+            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.tokens_in_vain)
+        counters = (
+            metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
+            metrics.tokens_in_vain_total)
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,28 +21,39 @@ from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine import Engine
 from npuserve.service.engine_socket import EngineSocket
+from npuserve.service.heartbeat import Pulse
 from npuserve.service.messages import ModelInfo
+from npuserve.service.records import Records, load, save
 from npuserve.service.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from npuserve.kernels.registry import Observe
     from npuserve.npu.runner import Runner
+    from npuserve.npu.shared import SharedMemory
 
 log = logging.getLogger("npuserve.service.engine_process")
 
 
 class EngineArgs(msgspec.Struct, frozen=True):
-    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine."""
+    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine. pulse:
+    the heartbeat's file. memory: descriptor of the file in memory that the model is to lie in, -1 for none; left: what
+    the life before said of it when it was ready (npu/shared.py)."""
 
     config: ServerConfig
     folder: str
     address: str
     epoch: int
+    pulse: str = ""
+    memory: int = -1
+    left: dict[str, Any] | None = None
 
 
-def load_model(config: ServerConfig, folder: str, observe: Observe | None = None) -> Runner:
-    """The model on its device. observe: is told its kernels' latencies; None: the metrics page. Raises ValueError,
-    OSError or MemoryError where the model, the settings or this machine are at fault."""
+def load_model(
+    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None
+) -> Runner:
+    """The model on its device. observe: is told its kernels' latencies; None: the metrics page. memory: as
+    `load_runner` takes it. Raises ValueError, OSError or MemoryError where the model, the settings or this machine are
+    at fault."""
     from npuserve.npu.runner import load_runner
 
     def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
@@ -50,20 +61,23 @@ def load_model(config: ServerConfig, folder: str, observe: Observe | None = None
 
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
-        block_size=config.block_size, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
         observe=observe or publish, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
-        prefill_device=config.prefill_device)
+        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory)
 
 
 def build(args: EngineArgs) -> Engine:
     """Load the model and bind the socket. Raises what `load_model` does."""
     from npuserve.kernels.registry import KERNELS
+    from npuserve.npu.shared import SharedMemory
 
     began = time.monotonic()
     config = args.config
-    runner = load_model(config, args.folder)
+    memory = SharedMemory(args.memory, args.left) if args.memory >= 0 else None
+    runner = load_model(config, args.folder, memory=memory)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     scheduler = Scheduler(
@@ -73,22 +87,50 @@ def build(args: EngineArgs) -> Engine:
     capacity = scheduler.blocks.capacity
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
-        max_model_len=min(runner.max_model_len, capacity), dtype=runner.dtype_name, quantization="none",
-        kv_cache_dtype=runner.dtype_name, backend=runner.backend_name, max_num_seqs=config.max_num_seqs,
-        max_queue=config.max_queue, kv_cache_tokens=capacity, parameters=runner.parameters,
-        deterministic=runner.deterministic)
-    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering)
+        max_model_len=min(runner.max_model_len, capacity), dtype=runner.dtype_name,
+        quantization=runner.config.quantization_name,
+        kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
+        max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
+        parameters=runner.parameters, deterministic=runner.deterministic)
+    records = restored(config, model, args.folder)
+    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
+                    Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", seconds=round(seconds, 3), epoch=args.epoch, kv_cache_tokens=capacity)
-    child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name)
+    child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
+                 leaves=runner.leaves)
     return engine
+
+
+def restored(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
+    """The streams that may be resumed: those that the server kept when it was stopped last."""
+    records = Records(config.resume_seconds)
+    if config.state_folder:
+        try:
+            count = load(Path(config.state_folder), model, folder, records)
+        except (OSError, msgspec.MsgspecError) as error:
+            logs.event(log, "the streams that were kept are lost", level=logging.ERROR, error=type(error).__name__)
+        else:
+            logs.event(log, "streams of the server's last life may be resumed", streams=count)
+    return records
+
+
+def kept(engine: Engine, args: EngineArgs) -> None:
+    """The way back of `restored`, once the engine has ended."""
+    if args.config.state_folder:
+        try:
+            count = save(Path(args.config.state_folder), engine.model, args.folder, engine.ledger.records)
+        except OSError as error:
+            logs.event(log, "the streams cannot be kept", level=logging.ERROR, error=str(error))
+        else:
+            logs.event(log, "streams are kept for the next start", streams=count)
 
 
 def main() -> int:
     args = child.read_arguments(EngineArgs)
     logs.setup(args.config, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child.on_parent_death(lambda: os._exit(1))
+    child.listen(gone=lambda: os._exit(1))
     try:
         return serve(args)
     except Exception as error:
@@ -120,6 +162,7 @@ def serve(args: EngineArgs) -> int:
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     gc.freeze()  # what is here stays: no collection need look at it between two steps
     engine.run()
+    kept(engine, args)
     return 0
 
 

@@ -44,9 +44,10 @@ class EngineSocket:
         self._frontends: dict[bytes, _Frontend] = {}
         self._numbers = itertools.count(1)
 
-    def receive(self, timeout: float) -> list[tuple[bytes, ToEngine]]:
-        """What there is, after waiting at most `timeout` seconds for something: (front end, message)."""
-        found: list[tuple[bytes, ToEngine]] = []
+    def receive(self, timeout: float) -> list[tuple[bytes, ToEngine | None]]:
+        """What there is, after waiting at most `timeout` seconds for something: (front end, message), None being the
+        last of one that is gone."""
+        found: list[tuple[bytes, ToEngine | None]] = []
         for key, events in self._selector.select(timeout):
             name: bytes | None = key.data
             if name is None:
@@ -54,6 +55,8 @@ class EngineSocket:
                 continue
             if events & selectors.EVENT_READ:
                 found += [(name, messages.decode_to_engine(data)) for data in self._read(name)]
+                if name not in self._frontends:
+                    found.append((name, None))
             if events & selectors.EVENT_WRITE and (frontend := self._frontends.get(name)):
                 self._write(name, frontend)
         return found

@@ -22,6 +22,11 @@ class ServeError(Exception):
         super().__init__(message)
         self.message = message
 
+    @property
+    def logged(self) -> str:
+        """What the log and the trace say of it: nothing that a client wrote."""
+        return self.message
+
     def details(self) -> list[Message]:
         """The google.rpc messages that go with it."""
         return [error_details_pb2.ErrorInfo(reason=type(self).__name__, domain=DOMAIN)]
@@ -36,6 +41,11 @@ class InvalidField(ServeError):
         super().__init__(f"{field}: {message}")
         self.field = field
 
+    @property
+    def logged(self) -> str:
+        path, own, _ = self.field.partition(".template_args")  # names of the client's follow
+        return f"InvalidField: {path}{own}"
+
     def details(self) -> list[Message]:
         violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
         return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
@@ -43,6 +53,10 @@ class InvalidField(ServeError):
 
 class ModelNotFound(ServeError):
     code = code_pb2.NOT_FOUND
+
+    @property
+    def logged(self) -> str:
+        return "ModelNotFound"
 
 
 class RequestNotFound(ServeError):
@@ -101,7 +115,19 @@ class Retryable(ServeError):
 
 
 class QueueFull(Retryable):
+    """why: queue_full, displaced by another client's request, or client_limit."""
+
     code = code_pb2.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, retry_seconds: float | None = None, why: str = "queue_full"):
+        super().__init__(message, retry_seconds)
+        self.why = why
+
+
+class SlowReader(ServeError):
+    """The client did not take what was made for it. The stream can be resumed."""
+
+    code = code_pb2.CANCELLED
 
 
 class Unavailable(Retryable):
@@ -112,6 +138,18 @@ class Unavailable(Retryable):
 
 class InternalError(ServeError):
     code = code_pb2.INTERNAL
+
+
+class EngineKiller(ServeError):
+    """The engine dies of this request, which was shown by running it alone."""
+
+    code = code_pb2.INTERNAL
+
+
+class TakenOver(ServeError):
+    """Another call reads the stream now."""
+
+    code = code_pb2.ABORTED
 
 
 WireError = tuple[str, str, float]
@@ -131,7 +169,8 @@ def from_wire(wire: WireError) -> ServeError:
     for retryable in (QueueFull, Unavailable):
         if name == retryable.__name__:
             return retryable(message, retry_seconds)
-    plain: dict[str, type[ServeError]] = {c.__name__: c for c in (DuplicateRequest, DeadlineExceeded)}
+    plain: dict[str, type[ServeError]] = {
+        kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, RequestNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
 
 

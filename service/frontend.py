@@ -3,7 +3,12 @@
     python -m npuserve.service.frontend      started by the supervisor, which writes FrontendArgs on its stdin
 
 It listens and answers health at once, while the tokenizer is loaded in a thread and the engine process loads the
-model. SIGTERM drains: not ready any more, running requests end within drain_seconds, exit code 0.
+model.
+
+The supervisor's order, or SIGTERM, drains: not ready any more; connections are told to go elsewhere (GOAWAY), and who
+comes again, for want of another server, is answered: health as it is, new requests UNAVAILABLE with RetryInfo. Running
+requests go on for the drain's seconds; what is left then ends with UNAVAILABLE, RetryInfo and its resume token. Then it
+leaves, exit code 0.
 """
 
 from __future__ import annotations
@@ -16,26 +21,40 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from npuserve.service import child, logs
+from npuserve.service import aio_server, child, logs
 from npuserve.service.admin import AdminServicer
+from npuserve.service.auth import Guard
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
 from npuserve.service.engine_client import EngineClient
+from npuserve.service.errors import Unavailable
 from npuserve.service.health import Health
+from npuserve.service.heartbeat import Pulse
 from npuserve.service.model_folder import ModelFolder, open_folder, resolve
 from npuserve.service.servicer import InferenceServicer
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:
+    from npuserve.service.keys import Keys
+    from npuserve.service.tls import Tls
     from npuserve.service.tracing import Tracing
+    from npuserve.service.watched import Watched
 
 log = logging.getLogger("npuserve.service.frontend")
+
+BEAT_SECONDS = 0.5
+STALL_SHARE = 0.5
+"""Of hang_seconds: an engine that is silent for so long gets no new requests; it has lost nothing if it comes round."""
+SETTLE_SECONDS = 0.2
+"""Between readiness and GOAWAY: a call that meets GOAWAY on its way may end with CANCELLED."""
+LAST_WORDS = 2.0
+"""Seconds beyond a drain's in which its last streams are told their end; the supervisor's FRONTEND_MARGIN is longer."""
 
 SERVICES = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -47,41 +66,51 @@ SERVICES = (
 
 class FrontendArgs(msgspec.Struct, frozen=True):
     """config: the server's. index: which front end, from 0. engine_address: of the engine's socket. port: to listen on;
-    0 takes a free one."""
+    0 takes a free one. pulse: the heartbeat's file."""
 
     config: ServerConfig
     index: int
     engine_address: str
     port: int
+    pulse: str = ""
 
 
 class Frontend:
-    """One gRPC server and its connection to the engine. `start`, then `stop`, each once, on one event loop."""
+    """One gRPC server and its connection to the engine. `start`, then `stop`, each once, on one event loop.
+
+    Raises ConfigError if the files of TLS or of the keys are unusable.
+    """
 
     def __init__(self, args: FrontendArgs):
-        self._config = args.config
+        config = self._config = args.config
         self._port = args.port
-        self._engine = EngineClient(args.engine_address, lambda state: self._update())
-        self._tracing = _open_tracing(args.config)
-        self._inference = InferenceServicer(args.config, self._engine, self._tracing)
+        self._pulse = Pulse(args.pulse)
+        self._tls = _open_tls(config)
+        self._keys = _open_keys(config)
+        stall = config.hang_seconds * STALL_SHARE
+        self._engine = EngineClient(
+            args.engine_address, lambda state: self._update(), stall, config.resume_seconds, config.max_buffered_tokens,
+            config.slow_reader_seconds)
+        self._tracing = _open_tracing(config)
+        self._inference = InferenceServicer(config, self._engine, self._tracing)
+        self._admin = AdminServicer(config, self._engine, time.monotonic())
         self._health = Health()
-        self._server = grpc.aio.server(options=_options(args.config))
-        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._server)
-        admin = AdminServicer(args.config, self._engine, time.monotonic())
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(SERVICES, self._server)
+        self._servers = [self._server()]
 
     async def start(self) -> int:
         """Listen; the port. ConfigError if that fails."""
-        address = endpoint(self._config.host, self._port)
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(f"port: cannot listen on {address}; is it in use?") from error
-        await self._server.start()
+        (server,) = self._servers
+        self._port = self._listen(server, "port", self._port)
+        await server.start()
+        if self._config.health_port:
+            probes = aio_server.server([], _options(self._config))
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, probes)
+            self._listen(probes, "health_port", self._config.health_port)
+            await probes.start()
+            self._servers.append(probes)
         self._engine.start()
-        return port
+        self._beating = asyncio.ensure_future(self._beat())
+        return self._port
 
     async def load(self) -> None:
         """Read the model's folder and load its tokenizer, in a thread. ConfigError if it is unusable."""
@@ -94,20 +123,99 @@ class Frontend:
         self._inference.folder = await asyncio.to_thread(work)
         self._update()
 
-    async def stop(self) -> None:
-        """Take no new requests, let the running ones end within drain_seconds, then leave."""
+    def warm(self) -> None:
+        """What the first request of its kind would wait for."""
+        folder = self._inference.folder
+        if folder and folder.tokenizer and folder.tokenizer.chat:
+            folder.tokenizer.chat.start()
+
+    async def stop(self, seconds: float | None = None) -> None:
+        """Take no new requests, let the running ones end within so many seconds, None: drain_seconds; then leave."""
+        seconds = self._config.drain_seconds if seconds is None else seconds
         self._inference.draining = True
         self._health.drain()
-        await self._server.stop(self._config.drain_seconds)
+        await asyncio.sleep(min(SETTLE_SECONDS, seconds))
+        first, *others = self._servers
+        stopping = asyncio.ensure_future(first.stop(seconds + LAST_WORDS))
+        refusing = asyncio.ensure_future(self._refuse())
+        await asyncio.wait((stopping,), timeout=seconds)
+        kept = self._config.state_folder
+        rest = "x-resume-token goes on with it at the next start" if kept else "what it has is gone"
+        self._engine.give_up(Unavailable(f"the server leaves before the answer's end; {rest}"))
+        await stopping
+        refusing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            others += await refusing
+        await asyncio.gather(*(server.stop(0) for server in others))
+        self._beating.cancel()
         await self._engine.close()
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
+
+    async def _refuse(self) -> list[grpc.aio.Server]:
+        """The same services on the same port, for who comes while the drain lasts: once that port is free again."""
+        server = self._server()
+        while True:
+            try:
+                self._listen(server, "port", self._port)
+            except ConfigError:
+                await asyncio.sleep(0.02)
+            else:
+                await server.start()
+                return [server]
+
+    def _server(self) -> grpc.aio.Server:
+        guards: list[Any] = [Guard(self._keys)] if self._keys else []
+        server = aio_server.server(guards, _options(self._config))
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(SERVICES, server)
+        return server
+
+    def _listen(self, server: grpc.aio.Server, setting: str, port: int) -> int:
+        address = endpoint(self._config.host, port)
+        try:
+            if self._tls and setting == "port":
+                return server.add_secure_port(address, self._tls.credentials)
+            return server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"{setting}: cannot listen on {address}; is it in use?") from error
+
+    async def _beat(self) -> None:
+        """Signs of life for the supervisor, and a look at the files that may change."""
+        while True:
+            self._pulse.beat()
+            if self._tls:
+                self._tls.look()
+            if self._keys:
+                self._keys.look()
+            await asyncio.sleep(BEAT_SECONDS)
 
     def _update(self) -> None:
         ready = self._engine.state == "ready" and self._inference.folder is not None
         self._health.set_ready(ready)
         if ready:
             child.report("ready")
+
+
+def _open_tls(config: ServerConfig) -> Tls | None:
+    if not config.tls_cert:
+        return None
+    from npuserve.service.tls import Tls
+
+    return Tls(config)
+
+
+def _open_keys(config: ServerConfig) -> Watched[Keys] | None:
+    if not config.api_keys:
+        return None
+    from npuserve.service import keys
+    from npuserve.service.watched import Watched
+
+    if not config.tls_cert:
+        logs.event(log, "API keys cross the network as they are: there is no TLS", level=logging.WARNING)
+    return Watched("api_keys", [config.api_keys], lambda: keys.read(config.api_keys))
 
 
 def _open_tracing(config: ServerConfig) -> Tracing | None:
@@ -160,29 +268,34 @@ def _start_poller() -> None:
 
 
 async def serve(args: FrontendArgs) -> None:
-    """Serve until SIGTERM or the parent's end. ConfigError if the port or the model's folder is unusable."""
-    leave = asyncio.Event()
+    """Serve until an order to drain, SIGTERM or the parent's end. ConfigError if the port, the model's folder or
+    another file is unusable."""
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, leave.set)
+    leave: asyncio.Future[float] = loop.create_future()
 
-    def orphaned() -> None:
+    def drain(seconds: float) -> None:
+        if not leave.done():
+            leave.set_result(seconds)
+
+    def from_thread(seconds: float) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: leaving already
-            loop.call_soon_threadsafe(leave.set)
+            loop.call_soon_threadsafe(drain, seconds)
 
-    child.on_parent_death(orphaned)
+    loop.add_signal_handler(signal.SIGTERM, drain, args.config.drain_seconds)
+    child.listen(gone=lambda: from_thread(args.config.drain_seconds), ordered=lambda order: from_thread(order["drain"]))
     _start_poller()
     frontend = Frontend(args)
     child.report("listening", port=await frontend.start())
     loading = asyncio.ensure_future(frontend.load())
-    leaving = asyncio.ensure_future(leave.wait())
     try:
-        await asyncio.wait((loading, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((loading, leave), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
-            await leaving
-        logs.event(log, "draining", drain_seconds=args.config.drain_seconds)
+            frontend.warm()
+            await leave
+        logs.event(log, "draining", drain_seconds=leave.result())
     finally:
-        await frontend.stop()
+        await frontend.stop(leave.result() if leave.done() else 0.0)
 
 
 def main() -> int:

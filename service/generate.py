@@ -44,6 +44,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)")
     parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="wait so long for it to be ready")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="a call's deadline")
+    client.add_connection_arguments(parser)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             request.chat.messages.append(prompt_pb2.Message(role="user", content=prompt))
         else:
             request.text = prompt
-        with client.connect(args.target) as channel:
+        with client.open_channel(args) as channel:
             if args.wait:
                 client.wait_ready(channel, args.target, args.wait)
             return _stream(channel, request, args)

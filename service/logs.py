@@ -11,15 +11,20 @@ import logging
 import re
 import sys
 import time
+import traceback
 from typing import Any
 
 from npuserve.service.config import ServerConfig
 
+_prompts = False
+"""Of ServerConfig.log_prompts."""
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 
 
 def setup(config: ServerConfig, process: str) -> None:
     """Sends this process's logs to stderr. process: its name in every line, such as supervisor or frontend-0."""
+    global _prompts
+    _prompts = config.log_prompts
     text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter(process) if text else JsonFormatter(process))
@@ -34,6 +39,20 @@ def setup(config: ServerConfig, process: str) -> None:
 def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
     """Logs a message that is the same every time, with what differs in fields."""
     log.log(level, message, extra={"fields": fields}, stacklevel=2)
+
+
+def bug(log: logging.Logger, message: str, error: BaseException, /, **fields: Any) -> None:
+    """Logs an exception that nobody foresaw. Its text may quote a prompt: it is left out unless prompts are logged."""
+    kinds: list[str] = []
+    frames: list[str] = []
+    cause: BaseException | None = error
+    while cause:
+        kinds.append(type(cause).__qualname__)
+        frames = [*traceback.format_tb(cause.__traceback__), *frames]
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    text = {"text": str(error)} if _prompts else {}
+    fields |= {"exception_type": " from ".join(kinds), "traceback": "".join(frames), **text}
+    log.error(message, extra={"fields": fields}, stacklevel=2)
 
 
 class TextFormatter(logging.Formatter):

@@ -2,7 +2,8 @@
 
 The socket is a Unix stream. Every message is its length in 4 bytes, little end first, then one msgpack array with its
 type's tag first; there is no pickle. Times are seconds of time.monotonic(), which all processes of one machine share. A
-front end names its requests by `key`, an integer that it never uses twice.
+front end names its requests by `key`, an integer that it uses for one request alone; it stays the same when the request
+goes on in another engine.
 """
 
 from __future__ import annotations
@@ -22,13 +23,41 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
 
 
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of a request's disjoint phases in the engine, and when its last step ended. See the proto's Timing."""
+
+    queue: float
+    prefill_chunks: list[float]
+    decode: float
+    device: float
+    host: float
+    last_step_end: float
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True):
+    """What a request that goes on brings with it, beside its output_ids, so that its end tells of all its lives.
+
+    num_reported: prompt tokens whose log-probabilities were reported. cached_tokens: those of its first admission,
+    None before it. timing: its phases so far. accepted: it was in the queue of an engine that died, and is not refused
+    by the next one's.
+    """
+
+    num_reported: int = 0
+    cached_tokens: int | None = None
+    timing: Timing | None = None
+    accepted: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One client ask, checked and tokenized: what the engine needs of it. The engine holds no text.
 
     request_id: the client's or the server's name for it. prompt_ids: at least one, each below the vocabulary.
-    output_ids: tokens generated before by an engine that died. max_tokens, min_tokens: of the whole answer, output_ids
-    included; prompt + max_tokens is at most the model's context. stop_token_ids and eos_token_ids end the answer (the
-    latter empty under ignore_eos). priority: lower is earlier. arrival: when the front end got it.
+    output_ids: tokens generated before, by an engine that died or until it was left. max_tokens, min_tokens: of the
+    whole answer, output_ids included; prompt + max_tokens is at most the model's context. stop_token_ids and
+    eos_token_ids end the answer (the latter empty under ignore_eos). priority: lower is earlier. arrival: when the
+    front end got it. deadline: when it is of no use any more. client: whose it is, see auth.py. client_limit: requests
+    that it may have at once, 0 for no limit. resume_token: "" if nobody may resume it. ask: what front ends need of it
+    and the engine does not, see resume.py. deaths: of engines, in a row, while it ran and made no token.
     """
 
     request_id: str
@@ -42,6 +71,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     bypass_prefix_cache: bool = False
     cache_salt: str = ""
     output_ids: list[int] = []
+    deadline: float | None = None
+    client: str = ""
+    resume_token: str = ""
+    ask: bytes = b""
+    deaths: int = 0
+    past: Past = Past()
+    client_limit: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -70,17 +106,6 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     tokens_per_second: float = 0.0
 
 
-class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of a request's disjoint phases in the engine, and when its last step ended. See the proto's Timing."""
-
-    queue: float
-    prefill_chunks: list[float]
-    decode: float
-    device: float
-    host: float
-    last_step_end: float
-
-
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     """How a request ended in the engine. cached_tokens: prompt tokens that the prefix cache held at first."""
 
@@ -106,11 +131,65 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
+class Record(msgspec.Struct, array_like=True):
+    """An answer so far, from which any engine can go on with it and any front end can tell it anew.
+
+    request: as it was submitted first, with the deadline of who reads it. logprobs, prompt_logprobs: the reports, where
+    asked for. finish: None while it goes on, and if it was left. ended: when it finished or was left; None while
+    somebody reads it. deaths, cached_tokens, timing: see Request and Past.
+    """
+
+    request: Request
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    finish: Finish | None = None
+    ended: float | None = None
+    deaths: int = 0
+    cached_tokens: int | None = None
+    timing: Timing | None = None
+
+    def add(self, output: Output) -> None:
+        """Take in what a step made, and how it ended."""
+        self.token_ids += output.token_ids
+        if output.logprobs:
+            self.logprobs += output.logprobs
+        if output.prompt_logprobs:
+            self.prompt_logprobs += output.prompt_logprobs
+        if output.finish:
+            self.finish = output.finish
+            del self.token_ids[self.finish.generated_tokens :], self.logprobs[self.finish.generated_tokens :]
+
+    def rest(self, accepted: bool) -> Request:
+        """The request for what is missing."""
+        sampling = self.request.sampling
+        past = Past(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
+        if past.num_reported == len(self.request.prompt_ids) - 1:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self.request, sampling=sampling, output_ids=list(self.token_ids), deaths=self.deaths, past=past)
+
+    def whole(self, key: int) -> Output:
+        """All of it, as if it were made in one step."""
+        return Output(key, list(self.token_ids), self.finish, None, list(self.logprobs), list(self.prompt_logprobs))
+
+
 # Front end to engine
 
 
 class Hello(Wire, frozen=True):
     """The first on every connection; answered by Ready."""
+
+
+class Restore(Wire, frozen=True):
+    """The answer to Ready: what the front end knows of requests that came before this connection.
+
+    live: (key, record) of those that it waits for; they go on as if submitted, in order of their arrival. ended: those
+    that may still be resumed.
+    """
+
+    live: list[tuple[int, Record]]
+    ended: list[Record]
 
 
 class Submit(Wire, frozen=True):
@@ -133,6 +212,18 @@ class Cancel(Wire, frozen=True):
     sent: float = msgspec.field(default_factory=time.monotonic)
 
 
+class Pause(Wire, frozen=True):
+    """Its reader is slow: make no more of it until Unpause."""
+
+    key: int
+
+
+class Unpause(Wire, frozen=True):
+    """Its reader has read on."""
+
+    key: int
+
+
 class Abort(Wire, frozen=True):
     """AdminService.Abort: end the request of this id, whichever front end it came from. Answered by Reply: 1 or 0."""
 
@@ -146,7 +237,18 @@ class FlushPrefixCache(Wire, frozen=True):
     call: int
 
 
-ToEngine = Hello | Submit | Cancel | Abort | FlushPrefixCache
+class Resume(Wire, frozen=True):
+    """Somebody wants to read a stream from token_offset on. Answered by Resumed, and Outputs follow under `key`; or by
+    an Output with an error. Who read it so far gets TakenOver. deadline: of the new reader."""
+
+    key: int
+    token: str
+    token_offset: int
+    client: str
+    deadline: float | None
+
+
+ToEngine = Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache
 
 # Engine to front end; each carries the engine's epoch, and those of a dead epoch are dropped
 
@@ -156,12 +258,31 @@ class Ready(Wire, frozen=True):
     model: ModelInfo
 
 
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request has its first row in the step that is launched next. alone: nobody else has one. cached_tokens: prompt
+    tokens that the prefix cache held."""
+
+    key: int
+    alone: bool
+    cached_tokens: int
+
+
 class Outputs(Wire, frozen=True):
-    """All that a step made for one front end; without outputs, the heartbeat."""
+    """All that a step made for one front end. started: comes in a message of its own, before the launch, so that a
+    front end knows who ran if the engine dies of it. With neither it is the heartbeat."""
 
     epoch: int
     load: Load
     outputs: list[Output]
+    started: list[Started] = []
+
+
+class Resumed(Wire, frozen=True):
+    """What there is of a stream; without a finish, more follows."""
+
+    epoch: int
+    key: int
+    record: Record
 
 
 class Reply(Wire, frozen=True):
@@ -170,8 +291,7 @@ class Reply(Wire, frozen=True):
     value: int
 
 
-ToFrontend = Ready | Outputs | Reply
-
+ToFrontend = Ready | Outputs | Resumed | Reply
 
 
 class Splitter:

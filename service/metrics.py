@@ -48,17 +48,25 @@ decode_time_seconds = _histogram("decode_time_seconds", "From then to an answer'
 request_prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens of an answer", TOKENS)
 request_generation_tokens = _histogram("request_generation_tokens", "Generated tokens of an answer", TOKENS)
 requests_on_target_total = _counter("requests_on_target_total", "Answers that kept both latency targets")
+streams_continued_total = _counter(
+    "streams_continued_total", "Streams that went on after their engine's death, or that a client resumed", "after")
 stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
+tls_certificate_expiry = _gauge(
+    "tls_certificate_expiry_timestamp_seconds", "Unix time of the end of the certificates in use", "certificate",
+    mode="livemin")
 
 # Engine
 requests_running = _gauge("requests_running", "Requests in the batch")
 requests_waiting = _gauge("requests_waiting", "Requests in the queue, preempted ones included")
+requests_paused = _gauge("requests_paused", "Requests that wait for their slow readers")
 queue_rejections_total = _counter("queue_rejections_total", "Requests refused at the queue", "why")
 queue_time_seconds = _histogram("queue_time_seconds", "Arrival to the first step", LATENCY)
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens computed or found in the prefix cache")
 generation_tokens_total = _counter("generation_tokens_total", "Tokens generated")
 prefix_cache_queries_total = _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
 prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache")
+tokens_in_vain_total = _counter(
+    "tokens_in_vain_total", "Tokens computed for requests that their deadline ended before a first token")
 preemptions_total = _counter("preemptions_total", "Requests whose blocks were taken back, to be recomputed")
 kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks that live requests hold")
 kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
@@ -74,8 +82,8 @@ timed_step_seconds_total = _counter(
 kernel_fallback_total = _counter(
     "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")
 cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "A cancel's arrival to its blocks being free", STEP)
-engine_heartbeat_timestamp = _gauge(
-    "engine_heartbeat_timestamp_seconds", "Unix time of the engine's last sign of life", mode="livemostrecent")
+engine_heartbeat = _gauge(
+    "engine_heartbeat_seconds", "The engine's last sign of life, by the machine's monotonic clock", mode="livemax")
 
 # Supervisor
 engine_restarts_total = _counter("engine_restarts_total", "Times the engine process was started again")
@@ -91,7 +99,10 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
         for code in ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED",
                      "UNAVAILABLE")),
     request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",)),
-    queue_rejections_total: (("queue_full",), ("duplicate",), ("too_large",), ("front_end",)),
+    streams_continued_total: (("engine",), ("client",)),
+    queue_rejections_total: (
+        ("queue_full",), ("displaced",), ("client_limit",), ("deadline",), ("duplicate",), ("too_large",),
+        ("front_end",)),
 }
 
 

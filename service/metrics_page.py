@@ -18,7 +18,7 @@ from npuserve.service.config import ConfigError, ServerConfig, endpoint
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-HEARTBEAT = "npuserve_engine_heartbeat_timestamp_seconds"
+HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
 
 
@@ -47,7 +47,7 @@ class MetricsPage:
         self._model = ""
         self._folder = folder
         self._all = MultiProcessCollector(None, str(folder))  # type: ignore[no-untyped-call]
-        self._last_beat = time.time()
+        self._last_beat = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
         host, port = config.host, config.metrics_port
@@ -70,7 +70,7 @@ class MetricsPage:
         for declared in REGISTRY.collect():
             if declared.name.startswith("npuserve_") and declared.name != HEARTBEAT:
                 yield found.get(declared.name) or Metric(declared.name, declared.documentation, declared.type)
-        age = max(0.0, time.time() - self._last_beat)
+        age = max(0.0, time.monotonic() - self._last_beat)
         yield GaugeMetricFamily(AGE, "Since the engine's last sign of life", value=age)
 
     def engine_restarted(self) -> None:

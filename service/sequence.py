@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from npuserve.service.block_manager import BlockTable
 from npuserve.service.messages import Finish, FinishReason, Request, Timing
+
+if TYPE_CHECKING:
+    from npuserve.service.fair_share import Account
 
 
 class Sequence:
     """The mutable state of one Request. Only the Scheduler changes it; the engine reads.
 
     id: rises with every request added; never used twice. origin: front end's identity and its key.
-    rank: the place among all requests, lower is earlier; constant (see scheduler.py).
+    rank: the place among all requests, lower is earlier; constant (see scheduler.py). account: its client's.
     token_ids: prompt, then answer, as far as it is on the host. Steps in flight sample num_pending_tokens more.
     num_computed_tokens: positions below it are in the KV cache, or will be once the steps in flight have run.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
-    waits: in the queue, holding no block; not yet admitted, or preempted. met: the runner knows it.
+    waits: holds no block; not yet admitted, or preempted. paused: its reader is slow, so it gets no row.
+    met: the runner knows it.
     in_flight: steps planned and not yet applied that have a row of it.
 
     Time in seconds since the request's arrival is cut into disjoint phases, each closed at `clock`:
 
         arrival ──queue──► admitted ──chunk──►│──chunk──►│──decode──►│ preempted ──queue──► admitted ──chunk──► ...
                                            (each │ is the end of a step that it had a row in)
+
+    Of a request that goes on (Request.past) they begin with those so far; unshared: seconds of computing of which it is
+    not known how device and host shared them.
     """
 
     __slots__ = (
-        "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met", "num_computed_tokens",
-        "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "origin",
-        "prefill_chunks", "queue", "rank", "request", "token_ids", "waits",
+        "account", "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met",
+        "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
+        "origin", "paused", "prefill_chunks", "queue", "rank", "request", "token_ids", "unshared", "waits",
     )
 
-    def __init__(self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float) -> None:
+    def __init__(
+        self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float, account: Account
+    ) -> None:
         self.id = id
         self.origin = origin
         self.request = request
         self.rank = (request.priority * aging_seconds + request.arrival, id)
+        self.account = account
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_prefill_tokens = 0  # tokens that were known at the last admission
-        self.num_reported_tokens = 1  # prompt tokens that need no log-probability report any more; the first has none
-        self.cached_tokens = 0
+        past = request.past
+        # Prompt tokens that need no log-probability report any more; the first has none.
+        self.num_reported_tokens = 1 + past.num_reported
+        self.cached_tokens = past.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt)
         self.waits = True
+        self.paused = False
         self.met = False
         self.in_flight = 0
-        self.clock = request.arrival
-        self.queue = 0.0
-        self.prefill_chunks: list[float] = []
-        self.decode = 0.0
-        self.device = 0.0
+        timing = past.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
+        self.clock = timing.last_step_end
+        self.queue = timing.queue
+        self.prefill_chunks = list(timing.prefill_chunks)
+        self.decode = timing.decode
+        self.device = timing.device
+        self.unshared = sum(timing.prefill_chunks) + timing.decode - timing.device - timing.host
 
     @property
     def block_ids(self) -> list[int]:
@@ -77,6 +94,11 @@ class Sequence:
             not pending or len(self.token_ids) + pending - self.num_prompt_tokens < self.request.max_tokens)
 
     @property
+    def had_turn(self) -> bool:
+        """It ran, here or in the engine before, and goes on before those that did not."""
+        return self.met or (self.request.past.accepted and bool(self.request.output_ids))
+
+    @property
     def uses_prefix_cache(self) -> bool:
         """False: it computes its whole prompt, since it was asked to or since every position must be reported."""
         return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
@@ -85,7 +107,8 @@ class Sequence:
         """It has blocks for all its tokens, of which the first `num_cached_tokens` are computed."""
         if not self.met:
             self.met = True
-            self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
+            if self.request.past.cached_tokens is None:
+                self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.waits = False
         self.num_computed_tokens = num_cached_tokens
         self.num_prefill_tokens = len(self.token_ids)
@@ -96,6 +119,11 @@ class Sequence:
         """Back to the queue, to be computed again from the beginning; its tokens stay."""
         self.waits = True
         self.num_computed_tokens = 0
+
+    def go_on(self, now: float) -> None:
+        """After a pause, with its blocks. What it waited is queue."""
+        self.queue += now - self.clock
+        self.clock = now
 
     def end_step(self, start: int, device_seconds: float, now: float) -> None:
         """A step with its row from position `start` on ended `now`."""
@@ -120,11 +148,11 @@ class Sequence:
     @property
     def timing(self) -> Timing:
         """The phases so far: queue + sum(prefill_chunks) + decode == last_step_end - arrival, and of the last two
-        device + host are all. What it waits since is not in them."""
+        device + host are all but what is unshared. What it waits since is not in them."""
         computing = sum(self.prefill_chunks) + self.decode
         return Timing(
             queue=self.queue, prefill_chunks=list(self.prefill_chunks), decode=self.decode, device=self.device,
-            host=max(0.0, computing - self.device), last_step_end=self.clock,
+            host=max(0.0, computing - self.device - self.unshared), last_step_end=self.clock,
         )
 
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:

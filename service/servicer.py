@@ -9,33 +9,42 @@ The life of a request here:
    logprobs and text together. What comes while a message is being written is one message afterwards.
 4. A stop string ends the request in the engine too, at the token that completed it.
 5. The last message says how it ended, what it used and where the time went.
-6. Whatever ends the call early (client gone, deadline, error) closes the stream, which cancels the request.
+6. Whatever ends the call early (client gone, deadline, error) closes the stream, which cancels the request. What was
+   made of a StreamGenerate is kept for a while: its token is in the initial metadata.
 7. `call` makes the one reply of every error, counts it, and writes the log line.
 
-Generate is StreamGenerate put together, so that they agree.
+Generate is StreamGenerate put together, so that they agree. ResumeStream enters at 3 with what `EngineClient.resume`
+finds: `Answer` is given all tokens again, and leaves out what the client has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from npuserve.service import messages, metrics, validation
+import msgspec
+
+from npuserve.service import messages, metrics, resume, validation
 from npuserve.service.answer import REASONS, Answer
+from npuserve.service.auth import caller
 from npuserve.service.call import Context, call
 from npuserve.service.config import ServerConfig
-from npuserve.service.engine_client import EngineClient, Stream
-from npuserve.service.errors import Reserved, Unavailable
+from npuserve.service.engine_client import EngineClient
+from npuserve.service.errors import Unavailable
 from npuserve.service.model_folder import ModelFolder
+from npuserve.service.records import new_token
+from npuserve.service.stream import Stream
 from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
 if TYPE_CHECKING:
+    from npuserve.service.tokenizer import Tokenizer
     from npuserve.service.tracing import Trace, Tracing
 
 P = ParamSpec("P")
@@ -69,24 +78,38 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 if part.HasField("finish"):
                     whole.finish.CopyFrom(part.finish)
 
-            await self._answer(request, context, fields, trace, take)
+            ask = await self._ask(request, context, fields)
+            await self._answer(Answer(ask, self._tokenizer), self._engine.submit(ask.request), fields, trace, take)
             whole.text = "".join(texts)
         return whole
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
         trace = self._tracing.begin(context, "StreamGenerate") if self._tracing else None
         async with call(context, "StreamGenerate", logging.INFO, trace) as fields:
-            await self._answer(request, context, fields, trace, context.write)
+            ask = await self._ask(request, context, fields, new_token() if self._config.resume_seconds else "")
+            answer, stream = Answer(ask, self._tokenizer), self._engine.submit(ask.request)
+            async with _resumable(context, ask.request):
+                await self._answer(answer, stream, fields, trace, context.write)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
-        async with call(context, "ResumeStream"):
-            raise Reserved("ResumeStream")
+        trace = self._tracing.begin(context, "ResumeStream") if self._tracing else None
+        async with call(context, "ResumeStream", logging.INFO, trace) as fields:
+            self._require_folder()
+            held, deadline = request.token_offset, _deadline(context)
+            stream = await self._engine.resume(request.resume_token, held, caller(context).name, deadline)
+            with contextlib.closing(stream):
+                asked = stream.request
+                fields.update(id=asked.request_id, prompt_tokens=len(asked.prompt_ids), resumed_at=held)
+                await context.send_initial_metadata(_metadata(asked.request_id, asked.resume_token))
+                async with _resumable(context, asked):
+                    answer = Answer(resume.unpack(asked), self._tokenizer, held)
+                    await self._answer(answer, stream, fields, trace, context.write)
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
         async with call(context, "Tokenize"):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
-            response = await _run(request.ByteSize(), validation.tokenize, request, folder.tokenizer)
+            response = await _run(_size(request), validation.tokenize, request, folder.tokenizer)
         return response
 
     async def Detokenize(
@@ -123,14 +146,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def _answer(
-        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], trace: Trace | None,
+        self, answer: Answer, stream: Stream, fields: dict[str, Any], trace: Trace | None,
         send: Callable[[pb.StreamGenerateResponse], Awaitable[None]],
     ) -> None:
-        """Sends the messages of one answer; the last one has its finish."""
-        ask = await self._ask(message, context, fields)
+        """Sends the messages of one answer; the last one has its finish. Closes the stream."""
         assert self.folder
-        answer = Answer(ask, self.folder.tokenizer)
-        with contextlib.closing(self._engine.submit(ask.request)) as stream:
+        with contextlib.closing(stream), _patient(stream):
             async for outputs in stream:
                 finish = answer.add(outputs)
                 if answer.keep is not None and finish is None:
@@ -146,12 +167,27 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 if part:
                     await send(part)
 
-    async def _ask(self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any]) -> Ask:
-        arrival = time.monotonic()
+    @property
+    def _tokenizer(self) -> Tokenizer | None:
+        assert self.folder
+        return self.folder.tokenizer
+
+    async def _ask(
+        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = ""
+    ) -> Ask:
+        """token: to resume it with; "" for none."""
+        arrival, deadline = time.monotonic(), _deadline(context)
         name = fields["id"] = validation.request_id(message)
-        await context.send_initial_metadata((("x-request-id", name),))
+        await context.send_initial_metadata(_metadata(name, token))
         folder, info = self._require_folder(), self._engine.require()
-        ask = await _run(message.ByteSize(), validation.check, message, folder, info, name, arrival)
+        ask = await _run(_size(message), validation.check, message, folder, info, name, arrival)
+        whose = caller(context)
+        limit = whose.limits.max_requests
+        if limit is None:
+            limit = self._config.max_requests_per_client
+        ask = dataclasses.replace(ask, request=msgspec.structs.replace(
+            ask.request, client=whose.name, client_limit=limit, deadline=deadline, resume_token=token,
+            ask=resume.pack(ask)))
         fields["prompt_tokens"] = len(ask.request.prompt_ids)
         if self._config.log_prompts:
             fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)
@@ -183,6 +219,43 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         if self.folder is None:
             raise Unavailable("the tokenizer is loading")
         return self.folder
+
+
+def _metadata(name: str, token: str) -> tuple[tuple[str, str], ...]:
+    return (("x-request-id", name), *((("x-resume-token", token),) if token else ()))
+
+
+def _deadline(context: Context) -> float | None:
+    """In time.monotonic() seconds."""
+    left = context.time_remaining()
+    return None if left is None else time.monotonic() + left
+
+
+@contextlib.contextmanager
+def _patient(stream: Stream) -> Iterator[None]:
+    """A reader that took nothing for too long is told so, if it ever reads on."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stream.slow:
+            raise stream.slow from None
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _resumable(context: Context, request: messages.Request) -> AsyncIterator[None]:
+    """A stream that the server cannot go on with ends with its token, which another will take."""
+    try:
+        yield
+    except Unavailable:
+        if request.resume_token:
+            context.set_trailing_metadata((("x-resume-token", request.resume_token),))
+        raise
+
+
+def _size(message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest) -> int:
+    """In bytes; a chat is large whatever it is, since its template runs in another process."""
+    return LONG_TEXT + 1 if message.WhichOneof("prompt") == "chat" else message.ByteSize()
 
 
 async def _run(size: int, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:

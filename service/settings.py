@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "emulate": "run the device's own code on an emulated device: proves calls and numbers, not speed",
         "emulate_relax": "what the emulated device accepts beyond the real one: fp32, small_heads",
         "dtype": "of weights and activations; auto follows the checkpoint and the device",
+        "lm_head_dtype": "of the LM head and an embedding tied to it; int8: rounded as it is loaded; auto: the model's",
         "max_model_len": "tokens of prompt and answer together; 0: the model's own",
     },
     "network": {
@@ -44,19 +45,26 @@ SETTINGS: dict[str, dict[str, str]] = {
         "frontends": "processes that share the port, tokenize and stream",
         "max_connection_age_seconds": "after which a client connects anew for its next calls; 0: never",
         "drain_seconds": "how long running requests may still take after SIGTERM",
+        "resume_seconds": "how long a stream can be resumed after its end or its client's loss; 0: not at all",
+        "state_folder": "where streams that a stop cut off are kept for the next start; none: nowhere",
+        "hang_seconds": "a process that does nothing for so long is killed and started again",
+        "health_port": "of health alone, without TLS, for probes that speak none; 0: none",
     },
     "batching": {
         "max_num_seqs": "requests computed at once; no more than max_num_batched_tokens take effect",
         "max_num_batched_tokens": "tokens computed in one step: the budget that cuts prompts into chunks",
         "decode_buckets": "rows of captured decode steps, as in 1,2,4,8, on devices with graphs; none: its choice",
         "max_queue": "requests that may wait; more are refused",
+        "max_requests_per_client": "requests that a client may have at once, by API key or address; 0: no limit",
+        "max_buffered_tokens": "tokens that a slow reader leaves unread before its request pauses",
+        "slow_reader_seconds": "after which a stream whose reader takes nothing is cancelled",
         "priority_aging_seconds": "seconds of waiting that count as one step of priority",
         "double_buffering": "launch a step before the last one's tokens are on the host",
         "prefill_device": "where prompts are computed: on the device or on the host's cpu",
     },
     "KV cache": {
         "block_size": "tokens a block, a power of two; 0: the backend's choice",
-        "kv_cache_dtype": "int8 is reserved",
+        "kv_cache_dtype": "auto: that of the activations; int8: twice the tokens in the same memory",
         "kv_cache_memory": "bytes, or a size such as 4GiB; 0: what is free, within reason",
         "prefix_cache": "share the blocks of equal prefixes",
     },
@@ -76,11 +84,11 @@ SETTINGS: dict[str, dict[str, str]] = {
         "log_level": "the least that is logged",
         "log_prompts": "log the prompt of each request",
     },
-    "security (reserved)": {
-        "tls_cert": "file of the server's certificate",
-        "tls_key": "file of the certificate's key",
-        "tls_client_ca": "file of the authority that clients' certificates must come from",
-        "api_keys": "file of the keys that clients may use",
+    "security": {
+        "tls_cert": "PEM file of the server's certificate and its chain; none: no TLS",
+        "tls_key": "PEM file of the certificate's key",
+        "tls_client_ca": "PEM file of the authorities that clients' certificates must come from; none: no matter",
+        "api_keys": "file of the keys that clients may use, made by npuserve keys; none: none is asked for",
     },
 }
 

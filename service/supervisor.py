@@ -2,11 +2,13 @@
 
 1. It makes a private folder for the engine's socket and the metrics' files, and spawns the front ends, then the
    engine. It imports neither grpc nor torch, and never forks.
-2. Each child reads one JSON line on stdin, which stays open: its end tells the child that the parent is gone. Each
-   says on stdout, in JSON lines, what the parent waits for: a front end its port, all that they are ready.
-3. A child that dies is started again after a growing pause. Exit code 2 is a wrong configuration or model, 4 a device
-   at fault, which no restart mends: everything stops.
-4. SIGTERM or Ctrl-C drains: the front ends end what runs, then the engine is asked to leave. A second one kills.
+2. Each child reads one JSON line on stdin, which stays open for orders: its end tells the child that the parent is
+   gone. Each says on stdout, in JSON lines, what the parent waits for: a front end its port, all that they are ready.
+3. A child that dies is started again after a growing pause. So is one whose main loop stands still for hang_seconds
+   (heartbeat.py), after a SIGKILL. The engine finds its weights in memory again, where it can (npu/shared.py). Exit
+   code 2 is a wrong configuration or model, 4 a device at fault, which no restart mends: everything stops.
+4. SIGTERM, Ctrl-C or AdminService.Drain drains: the front ends end what runs, then the engine is asked to leave. A
+   second signal kills.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +34,7 @@ import msgspec
 from npuserve.service import logs, settings
 from npuserve.service.child import NODE_FAULT, UNUSABLE
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
+from npuserve.service.heartbeat import Watch
 from npuserve.service.metrics_page import MetricsPage
 
 log = logging.getLogger(__name__)
@@ -38,7 +42,11 @@ log = logging.getLogger(__name__)
 FRONTEND = (sys.executable, "-m", "npuserve.service.frontend")
 ENGINE = (sys.executable, "-m", "npuserve.service.engine_process")
 ENGINE_PATIENCE = 10.0  # seconds from SIGTERM to SIGKILL: a step must fit
-FRONTEND_MARGIN = 5.0  # seconds beyond drain_seconds
+FRONTEND_MARGIN = 5.0  # seconds beyond a drain's
+ROOM_BYTES = 16 << 20  # for the metrics, which are mapped: a process that finds none dies by SIGBUS
+LOOK_SECONDS = 1.0  # how often hangs are looked for
+DOUBTS = 30  # short lives after which the engine's memory, whatever became of it, is not used again
+STUCK_SECONDS = 30.0  # from SIGKILL on: a process that is still there waits in a driver, and has its device
 # OpenMP's threads wait for each other many times a step: so briefly that to sleep costs several times the step, yet
 # where front ends want the cores, a long spin stalls it. A thousand turns, a few microseconds, serve both.
 ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}
@@ -58,26 +66,38 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Restarts:
-    """Pauses in seconds before a child is started again: `first`, doubling up to `longest`. A life of `healthy`
-    seconds starts the count anew; after `deaths` shorter ones in a row there is no further start."""
+    """Pauses in seconds before a child is started again, by the number of its short lives: a life of `healthy` seconds
+    starts the count anew.
+
+    Of lives that never were ready, or hung, in a row: `first`, doubling up to `longest`, and after `deaths` there is no
+    further start. Others died at work: most likely of a request, which is found (suspects.py), or by somebody's hand.
+    To start again is likely to help, and streams wait for it: `again` times their number, up to `again_longest`, and
+    after `deaths_at_work` there is no further start.
+    """
 
     first: float = 0.5
     longest: float = 30.0
     healthy: float = 60.0
     deaths: int = 10
+    again: float = 0.1
+    again_longest: float = 5.0
+    deaths_at_work: int = 100
 
-    def pause(self, quick_deaths: int) -> float | None:
-        """None: give up."""
-        if quick_deaths >= self.deaths:
+    def pause(self, stillborn: int, at_work: int) -> float | None:
+        """None: give up. stillborn: 0 after a life that was ready and did not hang."""
+        if stillborn >= self.deaths or at_work >= self.deaths_at_work:
             return None
-        return float(min(self.first * 2 ** max(0, quick_deaths - 1), self.longest))
+        if stillborn:
+            return float(min(self.first * 2 ** (stillborn - 1), self.longest))
+        return min(self.again * at_work, self.again_longest)
 
 
 class Child:
     """One process at a time of one kind, in a session of its own, so that the terminal's Ctrl-C does not reach it.
 
     arguments: its first line on stdin, made anew at each start. heard: called with each JSON line of its stdout.
-    `starts` counts its lives; `stopping` is set once it must not live again.
+    pulse: its sign of life. files: open ones that it gets under the same numbers. `starts` counts its lives; `stopping`
+    is set once it must not live again; `silence` is for how many seconds its main loop has stood still.
     """
 
     def __init__(
@@ -87,22 +107,29 @@ class Child:
         environment: Mapping[str, str],
         arguments: Callable[[], Mapping[str, object]],
         heard: Callable[[Child, dict[str, Any]], None],
+        pulse: Watch,
+        files: Sequence[int] = (),
     ):
         self.name = name
         self.starts = 0
+        self.silence = 0.0
+        self.pulse = pulse
         self.stopping = asyncio.Event()
         self.pid = 0
         self._command = command
         self._environment = environment
         self._arguments = arguments
         self._heard = heard
+        self._files = files
         self._process: asyncio.subprocess.Process | None = None
 
     async def live(self) -> int:
         """One life, from its start to its exit code; negative for a signal."""
         self.starts += 1
+        self.silence = 0.0
+        self.pulse.reset()
         self._process = process = await asyncio.create_subprocess_exec(
-            *self._command, env=self._environment, start_new_session=True,
+            *self._command, env=self._environment, start_new_session=True, pass_fds=self._files,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20)
         self.pid = process.pid
         assert process.stdin
@@ -122,6 +149,25 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Ends it for good: SIGTERM asks, SIGKILL does not. A pause between two lives ends too."""
         self.stopping.set()
+        self._send(number)
+
+    def drain(self, seconds: float) -> None:
+        """Ends it for good, once its requests have ended, or so many seconds are over."""
+        self.stopping.set()
+        if self._process and self._process.stdin:
+            with contextlib.suppress(OSError, RuntimeError):  # it is gone already
+                self._process.stdin.write(msgspec.json.encode({"drain": seconds}) + b"\n")
+
+    def look(self, seconds: float) -> None:
+        """To be called every so many seconds."""
+        lives = self._process is not None and self._process.returncode is None
+        self.silence = self.silence + seconds if self.pulse.missed() and lives else 0.0
+
+    def kill(self) -> None:
+        """Ends this life alone."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -149,7 +195,9 @@ class Supervisor:
         self._restarts = restarts
         self._lives: dict[Child, asyncio.Task[int]] = {}
         self._up: dict[Child, dict[str, Any]] = {}
+        self._left: dict[str, Any] | None = None  # what the engine left in its memory when it was ready last
         self._signals = 0
+        self._drain_seconds = config.drain_seconds
         self._began = time.monotonic()
 
     @property
@@ -172,8 +220,10 @@ class Supervisor:
                 await asyncio.sleep(0)  # the front ends are under way before anything else is imported
                 self._page = MetricsPage(self._folder, self._config)
                 threading.Thread(target=self._find_model, args=(loop,), name="model", daemon=True).start()
+                looking = asyncio.create_task(self._look())
                 code = await self._over
-                clean = await self._drain()
+                clean = await self._drain(0.0 if code else self._drain_seconds)
+                looking.cancel()
                 self._page.close()
                 return code or (0 if clean else 1)
             finally:
@@ -183,27 +233,43 @@ class Supervisor:
         """Drain and leave; the second time, leave at once. What a signal calls."""
         self._signals += 1
         if self._signals == 1:
-            logs.event(log, "stopping", drain_seconds=self._config.drain_seconds)
-            self._finish(0)
+            self.drain(self._config.drain_seconds)
         else:
             for child in self._lives:
                 child.signal(signal.SIGKILL)
+
+    def drain(self, seconds: float) -> None:
+        """Leave, once what runs has ended or so many seconds are over. The first call decides."""
+        if not self._over.done():
+            self._drain_seconds = seconds
+            logs.event(log, "stopping", drain_seconds=seconds)
+            self._finish(0)
 
     def _make_children(self) -> None:
         socket = f"{self._folder}/engine.sock"
         if len(socket) > 100:
             raise ConfigError(f"TMPDIR: {self._folder} is too long for a socket's path of 100 characters")
+        if (free := shutil.disk_usage(self._folder).free) < ROOM_BYTES:
+            room = f"{free >> 10} KiB free; {ROOM_BYTES >> 20} MiB are needed"
+            raise ConfigError(f"TMPDIR: {self._folder.parent} has {room}")
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
 
+        def watch(name: str) -> Watch:
+            return Watch(f"{self._folder}/{name}.pulse")
+
         def frontend(index: int) -> Child:
+            pulse = watch(f"frontend-{index}")
             return Child(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
-            }, self._hear)
+                "pulse": pulse.path,
+            }, self._hear, pulse)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
+        memory = _memory()
         self._engine = Child("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": self._model, "address": socket, "epoch": self._engine.starts,
-        }, self._hear)
+            "pulse": self._engine.pulse.path, "memory": memory, "left": self._left,
+        }, self._hear, watch("engine"), [memory] if memory >= 0 else [])
 
     def _find_model(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the engine once the model's folder is here. A thread that nobody waits for, since it may download."""
@@ -226,7 +292,8 @@ class Supervisor:
             loop.call_soon_threadsafe(found)
 
     def _hear(self, child: Child, line: dict[str, Any]) -> None:
-        """listening: a front end's port. ready: a front end or the engine; the server is when all of them are."""
+        """listening: a front end's port. drain: AdminService's. ready: a front end or the engine; the server is when
+        all of them are."""
         if line.get("event") == "listening" and not self.listening.is_set():
             self._port = line["port"]
             self.listening.set()
@@ -234,8 +301,12 @@ class Supervisor:
             for other in self._frontends:
                 if other not in self._lives:
                     self._start(other)
+        elif line.get("event") == "drain":
+            self.drain(line["seconds"])
         elif line.get("event") == "ready" and child not in self._up:
             self._up[child] = line
+            if child is self._engine:
+                self._left = line.get("leaves")
             if len(self._up) == len(self._frontends) + 1:
                 facts = self._up[self._engine]
                 self._page.built(facts["backend"], self._name)
@@ -257,21 +328,26 @@ class Supervisor:
 
     async def _keep(self, child: Child) -> int:
         """A child's lives, one after the other; returns the server's exit code."""
-        quick = 0
+        stillborn = at_work = 0
         while True:
             began = time.monotonic()
             code = await child.live()
             if child.stopping.is_set():
                 return 0
             self._page.forget(child.pid)
+            worked = child in self._up and not child.silence
             # Without the engine no front end is ready, and each says so again.
             self._up = {} if child is self._engine else {up: line for up, line in self._up.items() if up is not child}
             if code in (UNUSABLE, NODE_FAULT):
                 return code
-            quick = 1 if time.monotonic() - began >= self._restarts.healthy else quick + 1
-            pause = self._restarts.pause(quick)
+            lived = time.monotonic() - began - child.silence  # it was of no use while it hung
+            if lived >= self._restarts.healthy:
+                stillborn = at_work = 0
+            stillborn, at_work = (0, at_work + 1) if worked else (stillborn + 1, at_work)
+            pause = self._restarts.pause(stillborn, at_work)
             if pause is None:
-                logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=code, deaths=quick)
+                logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=code,
+                           deaths=stillborn + at_work)
                 return 1
             logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, code=code, pause=pause)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -279,19 +355,41 @@ class Supervisor:
                 return 0
             self._began = time.monotonic()
             if child is self._engine:
+                self._left = self._left if stillborn + at_work < DOUBTS else None
                 self._page.engine_restarted()
 
     def _finish(self, code: int) -> None:
         if not self._over.done():
             self._over.set_result(code)
 
-    async def _drain(self) -> bool:
+    async def _look(self) -> None:
+        """Finds who hangs, and kills it. Its `live` ends then, and it is started again as any other that died."""
+        limit = self._config.hang_seconds
+        every = min(LOOK_SECONDS, limit / 4)
+        while True:
+            await asyncio.sleep(every)
+            for child in self._lives:
+                child.look(every)
+                if child.stopping.is_set() or child.silence < limit:
+                    continue
+                if child.silence < limit + every:
+                    logs.event(log, f"{child.name} hangs, killing it", level=logging.ERROR, seconds=child.silence)
+                    child.kill()
+                elif child.silence >= limit + STUCK_SECONDS:
+                    logs.event(log, f"{child.name} cannot be killed, giving up", level=logging.CRITICAL, pid=child.pid)
+                    self._finish(NODE_FAULT)
+                    return
+
+    async def _drain(self, seconds: float) -> bool:
         """The front ends leave, then the engine. True if nobody had to be killed."""
-        clean, front_patience = True, self._config.drain_seconds + FRONTEND_MARGIN
-        for children, patience in ((self._frontends, front_patience), ([self._engine], ENGINE_PATIENCE)):
+        clean = True
+        for children, patience in ((self._frontends, seconds + FRONTEND_MARGIN), ([self._engine], ENGINE_PATIENCE)):
             lives = {child: self._lives[child] for child in children if child in self._lives}
             for child in lives:
-                child.signal(signal.SIGTERM)
+                if child is self._engine:
+                    child.signal(signal.SIGTERM)
+                else:
+                    child.drain(seconds)
             late = (await asyncio.wait(lives.values(), timeout=patience))[1] if lives else set()
             clean = clean and not late
             for child in lives:
@@ -302,4 +400,11 @@ class Supervisor:
         """Nobody outlives the supervisor, whatever happened."""
         for child in self._lives:
             child.signal(signal.SIGKILL)
-        await asyncio.gather(*self._lives.values(), return_exceptions=True)
+        if self._lives:  # one that waits in a driver is left behind
+            await asyncio.wait(self._lives.values(), timeout=ENGINE_PATIENCE)
+
+
+def _memory() -> int:
+    """A file in memory for what the engine's lives leave to each other, to be held as long as this process lives; -1
+    where the system has no such files."""
+    return os.memfd_create("npuserve-engine") if hasattr(os, "memfd_create") else -1

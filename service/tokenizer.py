@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from npuserve.service import byte_bpe
-from npuserve.service.chat_template import ChatTemplate, load_chat_template
 from npuserve.service.config import ConfigError
+from npuserve.service.template_process import TemplateProcess, contained
 from npuserve.service.text_stream import ByteFallbackStream, ByteLevelStream, TextStream, WindowStream
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: Backend, named_tokens: Mapping[str, str] | None = None, chat: ChatTemplate | None = None
+        self, backend: Backend, named_tokens: Mapping[str, str] | None = None, chat: TemplateProcess | None = None
     ):
         self._backend = backend
         self.named_tokens = dict(named_tokens or {})
@@ -189,7 +189,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         else:
             return None
         named = {name: token for name, token in config.named.items() if backend.id_of(token) is not None}
-        return Tokenizer(backend, named, load_chat_template(folder, named))
+        return Tokenizer(backend, named, contained(folder, named))
     except (OSError, ValueError) as error:
         raise ConfigError(f"tokenizer of {folder}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -328,4 +328,4 @@ def _load_by_transformers(folder: Path) -> Tokenizer:
     if not getattr(loaded, "is_fast", False):
         raise ValueError(f"{type(loaded).__name__}: must have a fast version in transformers")
     named = dict(loaded.special_tokens_map)
-    return Tokenizer(_Fast(loaded.backend_tokenizer), named, load_chat_template(folder, named))
+    return Tokenizer(_Fast(loaded.backend_tokenizer), named, contained(folder, named))

@@ -36,6 +36,10 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 128
+MAX_CONSTRAINT = 65536
+"""Bytes of a schema, a regex, a grammar or all choices."""
+MAX_TURNS = 10_000
+MAX_TOOLS = 1024
 MAX_TOKEN_CHARACTERS = 256
 """No token stands for more characters, so that a text longer than this times the context is refused unread."""
 
@@ -166,6 +170,9 @@ def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
         raise NoTokenizer(f"chat: the served model has no {missing}; send text or token_ids")
     if not chat.messages:
         raise InvalidField("chat.messages", "must be at least one message, got none")
+    for field, found, most in (("messages", chat.messages, MAX_TURNS), ("tools", chat.tools, MAX_TOOLS)):
+        if len(found) > most:
+            raise InvalidField(f"chat.{field}", f"must be at most {most}, got {len(found)}")
     messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
     from npuserve.service.chat_template import from_json, from_struct
 
@@ -191,6 +198,8 @@ def _turn(index: int, turn: prompt_pb2.Message) -> dict[str, Any]:
 def _check_reserved(message: pb.GenerateRequest) -> None:
     constraint = message.WhichOneof("constraint")
     if constraint:
+        if message.ByteSize() > MAX_CONSTRAINT:  # not even looked at where the rest is small enough
+            _check_constraint(constraint, getattr(message, constraint))
         raise Reserved(constraint)
     if message.HasField("n") and message.n != 1:
         if message.n == 0:
@@ -198,6 +207,12 @@ def _check_reserved(message: pb.GenerateRequest) -> None:
         raise Reserved("n")
     if message.scheduling.HasField("target_itl_ms"):
         raise Reserved("scheduling.target_itl_ms")
+
+
+def _check_constraint(name: str, constraint: Any) -> None:
+    size = constraint.ByteSize() if name == "choices" else len(constraint.encode()) if name != "json_object" else 1
+    if size > MAX_CONSTRAINT:
+        raise InvalidField(name, f"must be at most {MAX_CONSTRAINT} bytes, got {size}")
 
 
 def _sampling(given: pb.SamplingParams, defaults: dict[str, float], vocabulary: int) -> dict[str, Any]:

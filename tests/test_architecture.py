@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE = sorted(file for folder in ("service", "npu", "kernels") for file in (ROOT / folder).rglob("*.py"))
+SOURCE = sorted(file for folder in ("client", "service", "npu", "kernels")
+                for file in (ROOT / folder).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 450
 
-# Who may import whom, beside their own kind: downstream only, and the wire is known to the service alone.
-ALLOWED = {"service": {"npu", "kernels", "v1"}, "npu": {"kernels"}, "kernels": set()}
+# Who may import whom, beside their own kind: downstream only, and the wire is known to service and client alone.
+ALLOWED = {
+    "client": {"v1"}, "service": {"client", "npu", "kernels", "v1"}, "npu": {"kernels"}, "kernels": set[str]()}
 
 
 def name(file: Path) -> str:
@@ -82,6 +84,30 @@ def test_devices_are_known_by_name_only_in_their_backends():
                 ):
                     wrong.append(f"{name(file)}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong
+
+
+def test_nothing_is_unpickled_and_no_code_of_a_model_is_run():
+    """Weights are safetensors, messages msgpack or JSON; a model brings no program but its chat template."""
+    modules = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}
+    wrong = [f"{name(f)} imports {m}" for f in SOURCE for m in imports(f) if m.split(".")[0] in modules]
+    for file in SOURCE:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called in ("eval", "exec", "torch.load", "np.load", "numpy.load", "pd.read_pickle", "yaml.load"):
+                wrong.append(f"{name(file)}:{node.lineno}: {called}")
+            wrong += [f"{name(file)}:{node.lineno}: {k.arg}" for k in node.keywords
+                      if k.arg in ("trust_remote_code", "allow_pickle") and ast.unparse(k.value) != "False"]
+    assert not wrong
+
+
+def test_a_clock_that_is_set_changes_nothing():
+    """All times are monotonic but where the day matters: certificates, traces, and what a chat template asks for."""
+    allowed = {"service/tls.py", "service/tracing.py", "service/chat_template.py", "npu/storyteller/train.py",
+               "npu/emulator/build.py"}
+    clocks = re.compile(r"\btime\.(time|localtime|gmtime)\(\)|\btime\.time_ns\b|\bdatetime\.(now|utcnow|today)\(")
+    assert not [name(f) for f in SOURCE if name(f) not in allowed and clocks.search(f.read_text())]
 
 
 def test_files_are_rooms_not_halls():

@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 # Where packages may be; everything else (tests, bench, docs, helm) is not installed.
-SOURCES = {"service": "npuserve.service", "npu": "npuserve.npu", "kernels": "npuserve.kernels",
-           "protos/npuserve/v1": "npuserve.v1"}
+SOURCES = {"client": "npuserve.client", "service": "npuserve.service", "npu": "npuserve.npu",
+           "kernels": "npuserve.kernels", "protos/npuserve/v1": "npuserve.v1"}
 
 
 LIBRARY = "npuserve/kernels/native/libnpuserve.so"

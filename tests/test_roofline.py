@@ -32,7 +32,8 @@ def test_a_step_reads_each_weight_and_each_key_once(roofline: ModuleType, rows: 
     projections = c.num_layers * c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)
     plain, narrow = (roofline.decode(c, rows, context, quantized) for quantized in (False, True))
     assert plain.weights == 2 * (projections + head)
-    assert narrow.weights == projections + 2 * head
+    outputs = c.num_layers * (c.q_size + 2 * c.kv_size + 2 * c.hidden_size + 2 * c.intermediate_size)
+    assert narrow.weights == projections + 8 * outputs + 2 * head  # each row has a scale and a sum
     assert plain.cache == narrow.cache == rows * context * c.num_layers * 2 * c.kv_size * 2
     # What is left is norms, scales, and activations in and out of each kernel.
     for step in (plain, narrow):

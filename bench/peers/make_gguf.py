@@ -1,8 +1,9 @@
 """Writes a Hugging Face folder's weights as a GGUF file in bfloat16, for llama.cpp. Token ids only: no tokenizer.
 
-    PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf
+    PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0]
 
-Qwen3 and Llama architectures with one safetensors file. Needs the packages gguf and numpy.
+With q8_0 all matrices are int8 in blocks of 32 that share a scale, as llama-quantize makes them. Qwen3 and Llama
+architectures with one safetensors file. Needs the packages gguf and numpy.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["q8_0"]):
         raise SystemExit(__doc__)
     folder, out = Path(sys.argv[1]), sys.argv[2]
+    q8_0 = gguf.GGMLQuantizationType.Q8_0 if sys.argv[3:] else None
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
     if kind not in ("qwen3", "llama"):
@@ -70,7 +72,7 @@ def main() -> None:
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if q8_0 else gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
     for name, weight in read(folder / "model.safetensors").items():
         if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name):
@@ -81,6 +83,9 @@ def main() -> None:
             target = TOP[name]
         if weight.ndim == 1:
             writer.add_tensor(target, (weight.astype(np.uint32) << 16).view(np.float32))
+        elif q8_0:
+            wide = (weight.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(target, gguf.quants.quantize(wide, q8_0), raw_dtype=q8_0)
         else:
             writer.add_tensor(target, np.ascontiguousarray(weight).view(np.uint8),
                               raw_dtype=gguf.GGMLQuantizationType.BF16)

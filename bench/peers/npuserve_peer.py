@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import harness
 
-from npuserve.npu.runner import Launched
+from npuserve.npu.launched import Launched
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.block_manager import BlockManager

@@ -11,6 +11,7 @@ the program owns: running the program does no work in Python and allocates nothi
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LANES = 16
 """Columns of a panel of packed weights, and tokens of a panel of packed keys."""
+
+LARGE_PAGE = 2 << 20
 
 _SLOTS, _FLOATS = 12, 4
 
@@ -58,6 +61,8 @@ class Library:
         lib.npuserve_run.restype = None
         lib.npuserve_allocate.argtypes = (ctypes.c_size_t,)
         lib.npuserve_allocate.restype = ctypes.c_void_p
+        lib.npuserve_share.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_size_t)
+        lib.npuserve_share.restype = ctypes.c_void_p
         lib.npuserve_free.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         lib.npuserve_free.restype = None
         self._lib = lib
@@ -94,7 +99,14 @@ class Library:
     def map(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         """Zeros at the border of a large page, in large pages where the system grants them. Given back to the system
         when the last tensor over them is dropped."""
-        address = self._lib.npuserve_allocate(nbytes)
+        return self._owned(self._lib.npuserve_allocate(nbytes), nbytes)
+
+    def share(self, file: int, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """What an open file in memory has from `offset` on, both multiples of LARGE_PAGE, for all who map it; as `map`
+        otherwise. MemoryError also where the system makes no large pages of files."""
+        return self._owned(self._lib.npuserve_share(file, offset, nbytes), nbytes)
+
+    def _owned(self, address: int | None, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         if not address:
             raise MemoryError(f"no {nbytes} bytes of memory")
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -110,14 +122,19 @@ class Arena:
     """Many tensors in few mappings, so that small ones do not take a large page each.
 
     It does not keep what it gave out: a mapping goes when the last tensor in it is dropped.
+
+    file: an open file in memory that all of it lies in, in order, so that an arena of another process finds there what
+    this one's tensors held, if it is asked for the same ones; -1 for memory that nobody else sees.
     """
 
-    CHUNK = 256 << 20
-    """Bytes of address space taken at once. What is not touched is no memory."""
+    CHUNK, SHARED_CHUNK = 256 << 20, 32 << 20
+    """Bytes taken at once, at most but for larger tensors. Of memory that is not shared they are address space: what is
+    not touched is no memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: int = -1) -> None:
         self._chunk: Callable[[], ctypes.Array[ctypes.c_uint8] | None] = lambda: None
         self._used = 0
+        self._file, self._end = file, 0
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """At a multiple of 64 bytes; its pages are untouched. MemoryError."""
@@ -125,11 +142,19 @@ class Arena:
         nbytes = count * dtype.itemsize
         chunk = self._chunk()
         if chunk is None or self._used + nbytes > len(chunk):
-            chunk = library().map(max(nbytes, self.CHUNK))
+            chunk = library().map(max(nbytes, self.CHUNK)) if self._file < 0 else self._shared(nbytes)
             self._chunk, self._used = weakref.ref(chunk), 0
         made = torch.frombuffer(chunk, dtype=dtype, count=count, offset=self._used).view(*shape)
         self._used += -(-nbytes // 64) * 64
         return made
+
+    def _shared(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """A small model takes small ones."""
+        size = -(-max(nbytes, min(self._end, self.SHARED_CHUNK)) // LARGE_PAGE) * LARGE_PAGE
+        begin, self._end = self._end, self._end + size
+        if os.fstat(self._file).st_size < self._end:
+            os.ftruncate(self._file, self._end)
+        return library().share(self._file, begin, size)
 
 
 def _load() -> Library | None:
@@ -259,12 +284,15 @@ def kept(*shape: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def call(
-    kernel: str, *ops: tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int]] | tuple[
-        str, torch.dtype, Sequence[Tensor | None], Sequence[int], Sequence[float]],
-) -> None:
-    """Runs a kernel's ops one after the other, or records them. Each op: its name in the library, the dtype that
-    completes the name, p (contiguous tensors, None for null), n (n[0]: its rows), f."""
+Call = (
+    tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int]]
+    | tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int], Sequence[float]])
+"""An op: its name in the library, the dtype that completes the name, p (contiguous tensors, None for null), n (n[0]:
+its rows), f."""
+
+
+def call(kernel: str, *ops: Call) -> None:
+    """Runs a kernel's ops one after the other, or records them."""
     lib = library()
     made = []
     for name, dtype, p, n, *f in ops:

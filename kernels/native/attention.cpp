@@ -1,8 +1,12 @@
 // Attention over the paged KV cache.
 //
-// Per layer, with w numbers to a word of 32 bits and Dp the head's size rounded up to 16:
+// Per layer, with w numbers to a word (cache.h) and Dp the head's size rounded up to 16:
 //     keys    [blocks, Hkv, D / w, block_size, w]              words along the head, panels of 16 along the tokens
 //     values  [blocks, Hkv, block_size / w, Dp, w]             words along tokens, panels along the head
+//     scales  [blocks, Hkv, block_size] bfloat16               of the keys and of the values, where they are int8
+//
+// int8 meets queries and weights in int16, each row by a scale of its own, and sums are exact: the error is that of the
+// cache.
 //
 // A query's context is cut into splits of SPLIT tokens at absolute positions. Each split is computed from nothing
 // (scores, largest, weights, weighted sum) and merged into the whole in ascending order. One query at a time or many,
@@ -11,10 +15,11 @@
 //   attention        p: q [T, Hq, D], keys, values, block_tables [R, stride] int32, context_lens [R] int32,
 //                       cu_seqlens_q [R + 1] int32, out [T, Hq D], plan [R + 2] int32, partial float32
 //                    n: T, R at most, Hq, Hkv, D, block_size, stride, items that partial holds   f: scale
-//   attention_merge  the same
+//   attention_int8   also p: scales of the keys, scales of the values
+//   attention_merge  the same, of either
 #include <algorithm>
 
-#include "tile.h"
+#include "cache.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -40,16 +45,30 @@ struct Shape {
     int64_t place(int64_t row, int64_t head, int64_t token) const {
         return op.at<int32_t>(3)[row * stride + token / block_size] * kv_heads + head;
     }
-    // Where a token's key begins, of so many words, and its value, the token a multiple of the numbers to a word.
-    const char *key(int64_t row, int64_t head, int64_t token, int64_t words) const {
-        return op.at<char>(1) + place(row, head, token) * words * key_stride() + token % block_size * 4;
+    // Where a token's key begins in the cache C, and its value, the token a multiple of the numbers to a word.
+    template <class C>
+    const char *key(int64_t row, int64_t head, int64_t token) const {
+        return op.at<char>(1) + place(row, head, token) * (dim / C::PER_WORD) * key_stride<C>() +
+               token % block_size * C::WORD;
     }
-    const char *value(int64_t row, int64_t head, int64_t token, int64_t per_word) const {
-        return op.at<char>(2) + (place(row, head, token) * block_size + token % block_size) / per_word * value_stride();
+    template <class C>
+    const char *value(int64_t row, int64_t head, int64_t token) const {
+        return op.at<char>(2) +
+               (place(row, head, token) * block_size + token % block_size) / C::PER_WORD * value_stride<C>();
     }
     // Bytes from one word of a block's keys, and of its values, to the next.
-    int64_t key_stride() const { return block_size * 4; }
-    int64_t value_stride() const { return padded_dim * 4; }
+    template <class C>
+    int64_t key_stride() const {
+        return block_size * C::WORD;
+    }
+    template <class C>
+    int64_t value_stride() const {
+        return padded_dim * C::WORD;
+    }
+    // Of the keys (9) or the values (10), at a token.
+    const uint16_t *scales(int which, int64_t row, int64_t head, int64_t token) const {
+        return op.at<uint16_t>(which) + place(row, head, token) * block_size + token % block_size;
+    }
 
     // The number of rows, which becomes the plan's last number, and in plan[r] the number of items (queries of one
     // request, at most item_queries) before row r's.
@@ -106,13 +125,15 @@ struct Seen {
 struct Run {
     const char *at;
     int64_t first, tokens;
+    const uint16_t *scales;
 };
 
 // S[row][token] = q . k, for one run.
-template <class D>
+template <class C>
 struct Scores {
-    typedef typename DotOf<D>::type Dot;
+    typedef typename C::Dot Dot;
     const char *q;
+    const float *q_scales;
     int64_t row_bytes, words, stride;
     Run keys;
     Next after;  // the run
@@ -127,20 +148,23 @@ struct Scores {
         typename Dot::Acc acc[R][P];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        const char *w = keys.at + panel * 64;
+        const char *w = keys.at + panel * Dot::PANEL;
         bool more = (panel + P) * LANES < keys.tokens;
         stream<Dot, R, P, waits(R)>(acc, q + row * row_bytes, row_bytes, w, stride, words,
-                                    more ? Next{w + P * 64, stride} : after);
+                                    more ? Next{w + P * Dot::PANEL, stride} : after);
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) store(scores + (row + r) * SPLIT + token + p * LANES, acc[r][p]);
+            for (int p = 0; p < P; p++)
+                store(scores + (row + r) * SPLIT + token + p * LANES,
+                      C::score(acc[r][p], q_scales[row + r], keys.scales + (panel + p) * LANES));
     }
 };
 
 // out[row] = weights . v, for one split.
-template <class D>
+template <class C>
 struct Weighted {
-    typedef typename DotOf<D>::type Dot;
+    typedef typename C::Dot Dot;
     const char *weights;
+    const float *weight_scales;
     const Run *values;
     int64_t runs, padded_dim;
     Next after;  // the split
@@ -151,19 +175,21 @@ struct Weighted {
     template <int R, int P>
     INLINE void run() const {
         typename Dot::Acc acc[R][P];
-        constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename D::type));
+        constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
         const char *x = weights + row * row_bytes;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        int64_t see = seen.by(row + R - 1), stride = padded_dim * 4;
+        int64_t see = seen.by(row + R - 1), stride = padded_dim * C::WORD;
         for (int64_t i = 0; i < runs && values[i].first < see; i++) {
-            Next next = i + 1 < runs ? Next{values[i + 1].at + panel * 64, stride} : after;
-            int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), D::PER_WORD);
-            stream<Dot, R, P, waits(R)>(acc, x + values[i].first / D::PER_WORD * 4, row_bytes,
-                                        values[i].at + panel * 64, stride, words, next);
+            Next next = i + 1 < runs ? Next{values[i + 1].at + panel * Dot::PANEL, stride} : after;
+            int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), C::PER_WORD);
+            stream<Dot, R, P, waits(R)>(acc, x + values[i].first / C::PER_WORD * 4, row_bytes,
+                                        values[i].at + panel * Dot::PANEL, stride, words, next);
         }
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) store(out + (row + r) * padded_dim + (panel + p) * LANES, acc[r][p]);
+            for (int p = 0; p < P; p++)
+                store(out + (row + r) * padded_dim + (panel + p) * LANES,
+                      C::weighted(acc[r][p], weight_scales[row + r]));
     }
 };
 
@@ -178,38 +204,46 @@ INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
                               int(std::min<int64_t>(most, panels - f.panel)), f);
 }
 
-template <class D>
+template <class C>
 struct Attention {
+    typedef typename C::Activation D;
     typedef typename D::type T;
-    static constexpr int64_t PER_WORD = D::PER_WORD;
+    typedef typename C::X X;
+    static constexpr int64_t PER_WORD = C::PER_WORD;
     static constexpr float LOG2E = 1.44269504f;
 
     // What a unit works on, in this thread's scratch.
     struct Work {
-        T *q;             // [rows, D]
-        T *weights;       // [rows, SPLIT]
+        X *q;             // [rows, D]
+        X *weights;       // [rows, SPLIT]
         float *scores;    // [rows, SPLIT]
         float *sum;       // [rows, Dp] of a split
         float *total;     // [rows, Dp] of the splits so far
         float *largest, *mass, *total_largest, *total_mass;  // [rows]
+        float *q_scales, *weight_scales;                     // [rows]
+        float *value_scales;  // [SPLIT]
         uint32_t *last_word;  // [Dp]
 
         explicit Work(const Shape &s) {
-            int64_t rows = s.item_queries * s.group;
-            auto bytes = [](int64_t n) { return ceil_div<int64_t>(n, 64) * 64; };
-            int64_t sizes[] = {bytes(rows * s.dim * int64_t(sizeof(T)) + 64), bytes(rows * SPLIT * int64_t(sizeof(T))),
-                               bytes(rows * SPLIT * 4), bytes(rows * s.padded_dim * 4), bytes(rows * s.padded_dim * 4),
-                               bytes(rows * 4), bytes(rows * 4), bytes(rows * 4), bytes(rows * 4), bytes(s.padded_dim * 4)};
-            int64_t whole = 0;
-            for (int64_t size : sizes) whole += size;
-            char *at = static_cast<char *>(scratch(size_t(whole)));
-            void *made[10];
-            for (int i = 0; i < 10; i++) made[i] = at, at += sizes[i];
-            q = static_cast<T *>(made[0]), weights = static_cast<T *>(made[1]);
-            scores = static_cast<float *>(made[2]), sum = static_cast<float *>(made[3]);
-            total = static_cast<float *>(made[4]), largest = static_cast<float *>(made[5]);
-            mass = static_cast<float *>(made[6]), total_largest = static_cast<float *>(made[7]);
-            total_mass = static_cast<float *>(made[8]), last_word = static_cast<uint32_t *>(made[9]);
+            int64_t rows = s.item_queries * s.group, size = int64_t(sizeof(X));
+            int64_t of_row = s.dim * size + SPLIT * (size + 4) + s.padded_dim * 8 + 6 * 4;
+            at = static_cast<char *>(scratch(size_t(rows * of_row + SPLIT * 4 + s.padded_dim * 4 + 14 * 64)));
+            take(q, rows * s.dim + 64 / size);
+            take(weights, rows * SPLIT);
+            take(scores, rows * SPLIT);
+            for (float **made : {&sum, &total}) take(*made, rows * s.padded_dim);
+            for (float **made : {&largest, &mass, &total_largest, &total_mass, &q_scales, &weight_scales})
+                take(*made, rows);
+            take(value_scales, SPLIT);
+            take(last_word, s.padded_dim);
+        }
+
+      private:
+        char *at;
+        template <class Element>
+        void take(Element *&made, int64_t n) {
+            made = reinterpret_cast<Element *>(at);
+            at += ceil_div<int64_t>(n * int64_t(sizeof(Element)), 64) * 64;
         }
     };
 
@@ -234,18 +268,18 @@ struct Attention {
         if (split * SPLIT >= last) return;
 
         Work work(s);
-        for (int64_t i = 0; i < queries; i++)
-            std::memcpy(work.q + i * s.group * s.dim,
-                        s.op.at<T>(0) + ((item.first + i) * s.q_heads + head * s.group) * s.dim,
-                        size_t(s.group * s.dim) * sizeof(T));
         int64_t count = queries * s.group;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t place = (item.first + i / s.group) * s.q_heads + head * s.group + i % s.group;
+            work.q_scales[i] = C::query(s.op.at<T>(0) + place * s.dim, s.dim, work.q + i * s.dim);
+        }
         bool first = !cut;
         for (; split < end; split++) {
             int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
             // What this thread most likely goes on with.
             int64_t following = cut ? (head + call.threads) % s.kv_heads : head;
             int64_t token = std::min(split + (following <= head), (last - 1) / SPLIT) * SPLIT;
-            Next after{s.key(item.row, following, token, s.dim / PER_WORD), s.key_stride()};
+            Next after{s.key<C>(item.row, following, token), s.key_stride<C>()};
             attend(s, work, item, head, split, from, count, after, first ? work.total : work.sum,
                    first ? work.total_largest : work.largest, first ? work.total_mass : work.mass);
             for (int64_t i = first ? count : from; i < count; i++) {
@@ -271,60 +305,63 @@ struct Attention {
     static void attend(const Shape &s, const Work &work, const Item &item, int64_t head, int64_t split, int64_t from,
                        int64_t count, Next after, float *sum, float *largest_of, float *mass_of) {
         int64_t begin = split * SPLIT, tokens = std::min(SPLIT, item.position + count / s.group - begin);
-        int64_t whole = tokens / PER_WORD * PER_WORD, padded = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD;
+        int64_t padded = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD;
+        int64_t whole = C::ABSORBS ? padded : tokens / PER_WORD * PER_WORD;
         Run keys[SPLIT_PANELS], values[SPLIT_PANELS + 1];
+        const uint16_t *value_scales[SPLIT_PANELS];
         int64_t runs = 0, value_runs = 0;
         for (int64_t token = 0; token < tokens; runs++) {
             int64_t at = begin + token, here = std::min(s.block_size - at % s.block_size, tokens - token);
-            keys[runs] = {s.key(item.row, head, at, s.dim / PER_WORD), token, here};
+            keys[runs] = {s.key<C>(item.row, head, at), token, here, s.scales(9, item.row, head, at)};
+            value_scales[runs] = s.scales(10, item.row, head, at);
+            C::prefetch_scales(keys[runs].scales, here), C::prefetch_scales(value_scales[runs], here);
             if (token < whole)
-                values[value_runs++] = {s.value(item.row, head, at, PER_WORD), token, std::min(here, whole - token)};
+                values[value_runs++] = {s.value<C>(item.row, head, at), token, std::min(here, whole - token), nullptr};
             token += here;
         }
         if (whole < tokens) {
             // Half of the last word belongs to no token yet and may hold anything.
-            const char *word = s.value(item.row, head, begin + whole, PER_WORD);
+            const char *word = s.value<C>(item.row, head, begin + whole);
             for (int64_t d = 0; d < s.padded_dim; d++) work.last_word[d] = word_at(word + d * 4) & 0xFFFF;
-            values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole};
+            values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole, nullptr};
         }
-        int64_t dim_bytes = s.dim * int64_t(sizeof(T));
+        int64_t dim_bytes = s.dim * int64_t(sizeof(X));
         Seen seen{item.position + from / s.group + 1 - begin, s.group, tokens};
         for (int64_t i = 0; i < runs; i++)
             for_tiles(count - from, ceil_div<int64_t>(keys[i].tokens, LANES),
-                      Scores<D>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, dim_bytes, s.dim / PER_WORD,
-                                s.key_stride(), keys[i],
-                                i + 1 < runs ? Next{keys[i + 1].at, s.key_stride()}
-                                             : Next{values[0].at, s.value_stride()},
+                      Scores<C>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from, dim_bytes,
+                                s.dim / PER_WORD, s.key_stride<C>(), keys[i],
+                                i + 1 < runs ? Next{keys[i + 1].at, s.key_stride<C>()}
+                                             : Next{values[0].at, s.value_stride<C>()},
                                 work.scores + from * SPLIT, seen, 0, 0});
+        for (int64_t i = 0; i < runs; i++)
+            C::value_scales(value_scales[i], keys[i].tokens, work.value_scales + keys[i].first);
         float factor = float(s.op.f[0]) * LOG2E;
         for (int64_t i = from; i < count; i++) {
             int64_t mine = seen.by(i - from);
             float *scores = work.scores + i * SPLIT;
-            T *weights = work.weights + i * SPLIT;
+            typename C::Weights weights(work.weights + i * SPLIT, scores, work.value_scales);
             F low = set1(-INFINITY), most = low;
             int64_t full = mine / LANES * LANES;
             for (int64_t t = 0; t < full; t += LANES) most = max(most, load(scores + t));
             if (full < mine) most = max(most, first(load(scores + full), mine - full, low));
             float largest = lane_max(most);
             F mass = zero(), peak = set1(largest), scale = set1(factor);
-            for (int64_t t = 0; t < full; t += LANES) {
-                F p = D::round(exp2((load(scores + t) - peak) * scale));
-                mass = mass + p;
-                D::put(weights + t, p);
-            }
+            for (int64_t t = 0; t < full; t += LANES)
+                mass = mass + weights.add(t, exp2((load(scores + t) - peak) * scale));
             int64_t t = full;
             if (full < mine) {
-                F p = first(D::round(exp2((load(scores + full) - peak) * scale)), mine - full, zero());
-                mass = mass + p;
-                D::put(weights + full, p);
+                F p = first(exp2((load(scores + full) - peak) * scale), mine - full, zero());
+                mass = mass + weights.add(full, p);
                 t += LANES;
             }
-            for (; t < padded; t += LANES) D::put(weights + t, zero());
+            for (; t < padded; t += LANES) weights.add(t, zero());
+            work.weight_scales[i] = weights.end(padded);
             largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
         }
         for_tiles(count - from, s.padded_dim / LANES,
-                  Weighted<D>{reinterpret_cast<const char *>(work.weights + from * SPLIT), values, value_runs,
-                              s.padded_dim, after, sum + from * s.padded_dim, seen, 0, 0});
+                  Weighted<C>{reinterpret_cast<const char *>(work.weights + from * SPLIT), work.weight_scales + from,
+                              values, value_runs, s.padded_dim, after, sum + from * s.padded_dim, seen, 0, 0});
     }
 
     // The total takes up the next split. A total of mass 0 has none yet.
@@ -353,6 +390,11 @@ struct Attention {
 };
 
 template <class D>
+using AttentionPlain = Attention<PlainCache<D>>;
+template <class D>
+using AttentionInt8 = Attention<Int8Cache<D>>;
+
+template <class D>
 struct AttentionMerge {
     static int64_t units(const Call &call) {
         Shape s(call);
@@ -369,15 +411,16 @@ struct AttentionMerge {
             int64_t context = item.position + i / s.group + 1;
             for (int64_t split = 0; split * SPLIT < context; split++) {
                 const float *p = s.partial(index, splits, split, head * s.group + i);
-                Attention<D>::merge(s, p[0], p[1], p + LANES, largest, mass, total);
+                AttentionPlain<D>::merge(s, p[0], p[1], p + LANES, largest, mass, total);
             }
-            Attention<D>::put(s, total, mass, item.first + i / s.group, head * s.group + i % s.group);
+            AttentionPlain<D>::put(s, total, mass, item.first + i / s.group, head * s.group + i % s.group);
         }
     }
 };
 
 extern const Kernel ATTENTION[] = {
-    BY_DTYPE("attention", Attention),
+    BY_DTYPE("attention", AttentionPlain),
+    BY_DTYPE("attention_int8", AttentionInt8),
     BY_DTYPE("attention_merge", AttentionMerge),
     {nullptr, nullptr, nullptr},
 };

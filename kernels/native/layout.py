@@ -1,19 +1,26 @@
 """The KV cache in the order in which the native kernels read it.
 
-Per layer, with w numbers to a word of 32 bits and Dp the head's size rounded up to a panel:
+Per layer, with w numbers to a word and Dp the head's size rounded up to a panel:
 
     keys    [blocks, Hkv, D / w, block_size, w]
     values  [blocks, Hkv, block_size / w, Dp, w]
+    scales  [blocks, Hkv, block_size]                of either, in an int8 cache
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.native import LANES
-from npuserve.kernels.native.packed import PER_WORD
+from npuserve.kernels.quantized import Int8
+
+PER_WORD = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
+"""Numbers that a product takes as one word: 32 bits of the activations' dtype, or two int8, which meet two int16."""
 
 
 def key_shape(blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -27,30 +34,65 @@ def value_shape(blocks: int, block_size: int, kv_heads: int, head_dim: int, dtyp
     return blocks, kv_heads, block_size // w, -(-head_dim // LANES) * LANES, w
 
 
+def scale_shape(blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
+    return blocks, kv_heads, block_size
+
+
 def block_size(keys: Tensor) -> int:
     return keys.shape[3]
 
 
-def pack_keys(keys: Tensor) -> Tensor:
+def parts(keys: Cache, values: Cache) -> tuple[str, tuple[Tensor, Tensor], list[Tensor]]:
+    """What completes the names of ops that take such a cache, its numbers, and its scales if it has such."""
+    if isinstance(keys, Int8) and isinstance(values, Int8):
+        return "_int8", (keys.values, values.values), [keys.scale, values.scale]
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    return "", (keys, values), []
+
+
+def pack_keys(keys: Cache) -> Cache:
     """[blocks, block_size, Hkv, D] -> a copy in the native order; as the three below, for tests and comparisons."""
+    return _reordered(keys, _pack_keys)
+
+
+def unpack_keys(keys: Cache) -> Cache:
+    return _reordered(keys, _unpack_keys)
+
+
+def pack_values(values: Cache) -> Cache:
+    return _reordered(values, _pack_values)
+
+
+def unpack_values(values: Cache, head_dim: int) -> Cache:
+    return _reordered(values, lambda numbers: _unpack_values(numbers, head_dim))
+
+
+def _reordered(cache: Cache, numbers: Callable[[Tensor], Tensor]) -> Cache:
+    if isinstance(cache, Int8):
+        return Int8(numbers(cache.values), cache.scale.transpose(1, 2).contiguous())
+    return numbers(cache)
+
+
+def _pack_keys(keys: Tensor) -> Tensor:
     blocks, size, heads, dim = keys.shape
     w = PER_WORD[keys.dtype]
     return keys.view(blocks, size, heads, dim // w, w).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def unpack_keys(keys: Tensor) -> Tensor:
+def _unpack_keys(keys: Tensor) -> Tensor:
     blocks, heads, words, size, w = keys.shape
     return keys.permute(0, 3, 1, 2, 4).reshape(blocks, size, heads, words * w)
 
 
-def pack_values(values: Tensor) -> Tensor:
+def _pack_values(values: Tensor) -> Tensor:
     blocks, size, heads, dim = values.shape
     w = PER_WORD[values.dtype]
     words = values.view(blocks, size // w, w, heads, dim).permute(0, 3, 1, 4, 2)
     return F.pad(words, (0, 0, 0, -dim % LANES)).contiguous()
 
 
-def unpack_values(values: Tensor, head_dim: int) -> Tensor:
+def _unpack_values(values: Tensor, head_dim: int) -> Tensor:
     blocks, heads, words, _, w = values.shape
     return values[..., :head_dim, :].permute(0, 2, 4, 1, 3).reshape(blocks, words * w, heads, head_dim)
 

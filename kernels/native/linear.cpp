@@ -4,8 +4,6 @@
 //
 //   linear         p: x [T, K], packed weights, bias [N] or null, out [T, N]        n: T, K, N
 //   linear_swiglu  the same, of gate and up; out [T, N / 2], N / 2 a multiple of 16
-//   linear_w8a8    p: x [T, K] int8, packed int8 weights, bias or null, out, x_scale [T] float32, w_scale [N] float32,
-//                     sums of each weight row [N] int32                            n: T, K, N
 //   linear_argmax  p: x, packed weights, bias or null, best [panels, T] float32, ids [panels, T] int32: of each group
 //                     of panels the largest output as its dtype rounds it, and its column   n: T, K, N, columns that
 //                     count
@@ -13,6 +11,12 @@
 //                     infinity                                                      n: T, K, N
 //   pack           p: dense [T, K], packed                                          n: T, K, row of the first
 //   unpack         p: packed, dense [T, K], row numbers [T] int64: also the embedding of ids   n: T, K
+//   embedding_int8  p: row numbers [T] int64, packed, out [T, K], scale of each of the table's rows float32, zero int32
+//                     or null                                                       n: T, K
+//
+// The first four are there with the suffix _int8 too, x and weights being int8. Then from 5 on, p: x_scale [T] float32,
+// scale [N] float32 and sum [N] int32 of each weight row; zeros [T] of x or null, zeros [N] of weight rows or null and,
+// where there are such, the sums [T] of x's rows, all int32.
 #include <algorithm>
 
 #include "tile.h"
@@ -70,7 +74,7 @@ struct Tile {
     const char *x;  // of the tile's first row
     int64_t x_stride, words, tail_bytes;
     const char *const *panels;
-    const char *next;  // a run of words that this thread reads later, unless ONCE
+    const char *const *next;  // ONCE: the panels that follow these; else a run of words that this thread reads later
     typename Dot::Acc *out;
 
     // With few rows the processor follows the panels by itself, and faster than with our help. With more it does not
@@ -82,12 +86,18 @@ struct Tile {
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
         const char *w[P], *ahead[P];
-        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = ONCE ? panels[p] + AHEAD : next;
+        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = ONCE ? panels[p] + AHEAD : *next;
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        tile<Dot, R, P, (!ONCE ? 1 : R > FOLLOWED_ROWS ? P : 0), !ONCE>(acc, x, x_stride, w, 64, words, ahead);
+        constexpr int FETCHED = !ONCE ? 1 : R > FOLLOWED_ROWS ? P : 0;
+        int64_t last = ONCE && FETCHED ? std::min(words, AHEAD / 64) : 0;
+        tile<Dot, R, P, FETCHED, !ONCE>(acc, x, x_stride, w, 64, words - last, ahead);
+        if (last) {
+            for (int p = 0; p < P; p++) w[p] += (words - last) * 64;
+            tile<Dot, R, P, FETCHED, !ONCE>(acc, x + (words - last) * 4, x_stride, w, 64, last, next);
+        }
         if (tail_bytes) {
-            for (int p = 0; p < P; p++) w[p] += words * 64;
+            for (int p = 0; p < P; p++) w[p] = panels[p] + words * 64;
             tile_tail<Dot, R, P>(acc, x + words * 4, x_stride, w, tail_bytes);
         }
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
@@ -95,11 +105,13 @@ struct Tile {
     }
 };
 
-// Runs a unit of a product; element_bytes: of x. take(row, column, accumulators, n) stores the n columns from there on.
+// Runs a unit of a product. take(row, column, accumulators, n) stores the n columns from there on.
 // Where Take::PAIRED, panel p of the first half of the columns and that of the second are neighbours in a tile, and take
 // gets the accumulators of both.
-template <class Dot, class Take>
-INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int64_t element_bytes, const Take &take) {
+template <class Of, class Take>
+INLINE void product_unit(const Call &call, const Split &split, int64_t unit, const Take &take) {
+    typedef typename Of::Dot Dot;
+    constexpr int64_t element_bytes = sizeof(typename Of::X);
     const Op &op = call.op;
     int64_t k = op.n[1], x_stride = k * element_bytes, panel_bytes = words_of<Dot>(k) * 64;
     int64_t words = k / Dot::PER_WORD, tail = k % Dot::PER_WORD * element_bytes;
@@ -124,9 +136,9 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int
             int rows = int(std::min<int64_t>(split.tile_rows, row_end - r));
             const char *from = x + r * x_stride, *run = block < p ? next[block] : from + rows * x_stride;
             if (split.once)
-                with_rows(rows, p, Tile<Dot, true>{from, x_stride, words, tail, panels, nullptr, out});
+                with_rows(rows, p, Tile<Dot, true>{from, x_stride, words, tail, panels, next, out});
             else
-                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, run, out});
+                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, &run, out});
             for (int i = 0; i < rows; i++) {
                 for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
                     int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
@@ -142,113 +154,109 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, int
     }
 }
 
-// out = acc + bias
+// What a product is of, and how an accumulator becomes numbers of D: the output but for its rounding.
 template <class D>
-struct Store {
-    static constexpr bool PAIRED = false;
-    typename D::type *out;
-    const typename D::type *bias;
-    int64_t columns;
-    INLINE void operator()(int64_t row, int64_t column, const F *accs, int64_t n) const {
-        F acc = *accs;
-        if (bias) acc = acc + get_n<D>(bias + column, n);
-        put_n<D>(out + row * columns + column, acc, n);
+struct Floats {
+    typedef D Out;
+    typedef typename DotOf<D>::type Dot;
+    typedef typename D::type X;
+    const X *bias;
+
+    explicit Floats(const Op &op) : bias(op.at<X>(2)) {}
+    INLINE F operator()(int64_t, int64_t column, const F &acc, int64_t n) const {
+        return bias ? acc + get_n<D>(bias + column, n) : acc;
     }
 };
 
-template <class Dot>
-Split split_of(const Call &call) {
-    return Split(call.rows, words_of<Dot>(call.op.n[1]), call.op.n[2], call.threads);
+template <class D>
+struct Int8s {
+    typedef D Out;
+    typedef DotInt8 Dot;
+    typedef int8_t X;
+    const typename D::type *bias;
+    const float *x_scale, *w_scale;
+    const int32_t *w_sum, *x_zero, *w_zero, *x_sum;
+    int64_t k;
+
+    explicit Int8s(const Op &op)
+        : bias(op.at<typename D::type>(2)), x_scale(op.at<float>(5)), w_scale(op.at<float>(6)),
+          w_sum(op.at<int32_t>(7)), x_zero(op.at<int32_t>(8)), w_zero(op.at<int32_t>(9)), x_sum(op.at<int32_t>(10)),
+          k(op.n[1]) {}
+    // The sum of (x - x_zero) * (w - w_zero), exactly, times both scales, plus bias.
+    INLINE F operator()(int64_t row, int64_t column, const Dot::Acc &acc, int64_t n) const {
+        int32_t zero = x_zero ? x_zero[row] : 0;
+        I sum = acc - get_n(w_sum + column, n) * (Dot::X_OFFSET + zero);
+        if (w_zero) sum = sum - get_n(w_zero + column, n) * (x_sum[row] - int32_t(k) * zero);
+        F x = to_float(sum) * (get_n<Float32>(w_scale + column, n) * set1(x_scale[row]));
+        return bias ? x + get_n<D>(bias + column, n) : x;
+    }
+};
+
+template <class Of>
+Split split_of(const Call &call, bool paired = false) {
+    return Split(call.rows, words_of<typename Of::Dot>(call.op.n[1]), call.op.n[2], call.threads, paired);
 }
 
-template <class D>
-struct Linear {
-    typedef typename DotOf<D>::type Dot;
-    static int64_t units(const Call &call) { return split_of<Dot>(call).units(); }
-    static void run(const Call &call, int64_t unit) {
-        Store<D> store{call.op.at<typename D::type>(3), call.op.at<typename D::type>(2), call.op.n[2]};
-        product_unit<Dot>(call, split_of<Dot>(call), unit, sizeof(typename D::type), store);
+template <class Of>
+struct Store {
+    typedef typename Of::Out D;
+    typedef typename Of::Dot::Acc Acc;
+    static constexpr bool PAIRED = false;
+    Of value;
+    typename D::type *out;
+    int64_t columns;
+    INLINE void operator()(int64_t row, int64_t column, const Acc *acc, int64_t n) const {
+        put_n<D>(out + row * columns + column, value(row, column, *acc, n), n);
     }
 };
 
-// out = silu(gate + bias) * (up + bias), rounded as the two kernels do it one after the other.
-template <class D>
+template <class Of>
+struct Linear {
+    static int64_t units(const Call &call) { return split_of<Of>(call).units(); }
+    static void run(const Call &call, int64_t unit) {
+        Store<Of> store{Of(call.op), call.op.at<typename Of::Out::type>(3), call.op.n[2]};
+        product_unit<Of>(call, split_of<Of>(call), unit, store);
+    }
+};
+
+// out = silu(gate) * up, rounded as the two kernels do it one after the other.
+template <class Of>
 struct StoreSwiglu {
+    typedef typename Of::Out D;
+    typedef typename Of::Dot::Acc Acc;
     static constexpr bool PAIRED = true;
+    Of value;
     typename D::type *out;
-    const typename D::type *bias;
     int64_t columns;  // of out
-    INLINE void operator()(int64_t row, int64_t column, const F *accs, int64_t n) const {
-        F gate = accs[0], up = accs[1];
-        if (bias) {
-            gate = gate + get_n<D>(bias + column, n);
-            up = up + get_n<D>(bias + columns + column, n);
-        }
+    INLINE void operator()(int64_t row, int64_t column, const Acc *accs, int64_t n) const {
+        F gate = value(row, column, accs[0], n), up = value(row, columns + column, accs[1], n);
         put_n<D>(out + row * columns + column, silu<D>(D::round(gate)) * D::round(up), n);
     }
 };
 
-template <class D>
+template <class Of>
 struct LinearSwiglu {
-    typedef typename DotOf<D>::type Dot;
-    static Split split(const Call &call) {
-        return Split(call.rows, words_of<Dot>(call.op.n[1]), call.op.n[2], call.threads, true);
-    }
-    static int64_t units(const Call &call) { return split(call).units(); }
+    static int64_t units(const Call &call) { return split_of<Of>(call, true).units(); }
     static void run(const Call &call, int64_t unit) {
-        StoreSwiglu<D> store{call.op.at<typename D::type>(3), call.op.at<typename D::type>(2), call.op.n[2] / 2};
-        product_unit<Dot>(call, split(call), unit, sizeof(typename D::type), store);
-    }
-};
-
-// out = acc * x_scale * w_scale + bias
-template <class D>
-struct StoreScaled {
-    static constexpr bool PAIRED = false;
-    typename D::type *out;
-    const typename D::type *bias;
-    const float *x_scale, *w_scale;
-    const int32_t *sums;
-    int64_t columns;
-    INLINE void operator()(int64_t row, int64_t column, const DotInt8::Acc *acc, int64_t n) const {
-        F x;
-        EACH(i) {
-            ivec offset = *reinterpret_cast<const ivec_u *>(sums + column + i * WIDTH) * DotInt8::X_OFFSET;
-            x.v[i] = __builtin_convertvector(acc->v[i] - offset, fvec);
-        }
-        x = x * (get_n<Float32>(w_scale + column, n) * set1(x_scale[row]));
-        if (bias) x = x + get_n<D>(bias + column, n);
-        put_n<D>(out + row * columns + column, x, n);
-    }
-};
-
-template <class D>
-struct LinearW8A8 {
-    static int64_t units(const Call &call) { return split_of<DotInt8>(call).units(); }
-    static void run(const Call &call, int64_t unit) {
-        const Op &op = call.op;
-        StoreScaled<D> store{op.at<typename D::type>(3), op.at<typename D::type>(2), op.at<float>(4),
-                             op.at<float>(5),            op.at<int32_t>(6),          op.n[2]};
-        product_unit<DotInt8>(call, split_of<DotInt8>(call), unit, 1, store);
+        StoreSwiglu<Of> store{Of(call.op), call.op.at<typename Of::Out::type>(3), call.op.n[2] / 2};
+        product_unit<Of>(call, split_of<Of>(call, true), unit, store);
     }
 };
 
 // Keeps, by row and lane, the largest output as its dtype rounds it, and its column: the first of equal ones.
-template <class D>
+template <class Of>
 struct KeepLargest {
+    typedef typename Of::Dot::Acc Acc;
     static constexpr bool PAIRED = false;
+    Of value;
     float *best;   // [rows, 16]
     int32_t *ids;  // [rows, 16]
-    const typename D::type *bias;
-    int64_t columns, counting, first_row;
-    INLINE void operator()(int64_t row, int64_t column, const F *accs, int64_t n) const {
-        F acc = *accs;
-        if (bias) acc = acc + get_n<D>(bias + column, n);
-        acc = D::round(acc);
+    int64_t counting, first_row;
+    INLINE void operator()(int64_t row, int64_t column, const Acc *acc, int64_t n) const {
         float *b = best + (row - first_row) * LANES;
         int32_t *id = ids + (row - first_row) * LANES;
         float lanes[LANES];
-        store(lanes, acc);
+        store(lanes, Of::Out::round(value(row, column, *acc, n)));
         for (int64_t i = 0; i < std::min<int64_t>(LANES, counting - column); i++) {
             bool larger = lanes[i] > b[i];
             b[i] = larger ? lanes[i] : b[i];
@@ -257,20 +265,19 @@ struct KeepLargest {
     }
 };
 
-template <class D>
+template <class Of>
 struct LinearArgmax {
-    typedef typename DotOf<D>::type Dot;
-    static int64_t units(const Call &call) { return split_of<Dot>(call).units(); }
+    static int64_t units(const Call &call) { return split_of<Of>(call).units(); }
     static void run(const Call &call, int64_t unit) {
         const Op &op = call.op;
-        Split split = split_of<Dot>(call);
+        Split split = split_of<Of>(call);
         int64_t row = unit % split.row_groups * split.rows_per_unit;
         int64_t rows = std::min(split.rows_per_unit, call.rows - row);
         float *best = static_cast<float *>(scratch(size_t(rows) * LANES * 8));
         int32_t *ids = reinterpret_cast<int32_t *>(best + rows * LANES);
         for (int64_t i = 0; i < rows * LANES; i++) best[i] = -INFINITY, ids[i] = INT32_MAX;
-        KeepLargest<D> keep{best, ids, op.at<typename D::type>(2), op.n[2], op.n[3], row};
-        product_unit<Dot>(call, split, unit, sizeof(typename D::type), keep);
+        KeepLargest<Of> keep{Of(op), best, ids, op.n[3], row};
+        product_unit<Of>(call, split, unit, keep);
         for (int64_t r = 0; r < rows; r++) {
             float largest = -INFINITY;
             int32_t id = INT32_MAX;
@@ -287,13 +294,12 @@ struct LinearArgmax {
 };
 
 // p: best and ids of `linear_argmax`, out; n: T, K, N as there, so that the groups of panels are the same.
-template <class D>
+template <class Of>
 struct ArgmaxOfUnits {
-    typedef typename DotOf<D>::type Dot;
     static int64_t units(const Call &) { return 1; }
     static void run(const Call &call, int64_t) {
         const Op &op = call.op;
-        int64_t groups = split_of<Dot>(call).panel_groups;
+        int64_t groups = split_of<Of>(call).panel_groups;
         for (int64_t row = 0; row < call.rows; row++) {
             float largest = -INFINITY;
             int32_t id = 0;
@@ -351,6 +357,25 @@ struct Unpack {
     }
 };
 
+// Rows of an int8 table in D.
+template <class D>
+struct EmbeddingInt8 {
+    static int64_t units(const Call &call) { return call.rows; }
+    static void run(const Call &call, int64_t unit) {
+        const Op &op = call.op;
+        int64_t k = op.n[1], words = words_of<DotInt8>(k), row = op.at<int64_t>(0)[unit];
+        const uint32_t *in = op.at<uint32_t>(1) + row / LANES * words * LANES + row % LANES;
+        typename D::type *out = op.at<typename D::type>(2) + unit * k;
+        const int32_t *zeros = op.at<int32_t>(4);
+        F scale = set1(op.at<float>(3)[row]), zero = set1(zeros ? float(zeros[row]) : 0.0f);
+        by_lanes(k, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            int8_t line[LANES] = {};
+            for (int64_t j = 0; j < n; j += 4) std::memcpy(line + j, in + (i + j) / 4 * LANES, 4);
+            put_n<D>(out + i, (to_float(line) - zero) * scale, n);
+        });
+    }
+};
+
 typedef Pack<float, DotFloat32> PackFloat32;
 typedef Pack<uint16_t, DotBFloat16> PackBFloat16;
 typedef Pack<int8_t, DotInt8> PackInt8;
@@ -358,12 +383,16 @@ typedef Unpack<float, DotFloat32> UnpackFloat32;
 typedef Unpack<uint16_t, DotBFloat16> UnpackBFloat16;
 typedef Unpack<int8_t, DotInt8> UnpackInt8;
 
+#define BY_OPERANDS(name, type)                                                        \
+    KERNEL(name "/float32", type<Floats<Float32>>), KERNEL(name "/bfloat16", type<Floats<BFloat16>>), \
+        KERNEL(name "_int8/float32", type<Int8s<Float32>>), KERNEL(name "_int8/bfloat16", type<Int8s<BFloat16>>)
+
 extern const Kernel LINEAR[] = {
-    BY_DTYPE("linear", Linear),
-    BY_DTYPE("linear_swiglu", LinearSwiglu),
-    BY_DTYPE("linear_w8a8", LinearW8A8),
-    BY_DTYPE("linear_argmax", LinearArgmax),
-    BY_DTYPE("argmax_of_units", ArgmaxOfUnits),
+    BY_OPERANDS("linear", Linear),
+    BY_OPERANDS("linear_swiglu", LinearSwiglu),
+    BY_OPERANDS("linear_argmax", LinearArgmax),
+    BY_OPERANDS("argmax_of_units", ArgmaxOfUnits),
+    BY_DTYPE("embedding_int8", EmbeddingInt8),
     KERNEL("pack/float32", PackFloat32),
     KERNEL("pack/bfloat16", PackBFloat16),
     KERNEL("pack/int8", PackInt8),

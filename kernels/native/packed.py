@@ -45,8 +45,8 @@ class PackedWeight:
         return self.n, self.k
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Rows [first, first + len(rows)) of the weight become `rows` [m, k], of any float dtype. ValueError if it has
-        no such rows."""
+        """Rows [first, first + len(rows)) of the weight become `rows` [m, k], of any float dtype, or int8 in one
+        of int8. ValueError if it has no such rows."""
         if first < 0 or first + len(rows) > self.n or rows.shape[1:] != (self.k,):
             raise ValueError(f"rows {first} and following, {tuple(rows.shape)}, of a weight of {self.shape}")
         rows = rows.to(self.dtype).contiguous()
@@ -64,43 +64,19 @@ class PackedWeight:
         return self.rows(torch.arange(self.n))
 
 
-@dataclass(frozen=True, slots=True)
-class PackedInt8Weight:
-    """An int8 weight [n, k]. sums: int32, of each of its rows, padded with zeros to a multiple of 16: products are of
-    x + 128 where the processor multiplies unsigned by signed, and take 128 times the sum off again."""
-
-    packed: PackedWeight
-    sums: Tensor
-
-    @classmethod
-    def pack(cls, weight: Tensor) -> PackedInt8Weight:
-        """weight: int8 [n, k]."""
-        sums = torch.zeros(-(-len(weight) // native.LANES) * native.LANES, dtype=torch.int32)
-        sums[: len(weight)] = weight.sum(dim=1, dtype=torch.int32)
-        return cls(PackedWeight.pack(weight), sums)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, k)."""
-        return self.packed.shape
-
-    def dense(self) -> Tensor:
-        """int8 [n, k], a copy."""
-        return self.packed.dense()
+Matrix = Tensor | PackedWeight
+"""What numbers [N, K] of a weight are to a kernel: each backend has its own form."""
 
 
-Weight = Tensor | PackedWeight
-"""What a weight [N, K] is to a kernel: each backend has its own form."""
-
-
-def dense(weight: Weight) -> Tensor:
+def dense(matrix: Matrix) -> Tensor:
     """[N, K]: for golden functions."""
-    return weight.dense() if isinstance(weight, PackedWeight) else weight
+    return matrix.dense() if isinstance(matrix, PackedWeight) else matrix
 
 
-def write(weight: Weight, first: int, rows: Tensor) -> None:
-    """Rows [first, first + len(rows)) of the weight become `rows` [m, K], of any float dtype."""
-    if isinstance(weight, PackedWeight):
-        weight.write(first, rows)
+def write(matrix: Matrix, first: int, rows: Tensor) -> None:
+    """Rows [first, first + len(rows)) of the matrix become `rows` [m, K], of any float dtype, or int8 in one of
+    int8."""
+    if isinstance(matrix, PackedWeight):
+        matrix.write(first, rows)
     else:
-        weight[first : first + len(rows)] = rows
+        matrix[first : first + len(rows)] = rows

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -227,6 +228,14 @@ using npuserve::Op;
 namespace {
 constexpr size_t HUGE = size_t(2) << 20;
 size_t rounded(size_t bytes) { return (bytes + HUGE - 1) / HUGE * HUGE; }
+
+constexpr int COLLAPSE = 25;  // MADV_COLLAPSE, which older headers lack (Linux 6.1)
+
+void advise(void *memory, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    madvise(memory, rounded(bytes), MADV_HUGEPAGE);
+#endif
+}
 }  // namespace
 
 const char *npuserve_isa(int i) {
@@ -256,10 +265,23 @@ void *npuserve_allocate(size_t bytes) {
     uintptr_t begin = reinterpret_cast<uintptr_t>(mapped), aligned = rounded(begin), end = aligned + rounded(bytes);
     if (aligned > begin) munmap(mapped, aligned - begin);
     if (begin + whole > end) munmap(reinterpret_cast<void *>(end), begin + whole - end);
-#if defined(MADV_HUGEPAGE)
-    madvise(reinterpret_cast<void *>(aligned), rounded(bytes), MADV_HUGEPAGE);
-#endif
+    advise(reinterpret_cast<void *>(aligned), bytes);
     return reinterpret_cast<void *>(aligned);
+}
+
+void *npuserve_share(int file, int64_t offset, size_t bytes) {
+    void *memory = npuserve_allocate(bytes);
+    if (!memory) return nullptr;
+    void *mapped = mmap(memory, rounded(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, offset);
+    if (mapped != MAP_FAILED) {
+        advise(memory, bytes);
+        // A large page is made of one that has a page in it.
+        for (size_t at = 0; at < bytes; at += HUGE) static_cast<void>(static_cast<volatile char *>(memory)[at]);
+        // Where there are too few large pages just now, the rest of it is in small ones.
+        if (madvise(memory, rounded(bytes), COLLAPSE) == 0 || errno != EINVAL) return memory;
+    }
+    npuserve_free(memory, bytes);
+    return nullptr;
 }
 
 void npuserve_free(void *memory, size_t bytes) { munmap(memory, rounded(bytes)); }

@@ -5,18 +5,22 @@
 //                    p: qkv [T, (Hq + 2 Hkv) D], q_gamma, k_gamma [D] or null, cos_sin [P, D] float32, positions [T]
 //                       int64, slot_mapping [T] int64, keys, values, q [T, Hq, D]
 //                    n: T, Hq, Hkv, D, block_size                                                f: eps
+//   qk_norm_rope_kv_write_int8
+//                    also p: scales of the keys, scales of the values
 #include <algorithm>
 
-#include "tile.h"
+#include "cache.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
 // The norms and turns of a token's heads, and its places in the cache. Rounds where the golden function rounds.
-template <class D>
+template <class C>
 struct QkNormRopeKvWrite {
+    typedef typename C::Activation D;
     typedef typename D::type T;
-    static constexpr int64_t PER_WORD = D::PER_WORD;
+    typedef typename C::Number Number;
+    static constexpr int64_t PER_WORD = C::PER_WORD;
     // Tokens of a panel share its cache lines: threads that took them in turn would wait for each other.
     static constexpr int64_t UNIT_TOKENS = LANES;
 
@@ -36,8 +40,9 @@ struct QkNormRopeKvWrite {
         const Op &op = call.op;
         const int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = DIM ? DIM : op.n[3], block_size = op.n[4];
         const int64_t padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
-        T *turned = static_cast<T *>(scratch(size_t(dim) * (sizeof(T) + 4) + 256));
+        T *turned = static_cast<T *>(scratch(size_t(dim) * (sizeof(T) + 4 + sizeof(Number)) + 256));
         float *normed = reinterpret_cast<float *>(turned) + ceil_div<int64_t>(dim * int64_t(sizeof(T)), 64) * 16;
+        Number *room = reinterpret_cast<Number *>(normed + dim);
         const int64_t *positions = op.at<int64_t>(4), *slots = op.at<int64_t>(5);
         float eps = float(op.f[0]);
         for (int64_t t = unit * UNIT_TOKENS; t < std::min(call.rows, (unit + 1) * UNIT_TOKENS); t++) {
@@ -51,25 +56,34 @@ struct QkNormRopeKvWrite {
             int64_t block = slot / block_size, offset = slot % block_size;
             for (int64_t h = 0; h < kv_heads; h++) {
                 turn<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, normed, turned);
-                uint32_t *keys = op.at<uint32_t>(6) + (block * kv_heads + h) * (dim / PER_WORD) * block_size + offset;
+                int64_t place = block * kv_heads + h, scale = place * block_size + offset;
+                const Number *key = C::number(turned, dim, room, op.at<uint16_t>(9) + scale);
+                char *keys = op.at<char>(6) + (place * (dim / PER_WORD) * block_size + offset) * C::WORD;
                 for (int64_t w = 0; w < dim / PER_WORD; w++)
-                    keys[w * block_size] = word_at(reinterpret_cast<const char *>(turned) + w * 4);
-                int64_t word = (block * kv_heads + h) * (block_size / PER_WORD) + offset / PER_WORD;
-                write_value(op.at<T>(7) + word * padded_dim * PER_WORD, in + (q_heads + kv_heads + h) * dim, dim,
-                            offset % PER_WORD);
+                    std::memcpy(keys + w * block_size * C::WORD, key + w * PER_WORD, C::WORD);
+                const T *v = in + (q_heads + kv_heads + h) * dim;
+                int64_t word = place * (block_size / PER_WORD) + offset / PER_WORD;
+                write_value(op.at<Number>(7) + word * padded_dim * PER_WORD,
+                            C::number(v, dim, room, op.at<uint16_t>(10) + scale), dim, offset % PER_WORD);
             }
         }
     }
 
     // Only this token's part of each word is written: another thread may write the other.
-    static INLINE void write_value(T *words, const T *v, int64_t dim, int64_t part) {
+    static INLINE void write_value(Number *words, const Number *v, int64_t dim, int64_t part) {
         int64_t d = 0;
 #if defined(__AVX512BW__)
-        if (PER_WORD == 2) {
+        if (sizeof(Number) == 2) {
             __mmask32 mine = part ? 0xAAAAAAAAu : 0x55555555u;
             for (; d + LANES <= dim; d += LANES) {
                 __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(v + d)));
                 _mm512_mask_storeu_epi16(words + d * 2, mine, part ? _mm512_slli_epi32(x, 16) : x);
+            }
+        } else if (sizeof(Number) == 1) {
+            __mmask64 mine = part ? 0xAAAAAAAAAAAAAAAAu : 0x5555555555555555u;
+            for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+                __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(v + d)));
+                _mm512_mask_storeu_epi8(words + d * 2, mine, part ? _mm512_slli_epi16(x, 8) : x);
             }
         }
 #endif
@@ -122,8 +136,14 @@ struct QkNormRopeKvWrite {
     }
 };
 
+template <class D>
+using WritePlain = QkNormRopeKvWrite<PlainCache<D>>;
+template <class D>
+using WriteInt8 = QkNormRopeKvWrite<Int8Cache<D>>;
+
 extern const Kernel ROPE[] = {
-    BY_DTYPE("qk_norm_rope_kv_write", QkNormRopeKvWrite),
+    BY_DTYPE("qk_norm_rope_kv_write", WritePlain),
+    BY_DTYPE("qk_norm_rope_kv_write_int8", WriteInt8),
     {nullptr, nullptr, nullptr},
 };
 

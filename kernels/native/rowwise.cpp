@@ -1,7 +1,9 @@
 // Kernels that make each row of its own row alone.
 //
-//   rms_norm            p: x [T, H], null, gamma [H], out [T, H]                       n: T, H        f: eps
-//   add_rms_norm        p: x, residual [T, H], gamma [H], out, sum [T, H]              n: T, H        f: eps
+//   rms_norm            p: x [T, H], null, gamma [H], out [T, H] or null and then int8 from 5 on, null
+//                                                                                      n: T, H        f: eps, levels
+//   add_rms_norm        p: x, residual [T, H], gamma [H], out or null, sum [T, H], int8
+//                                                                                      n: T, H        f: eps, levels
 //   swiglu              p: gate and up [T, 2 I], out [T, I]                            n: T, I
 //   take_ids            p: ids [T] int64, last int64, out [T] int64                    n: T
 //   keep_ids            p: ids [T, W] int64, last [T] int64                            n: T, W
@@ -9,7 +11,11 @@
 //   greedy              p: logits [T, Vp], best [parts, T] float32, ids [parts, T] int32: of each part of the columns
 //                          the largest logit and its first column                      n: T, Vp, columns that count
 //   greedy_merge        p: best, ids, out [T] int64                                    n: T, Vp, columns that count
-//   quantize_per_token  p: x [T, K], out [T, K] int8, scale [T] float32                n: T, K
+//   quantize            p: x [T, K], int8                                              n: T, K        f: levels
+//   row_sums            p: x [T, K] int8, out [T] int32                                n: T, K
+//
+// "int8" is five pointers: values [T, K], scale [T] float32, zero [T] int32 or null for no zeros; a static scale or
+// null, and its zero or null. levels: by which the largest magnitude is divided for a scale without a zero.
 #include <algorithm>
 
 #include "vec.h"
@@ -30,6 +36,53 @@ struct ByRows {
     }
 };
 
+// Whole numbers, -128 to 127, as int8.
+INLINE void put_int8(int8_t *p, F x, int64_t n) {
+    int8_t l[LANES];
+    int8_t *to = n < LANES ? l : p;
+#if defined(__AVX512F__)
+    __m512i whole = _mm512_maskz_cvtps_epi32(0xFFFF, (__m512)x.v[0]);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_maskz_cvtepi32_epi8(0xFFFF, whole));
+#else
+    typedef int8_t bvec __attribute__((vector_size(WIDTH)));
+    EACH(i) {
+        bvec bytes = __builtin_convertvector(__builtin_convertvector(x.v[i], ivec), bvec);
+        std::memcpy(to + i * WIDTH, &bytes, WIDTH);
+    }
+#endif
+    if (n < LANES) std::memcpy(p, l, size_t(n));
+}
+
+// A row of numbers [size] as int8, see `quantize` of quantized.py; p: the first of the pointers, f: the levels.
+template <class D>
+INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename D::type *x, int64_t size) {
+    int8_t *out = op.at<int8_t>(p) + row * size;
+    int32_t *zeros = op.at<int32_t>(p + 2);
+    const float *fixed = op.at<float>(p + 3);
+    float scale, zero = 0;
+    if (fixed) {
+        scale = *fixed;
+        if (zeros) zero = float(*op.at<int32_t>(p + 4));
+    } else {
+        F low = set1(0.0f), high = low;
+        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            F v = get_n<D>(x + i, n);
+            low = min(v, low), high = max(v, high);
+        });
+        float lowest = -lane_max(set1(0.0f) - low), highest = lane_max(high);
+        scale = zeros ? highest / 255.0f - lowest / 255.0f : std::max(highest, -lowest) / float(op.f[f]);
+        scale = scale > 0 ? scale : 1.0f;
+        if (zeros) zero = std::min(std::max(std::nearbyint(-128.0f - lowest / scale), -128.0f), 127.0f);
+    }
+    op.at<float>(p + 1)[row] = scale;
+    if (zeros) zeros[row] = int32_t(zero);
+    F divisor = set1(scale), from = set1(-128.0f - zero), to = set1(127.0f - zero), shift = set1(zero);
+    by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        F v = get_n<D>(x + i, n) / divisor;
+        put_int8(out + i, nearest(min(max(v, from), to)) + shift, n);
+    });
+}
+
 // Rounded as Hugging Face's: the sum, and the normalized value before it is multiplied by gamma.
 template <class D, bool ADD>
 struct NormRow {
@@ -38,7 +91,9 @@ struct NormRow {
     static INLINE void row(const Op &op, int64_t row) {
         int64_t size = op.n[1];
         const T *x = op.at<T>(0) + row * size, *residual = op.at<T>(1) + (ADD ? row * size : 0), *gamma = op.at<T>(2);
-        T *out = op.at<T>(3) + row * size, *sum = op.at<T>(4) + (ADD ? row * size : 0);
+        bool int8 = !op.p[3];
+        T *out = int8 ? static_cast<T *>(scratch(size_t(row_bytes(op)))) : op.at<T>(3) + row * size;
+        T *sum = op.at<T>(4) + (ADD ? row * size : 0);
         F squares = zero();
         by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
             F v = get_n<D>(x + i, n);
@@ -53,6 +108,7 @@ struct NormRow {
         by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
             put_n<D>(out + i, D::round(get_n<D>(normed + i, n) * scale) * get_n<D>(gamma + i, n), n);
         });
+        if (int8) quantize_row<D>(op, 5, 1, row, out, size);
     }
 };
 template <class D>
@@ -140,47 +196,26 @@ struct GreedyMerge {
     }
 };
 
-// Whole numbers, -128 to 127, as int8.
-INLINE void put_int8(int8_t *p, F x, int64_t n) {
-    int8_t l[LANES];
-    int8_t *to = n < LANES ? l : p;
-#if defined(__AVX512F__)
-    __m512i whole = _mm512_maskz_cvtps_epi32(0xFFFF, (__m512)x.v[0]);
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_maskz_cvtepi32_epi8(0xFFFF, whole));
-#else
-    typedef int8_t bvec __attribute__((vector_size(WIDTH)));
-    EACH(i) {
-        bvec bytes = __builtin_convertvector(__builtin_convertvector(x.v[i], ivec), bvec);
-        std::memcpy(to + i * WIDTH, &bytes, WIDTH);
-    }
-#endif
-    if (n < LANES) std::memcpy(p, l, size_t(n));
-}
-
 template <class D>
 struct QuantizeRow {
     typedef typename D::type T;
     static int64_t row_bytes(const Op &op) { return op.n[1] * int64_t(sizeof(T)); }
     static INLINE void row(const Op &op, int64_t row) {
-        int64_t size = op.n[1];
-        const T *x = op.at<T>(0) + row * size;
-        int8_t *out = op.at<int8_t>(1) + row * size;
-        F largest = zero();
-        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-            F v = get_n<D>(x + i, n);
-            largest = max(max(v, zero() - v), largest);
-        });
-        float scale = lane_max(largest) / 127.0f;
-        scale = scale > 0 ? scale : 1.0f;
-        op.at<float>(2)[row] = scale;
-        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-            F v = get_n<D>(x + i, n) / set1(scale);
-            put_int8(out + i, nearest(min(max(v, set1(-127.0f)), set1(127.0f))), n);
-        });
+        quantize_row<D>(op, 1, 0, row, op.at<T>(0) + row * op.n[1], op.n[1]);
     }
 };
 template <class D>
-using QuantizePerToken = ByRows<QuantizeRow<D>>;
+using Quantize = ByRows<QuantizeRow<D>>;
+
+struct RowSum {
+    static int64_t row_bytes(const Op &op) { return op.n[1]; }
+    static INLINE void row(const Op &op, int64_t row) {
+        const int8_t *x = op.at<int8_t>(0) + row * op.n[1];
+        int32_t sum = 0;
+        for (int64_t i = 0; i < op.n[1]; i++) sum += x[i];
+        op.at<int32_t>(1)[row] = sum;
+    }
+};
 
 struct TakeId {
     static int64_t row_bytes(const Op &) { return sizeof(int64_t); }
@@ -204,7 +239,8 @@ extern const Kernel ROWWISE[] = {
     BY_DTYPE("embedding", Embedding),
     BY_DTYPE("greedy", Greedy),
     BY_DTYPE("greedy_merge", GreedyMerge),
-    BY_DTYPE("quantize_per_token", QuantizePerToken),
+    BY_DTYPE("quantize", Quantize),
+    KERNEL("row_sums/int8", ByRows<RowSum>),
     {nullptr, nullptr, nullptr},
 };
 

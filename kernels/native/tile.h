@@ -15,6 +15,7 @@ namespace NPUSERVE_ISA {
 // acc + w . x over one word, by lane.
 struct DotFloat32 {
     static constexpr int PER_WORD = 1;
+    static constexpr int64_t PANEL = 64;  // bytes of a panel's word, as `stream` takes it
     typedef F Acc, W, X;
     static INLINE Acc start() { return zero(); }
     static INLINE W get(const char *w) { return load(reinterpret_cast<const float *>(w)); }
@@ -32,6 +33,7 @@ INLINE ivec load_words(const char *w, int part) {
 
 struct DotBFloat16 {
     static constexpr int PER_WORD = 2;
+    static constexpr int64_t PANEL = 64;
     typedef F Acc;
     static INLINE Acc start() { return zero(); }
 #if defined(__AVX512BF16__)
@@ -67,9 +69,7 @@ struct DotBFloat16 {
 // int8 times int8, exactly, in int32.
 struct DotInt8 {
     static constexpr int PER_WORD = 4;
-    struct Acc {
-        ivec v[PARTS];
-    };
+    typedef I Acc;
     static INLINE Acc start() { return Acc{}; }
 #if defined(__AVX512VNNI__)
     // The instruction takes unsigned times signed: x is taken plus 128, and whoever stores takes it off again.
@@ -158,13 +158,13 @@ struct Next {
 template <class Dot, int R, int P, bool FETCH>
 INLINE void stream(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
                    int64_t words, Next next) {
-    constexpr int64_t AHEAD = 8;
+    constexpr int64_t PANEL = Dot::PANEL, AHEAD = 512 / PANEL;
     auto run = [&](int64_t from, int64_t to, const char *ahead, int64_t stride) {
         for (int64_t k = from; k < to; k++, ahead += stride) {
             typename Dot::W v[P];
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {
-                if (FETCH) __builtin_prefetch(ahead + p * 64, 0, 3);
-                v[p] = Dot::get(w + k * w_stride + p * 64);
+                if (FETCH && p * PANEL % 64 == 0) __builtin_prefetch(ahead + p * PANEL, 0, 3);
+                v[p] = Dot::get(w + k * w_stride + p * PANEL);
             }
             _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
                 auto word = Dot::spread(word_at(x + r * x_stride + k * 4));

@@ -48,6 +48,10 @@ struct F {
     fvec v[PARTS];
 };
 
+struct I {
+    ivec v[PARTS];
+};
+
 #define EACH(i) _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++)
 
 INLINE F set1(float x) {
@@ -298,6 +302,41 @@ INLINE void put_n(typename D::type *p, F x, int64_t n) {
     typename D::type l[LANES];
     D::put(l, x);
     for (int64_t i = 0; i < n; i++) p[i] = l[i];
+}
+
+// Sixteen int32, which wrap.
+INLINE I operator-(I a, I b) {
+    EACH(i) a.v[i] = a.v[i] - b.v[i];
+    return a;
+}
+INLINE I operator*(I a, int32_t b) {
+    EACH(i) a.v[i] = a.v[i] * b;
+    return a;
+}
+INLINE I get_n(const int32_t *p, int64_t n) {
+    int32_t l[LANES] = {};
+    if (n < LANES) {
+        for (int64_t i = 0; i < n; i++) l[i] = p[i];
+        p = l;
+    }
+    I r;
+    EACH(i) r.v[i] = *reinterpret_cast<const ivec_u *>(p + i * WIDTH);
+    return r;
+}
+INLINE F to_float(I x) {
+    F r;
+    EACH(i) r.v[i] = __builtin_convertvector(x.v[i], fvec);
+    return r;
+}
+INLINE F to_float(const int8_t *p) {
+    typedef int8_t bvec __attribute__((vector_size(WIDTH)));
+    F r;
+    EACH(i) {
+        bvec bytes;
+        std::memcpy(&bytes, p + i * WIDTH, WIDTH);
+        r.v[i] = __builtin_convertvector(__builtin_convertvector(bytes, ivec), fvec);
+    }
+    return r;
 }
 
 // x * sigmoid(x), rounded.

@@ -21,6 +21,7 @@ from typing import Any, Generic
 import torch
 
 from npuserve.kernels import ascend
+from npuserve.kernels.quantized import Int8Weight
 from npuserve.kernels.registry import Span
 from npuserve.npu import emulator
 from npuserve.npu.backends import acl_errors
@@ -41,6 +42,9 @@ class Done(Generic[T]):
     def wait(self) -> T:
         return self._result
 
+    def done(self) -> bool:
+        return True
+
 
 class Fetched:
     """A copy on its way to the host. staged: what is being copied, kept until it is there. events: given back to `pool`
@@ -58,6 +62,9 @@ class Fetched:
             self._events[-1].synchronize()
             self._pool.extend(self._events)
             self._staged = None
+
+    def done(self) -> bool:
+        return self._staged is None or bool(self._events[-1].query())
 
 
 class DeviceSpan:
@@ -90,6 +97,7 @@ class AscendBackend(Backend):
     block_multiple = ascend.BLOCK
     padding_blocks = 1
     sampling_bytes = 40
+    int8_levels = ascend.LEVELS
 
     def __init__(self) -> None:
         self.kernels = ascend.LABEL
@@ -167,6 +175,12 @@ class AscendBackend(Backend):
     def weight(self, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
         return self.empty((n, k), dtype)
 
+    def arrange(self, weight: Int8Weight, *, table: bool) -> None:
+        """[K, N]: in FRACTAL_NZ, or as it lies where rows are read as embeddings too. In place, so that it is never
+        there twice."""
+        assert isinstance(weight.values, torch.Tensor)
+        weight.values.data = weight.values.t() if table else ascend.fractal_nz(weight.values)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:
             return torch.empty(*shape, dtype=dtype, device=self.device)
@@ -175,6 +189,15 @@ class AscendBackend(Backend):
             raise BackendError(
                 f"device: no {wanted} MiB of device memory are left of {self.memory_available() >> 20} MiB that are "
                 "free: a smaller kv_cache_memory, max_num_batched_tokens or decode_buckets takes less") from error
+
+    def cache_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+        """Fused attention reads an int8 cache in blocks, with scales for each token and head, for rows of one query
+        alone (documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2): chunks of prompts could not."""
+        if asked == "int8":
+            raise BackendError(
+                f"kv_cache_dtype: 'int8' is not possible on {self.name}, whose fused attention reads an int8 cache in "
+                "blocks for rows of one token alone, and not for chunks of prompts; possible is auto")
+        return super().cache_dtype(asked, dtype)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from npuserve.kernels.native.packed import Weight
+from npuserve.kernels.native.packed import Matrix
+from npuserve.kernels.quantized import Int8Weight
 from npuserve.kernels.registry import Span
+from npuserve.npu.quantization import W8A8
 
 
 class BackendError(ValueError):
@@ -47,12 +50,18 @@ class Event(Protocol):
     def wait(self) -> None:
         """Return once the work before the mark is done. Raises what the device has to say against it."""
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
 
 class Pending(Protocol[Result]):
     """Work that was handed to the device's queue."""
 
     def wait(self) -> Result:
         """What the work returned, once it has: its kernels are queued then, or done. Raises what it raised."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
 
 
 class Captured(Protocol):
@@ -86,16 +95,21 @@ class Backend(ABC):
     batch nor on chunking. threads: of the host, for the device's work. padding_blocks: KV-cache blocks beyond those
     that are given to requests, the first of them for the rows that pad a captured batch. decode_buckets: rows of the
     decode steps that are captured; () for the device's own choice. sampling_bytes: what `sample` takes for a logit.
+    int8_levels: of the schemes by which activations become int8 (`quantized.Scheme`).
+    int8_cache: the kernels take a KV cache in int8, too. int8_zeros: they take zero points of int8.
     """
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
     vocabulary_tile: ClassVar[int]
     block_size: ClassVar[int]
+    int8_cache: ClassVar[bool] = False
+    int8_zeros: ClassVar[bool] = False
     block_multiple: int = 1
     padding_blocks: int = 0
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
+    int8_levels: float = 127.5
     kernels: str
     deterministic: bool
     threads: int
@@ -138,17 +152,47 @@ class Backend(ABC):
     def resolve_dtype(self, asked: str, checkpoint: str) -> str:
         """The name of one of `dtypes`, for "auto" or a name, and the checkpoint's. Raises BackendError."""
 
-    def weight(self, n: int, k: int, dtype: torch.dtype) -> Weight:
+    def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         """Storage for a linear weight [n, k] or a table of n embeddings, to be filled with `packed.write`."""
         return torch.empty(n, k, dtype=dtype, device=self.device)
 
     def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
-        """What `weight` takes."""
+        """What `weight` takes, once arranged."""
         return n * k * dtype.itemsize
+
+    def check_int8(self, scheme: W8A8) -> None:
+        """Raises BackendError for a quantization that the kernels do not compute."""
+        wrong = [name for name, symmetric in (
+            ("weights", scheme.symmetric), ("input_activations", scheme.symmetric_inputs)) if not symmetric]
+        if wrong and not self.int8_zeros:
+            raise BackendError(
+                f"quantization_config: {' and '.join(wrong)} with zero points (symmetric: false) are not possible on "
+                f"{self.name}, whose products of int8 take none; possible is symmetric: true")
+
+    def arrange(self, weight: Int8Weight, *, table: bool) -> None:
+        """Bring an int8 weight, which holds all its numbers now, into the form that the kernels read, in place. table:
+        embeddings are read from it too."""
+        return
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Storage on the device for what is large and stays."""
         return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def sharing(self, file: int, *, filled: bool) -> AbstractContextManager[bool]:
+        """Inside, what `weight` and `empty` give out lies in an open file in memory, which outlives this process.
+        filled: another process did so, asked for the same things in the same order, and what they hold is to be found
+        again; otherwise the file begins anew. Gives False where that cannot be, and changes nothing then."""
+        return nullcontext(False)
+
+    def cache_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+        """Of a KV cache beside activations of `dtype`, for "auto", which is that, or "int8". Raises BackendError."""
+        if asked == "auto":
+            return dtype
+        if asked != "int8" or not self.int8_cache:
+            raise BackendError(
+                f"kv_cache_dtype: {asked!r} is not possible on {self.name}; possible are auto"
+                f"{', int8' if self.int8_cache else ' alone'}")
+        return torch.int8
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -157,6 +201,10 @@ class Backend(ABC):
         are computed elsewhere has slots as below, their heads padded or not."""
         shape = (num_blocks, block_size, kv_heads, head_dim)
         return shape, shape
+
+    def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
+        """Of the scales of an int8 cache's keys, and of its values."""
+        return num_blocks, block_size, kv_heads
 
     def read_cache(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int

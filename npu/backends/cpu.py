@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic
@@ -14,7 +15,7 @@ import torch
 
 from npuserve.kernels.native import LANES, Arena, Program, layout, library, record
 from npuserve.kernels.native import available as built
-from npuserve.kernels.native.packed import PackedWeight, Weight, packed_words
+from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
 
@@ -29,6 +30,9 @@ class Done:
 
     def wait(self) -> None:
         return
+
+    def done(self) -> bool:
+        return True
 
 
 class Task(Generic[T]):
@@ -58,6 +62,9 @@ class Task(Generic[T]):
             if self._error:
                 raise self._error
             return self._result
+
+    def done(self) -> bool:
+        return not self._told.locked()
 
 
 class Queue:
@@ -119,6 +126,7 @@ class CpuBackend(Backend):
     dtypes = ("float32", "bfloat16")
     vocabulary_tile = 64
     block_size = 128
+    int8_cache = int8_zeros = True
 
     def __init__(self, native: bool = built()) -> None:
         self.device = torch.device("cpu")
@@ -147,7 +155,7 @@ class CpuBackend(Backend):
     def _threads(self, count: int) -> int:
         return count or min(_TORCH_THREADS, usable_cores())
 
-    def weight(self, n: int, k: int, dtype: torch.dtype) -> Weight:
+    def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         if self._arena is None:
             return super().weight(n, k, dtype)
         return PackedWeight(self._arena.zeros((packed_words(n, k, dtype),), torch.int32), n, k, dtype)
@@ -158,12 +166,27 @@ class CpuBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return super().empty(shape, dtype) if self._arena is None else self._arena.zeros(shape, dtype)
 
+    @contextmanager
+    def sharing(self, file: int, *, filled: bool) -> Iterator[bool]:
+        if self._arena is None or not _shares(file, filled):
+            yield False
+            return
+        own, self._arena = self._arena, Arena(file)
+        try:
+            yield True
+        finally:
+            self._arena = own
+
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sizes = num_blocks, block_size, kv_heads, head_dim, dtype
         return super().cache_shapes(*sizes) if self._arena is None else (
             layout.key_shape(*sizes), layout.value_shape(*sizes))
+
+    def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
+        made = super().scale_shape if self._arena is None else layout.scale_shape
+        return made(num_blocks, block_size, kv_heads)
 
     def read_cache(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int
@@ -222,6 +245,17 @@ class CpuBackend(Backend):
 
 
 BACKEND = CpuBackend
+
+
+def _shares(file: int, filled: bool) -> bool:
+    """False where the system makes no large pages of a file, without which steps would be slower."""
+    try:
+        if not filled:
+            os.ftruncate(file, 0)
+        Arena(file).zeros((1,), torch.uint8)
+    except (MemoryError, OSError):
+        return False
+    return True
 
 
 def usable_cores() -> int:

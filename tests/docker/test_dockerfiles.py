@@ -95,6 +95,6 @@ def test_the_builder_is_sent_the_package_and_no_more():
     names = {file.as_posix() for file in sent()}
     assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/pool.h",
             "service/cli.py", "npu/storyteller/model/model.safetensors", "protos/npuserve/v1/generate_pb2.py"} <= names
-    rooms = {"service", "npu", "kernels", "protos", "docker"}
+    rooms = {"client", "service", "npu", "kernels", "protos", "docker"}
     assert {name.split("/")[0] for name in names if "/" in name} == rooms
     assert not [name for name in names if re.search(r"\.so$|__pycache__|Dockerfile|/\.", name)]

@@ -49,7 +49,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        return Path(self.log_file.name).read_text()
+        return Path(self.log_file.name).read_text(errors="replace")
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""

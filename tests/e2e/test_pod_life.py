@@ -32,7 +32,8 @@ pytestmark = [chart.needs_helm, pytest.mark.slow, pytest.mark.timeout(300)]
 def container(free_port: Callable[[], int]) -> Iterator[Container]:
     """With the chart's own times and settings; only the ports are free ones, since pods here share an address. Its
     volumes have short paths, as they have in a pod: a socket's may be of 100 characters."""
-    objects = chart.render({"host": "127.0.0.1", "ports": {"grpc": free_port(), "metrics": free_port()}})
+    objects = chart.render({"host": "127.0.0.1", "ports": {
+        "grpc": free_port(), "metrics": free_port(), "health": free_port()}})
     config = {"npuserve.toml": chart.config_file(objects)}
     with tempfile.TemporaryDirectory() as volumes:
         program = entrypoint(chart.ROOT / "docker" / "Dockerfile.cpu")

@@ -16,11 +16,12 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "headless": {"enabled": False}, "networkPolicy": {"enabled": False}, "serviceAccount": {"create": False},
         "metrics": {"scrape": "none"}, "nameOverride": "llm"}),
     "all settings": ((), {"config": {
-        "emulate": True, "emulate_relax": "fp32", "dtype": "float32", "max_model_len": 512, "frontends": 2,
-        "max_connection_age_seconds": 0,
+        "emulate": True, "emulate_relax": "fp32", "dtype": "float32", "lm_head_dtype": "int8", "max_model_len": 512,
+        "frontends": 2, "max_connection_age_seconds": 0,
         "max_num_seqs": 8, "max_num_batched_tokens": 256, "decode_buckets": "1,2,4", "max_queue": 16,
-        "priority_aging_seconds": 2.5, "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
-        "kv_cache_dtype": "auto", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
+        "priority_aging_seconds": 2.5, "hang_seconds": 90, "double_buffering": False, "prefill_device": "cpu",
+        "block_size": 16,
+        "kv_cache_dtype": "int8", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
         "tensor_parallel_size": 1, "kernel_sampling": 64, "log_format": "json", "log_level": "debug",
         "log_prompts": True, "metrics_vllm_aliases": True, "target_ttft_seconds": 1, "target_itl_seconds": 0.05,
         "otlp_endpoint": "http://collector.tracing:4317"}}),
@@ -60,9 +61,17 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "cache on a claim, one replica": ((), {
         "replicas": 1, "strategy": {"type": "Recreate"}, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
     "cache on a claim of one's own": ((), {"cache": {"type": "pvc", "claimName": "caches"}}),
+    "mutual TLS": (("cpu",), {
+        "tls": {"secretName": "cert", "clientCaSecretName": "clients"},
+        "helmTest": {"caSecretName": "root", "clientCertSecretName": "own"}}),
+    "TLS and keys": (("cuda",), {
+        "tls": {"secretName": "cert"}, "apiKeys": {"secretName": "keys", "key": "file"},
+        "helmTest": {"apiKeySecretName": "one", "key": "k"}}),
+    "keys alone, with no test": ((), {"apiKeys": {"secretName": "keys"}, "service": {"type": "LoadBalancer"}}),
     "short drain, no pre-stop": ((), {"termination": {"drainSeconds": 5, "preStopSeconds": 0}}),
     "long grace, other ports, IPv6": ((), {
-        "termination": {"gracePeriodSeconds": 3600}, "ports": {"grpc": 8001, "metrics": 8002}, "host": "::"}),
+        "termination": {"gracePeriodSeconds": 3600}, "host": "::",
+        "ports": {"grpc": 8001, "metrics": 8002, "health": 8003}}),
     "all that a pod may have more": (("ascend",), {
         "commonLabels": {"team": "llm"}, "podLabels": {"tier": "gold"}, "podAnnotations": {"note": "true"},
         "image": {"repository": "registry.example.com:5000/llm/npuserve", "digest": "sha256:" + "0" * 64,

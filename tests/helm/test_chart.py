@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from npuserve.service import settings, supervisor
-from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service import generate, settings, supervisor
 from npuserve.service.health import LIVENESS, READINESS
 from tests.helm.chart import (
     CHART,
@@ -29,7 +27,6 @@ from tests.helm.chart import (
     pod,
     problems,
     render,
-    template,
 )
 from tests.helm.combinations import COMBINATIONS
 
@@ -99,7 +96,7 @@ def test_the_validation_finds_what_is_wrong(versions: list[str]):
 
 
 def test_every_value_is_set_by_some_combination():
-    """A value that none sets is a branch of the templates that nobody looked at. tls and apiKeys have a test below."""
+    """A value that none sets is a branch of the templates that nobody looked at."""
     def leaves(values: Object, path: str = "") -> set[str]:
         found: set[str] = set()
         for name, value in values.items():
@@ -112,7 +109,7 @@ def test_every_value_is_set_by_some_combination():
             for presets, values in COMBINATIONS.values()]
     unset = {path for path in leaves(files[""]) if not any(name == path or name.startswith(f"{path}.")
                                                            for name in set().union(*made))}
-    assert {path for path in unset if path.split(".")[0] not in ("tls", "apiKeys")} == set()
+    assert unset == set()
 
 
 @pytest.mark.parametrize("values", [{}, {"termination": {"drainSeconds": 0, "preStopSeconds": 0}},
@@ -131,14 +128,15 @@ def test_the_grace_period_holds_the_pre_stop_and_the_drain(values: Object):
 def test_probes_ask_the_health_services():
     objects = render({"probes": {"startupSeconds": 62}})
     (container,) = pod(objects)["containers"]
-    port = toml(objects)["port"]
+    port = toml(objects)["health_port"]
     asked = {name: container[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")}
     assert asked == {"startup": {"port": port, "service": ""},
                      "readiness": {"port": port, "service": "npuserve.readiness"},
                      "liveness": {"port": port, "service": LIVENESS}}
     assert {"", "npuserve.readiness"} <= set(READINESS)
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] == 65
-    assert [p["containerPort"] for p in container["ports"]] == [port, toml(objects)["metrics_port"]]
+    assert [p["containerPort"] for p in container["ports"]] == [
+        toml(objects)["port"], toml(objects)["metrics_port"], port]
 
 
 def test_the_pod_is_locked_up():
@@ -252,35 +250,56 @@ def test_the_route_leaves_administration_out():
         "npuserve.v1.InferenceService", "grpc.health.v1.Health"}
 
 
-RESERVED = {
-    "tls_cert": {"tls": {"secretName": "s"}}, "tls_key": {"tls": {"secretName": "s"}},
-    "tls_client_ca": {"tls": {"secretName": "s", "clientCaSecretName": "s"}},
-    "api_keys": {"apiKeys": {"secretName": "s"}},
-}
+TLS = {"tls": {"secretName": "cert"}}
+MUTUAL = {"tls": {"secretName": "cert", "clientCaSecretName": "ca"}}
+KEYS = {"apiKeys": {"secretName": "keys", "key": "k"}}
 
 
-def test_what_the_server_refuses_the_chart_refuses(tmp_path: Path, versions: list[str]):
-    """When the server takes one of these settings, its name leaves the list in _checks.tpl, and the chart sets it."""
-    def reserved(name: str) -> bool:
-        try:
-            ServerConfig(**{name: "file"})
-        except ConfigError as error:
-            return "reserved" in str(error)
-        return False
+@pytest.mark.parametrize(("values", "given"), [
+    ({}, {}),
+    (TLS, {"tls_cert": "cert", "tls_key": "cert"}),
+    (MUTUAL, {"tls_cert": "cert", "tls_key": "cert", "tls_client_ca": "ca"}),
+    (KEYS, {"api_keys": "keys"}),
+])
+def test_secrets_are_mounted_where_the_server_looks_for_them(values: Object, given: dict[str, str]):
+    """Whole, not by subPath, so that running pods see a change."""
+    objects = render(values)
+    settings, spec = toml(objects), pod(objects)
+    mounts = {m["mountPath"]: m for m in spec["containers"][0]["volumeMounts"]}
+    secrets = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
+    names = {name: settings[name] for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys") if name in settings}
+    assert set(names) == set(given)
+    for name, path in names.items():
+        mount = mounts[str(Path(path).parent)]
+        assert secrets[mount["name"]] == given[name]
+        assert mount["readOnly"]
+        assert "subPath" not in mount
+    assert set(secrets.values()) == set(given.values())
+    assert {port["appProtocol"] for o in objects if o["kind"] == "Service" for port in o["spec"]["ports"]} == {
+        "https" if "tls" in values else "kubernetes.io/h2c"}
 
-    checks = (CHART / "templates" / "_checks.tpl").read_text()
-    listed = re.search(r'define "npuserve.reserved" -}}\n([^{]*)', checks)
-    assert listed is not None
-    assert set(listed.group(1).split()) == {name for name in RESERVED if reserved(name)}
-    open_chart = tmp_path / "npuserve"
-    shutil.copytree(CHART, open_chart)
-    (open_chart / "templates" / "_checks.tpl").write_text(checks.replace(listed.group(1), "none\n"))
-    for name, values in RESERVED.items():
-        objects = render(values, chart=open_chart)
-        assert not problems(objects, versions[1])
-        path = Path(toml(objects)[name])
-        assert str(path.parent) in {m["mountPath"] for m in pod(objects)["containers"][0]["volumeMounts"]}
-        if name in listed.group(1).split():
-            done = template(values)
-            assert done.returncode != 0
-            assert "in this version" in done.stderr
+
+@pytest.mark.parametrize(("values", "options"), [
+    ({}, set()),
+    (TLS, {"--tls-ca"}),
+    ({**TLS, "helmTest": {"caSecretName": "root"}}, {"--tls-ca"}),
+    (MUTUAL, None),
+    (KEYS, None),
+    ({**MUTUAL, "helmTest": {"clientCertSecretName": "own"}}, {"--tls-ca", "--tls-cert", "--tls-key"}),
+    ({**TLS, **KEYS, "helmTest": {"apiKeySecretName": "one"}}, {"--tls-ca", "--api-key-file"}),
+])
+def test_helm_test_has_what_the_server_asks_for(values: Object, options: set[str] | None):
+    """None: there is no test, for want of a certificate or a key."""
+    made = [o for o in render(values) if o["kind"] == "Pod"]
+    if options is None:
+        assert made == []
+        return
+    (container,) = made[0]["spec"]["containers"]
+    files = dict(word.split("=", 1) for word in container["args"] if word.startswith(("--tls", "--api-key")))
+    assert set(files) == options
+    mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    secrets = {v["name"]: v["secret"]["secretName"] for v in made[0]["spec"]["volumes"] if "secret" in v}
+    assert {mounts[str(Path(path).parent)] for path in files.values()} == set(secrets)
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    assert parser.parse_args(container["args"][1:]).target == "demo-npuserve.llm.svc:50051"

@@ -49,6 +49,9 @@ NONSENSE: list[tuple[str, Object]] = [
     ("host", {"host": "localhost"}),
     ("ports.grpc", {"ports": {"grpc": 80}}),
     ("ports.metrics", {"ports": {"metrics": 65536}}),
+    ("ports.health", {"ports": {"health": 0}}),
+    ("config.hang_seconds", {"config": {"hang_seconds": 0}}),
+    ("helmTest", {"helmTest": {"key": "a b"}}),
     ("replicas", {"replicas": -1}),
     ("replicas", {"replicas": "two"}),
     ("resources.requests.cpu", {"resources": {"requests": {"cpu": "four"}}}),
@@ -107,6 +110,11 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("extraEnv: HF_HOME", {"extraEnv": [{"name": "HF_HOME", "value": "/x"}]}),
     ("service.loadBalancerSourceRanges", {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}}),
     ("tls.clientCaSecretName", {"tls": {"clientCaSecretName": "ca"}}),
+    ("ports.health: 50051 is ports.grpc", {"ports": {"health": 50051}}),
+    ("ports.health: 9090 is ports.grpc or ports.metrics", {"ports": {"health": 9090}}),
+    ("helmTest.clientCertSecretName", {"helmTest": {"clientCertSecretName": "own"}}),
+    ("helmTest.apiKeySecretName", {"helmTest": {"apiKeySecretName": "key"}}),
+    ("helmTest.caSecretName", {"helmTest": {"caSecretName": "ca"}}),
 ]
 
 
@@ -149,7 +157,8 @@ def test_the_schema_leaves_open_only_what_kubernetes_checks():
 
 CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
 # The chart derives these from other values.
-DERIVED = {"host", "port", "metrics_port", "model", "served_name", "device", "drain_seconds", "tls_cert", "tls_key",
+DERIVED = {"host", "port", "metrics_port", "health_port", "model", "served_name", "device", "drain_seconds", "tls_cert",
+           "tls_key",
            "tls_client_ca", "api_keys"}
 
 

@@ -10,6 +10,7 @@ import torch
 
 import npuserve.kernels  # noqa: F401
 from npuserve.kernels import ascend
+from npuserve.kernels.quantized import with_levels
 from npuserve.kernels.registry import KERNELS, Case, Implementation
 from npuserve.npu import emulator
 from tests.kernels.comparison import compare
@@ -26,12 +27,16 @@ def implementation(name: str) -> Implementation[..., Any]:
     return KERNELS[name].implementations[ascend.LABEL]
 
 
+def taken(case: Case) -> bool:
+    return not (case.benchmark or case.int8_cache or case.zeros)
+
+
 def cases() -> Iterator[Any]:
     for name in sorted(OURS):
         dtypes = KERNELS[name].dtypes
         for index, case in enumerate(KERNELS[name].cases):
             for dtype in (*dtypes, *([torch.float16] if torch.bfloat16 in dtypes else [])):
-                if not case.benchmark:
+                if taken(case):
                     short = str(dtype).removeprefix("torch.")
                     yield pytest.param(name, index, short, id=f"{name}-{case.name}-{short}")
 
@@ -39,7 +44,8 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "index", "dtype"), list(cases()))
 @emulated(relax=RELAX)
 def test_implementation_against_golden_in_float64(name: str, index: int, dtype: str) -> None:
-    compare(KERNELS[name], implementation(name), KERNELS[name].cases[index], getattr(torch, dtype))
+    case = with_levels(KERNELS[name].cases[index], ascend.LEVELS)
+    compare(KERNELS[name], implementation(name), case, getattr(torch, dtype))
 
 
 def test_every_kernel_has_its_own() -> None:
@@ -63,7 +69,7 @@ def test_heads_of_128_need_no_relaxation(name: str, dtype: str) -> None:
 @emulated(relax=RELAX)
 def test_nothing_waits_for_the_device(name: str) -> None:
     """Within a call the host neither synchronizes nor copies from the device, so that it may be captured."""
-    case = [case for case in KERNELS[name].cases if not case.benchmark][-1]
+    case = with_levels(list(filter(taken, KERNELS[name].cases))[-1], ascend.LEVELS)
     made, dtype = implementation(name), KERNELS[name].dtypes[-1]
     args = made.adapt(case.make(torch.Generator().manual_seed(0), dtype))
     made.function(*args)  # masks and tables are made at the first call
@@ -103,6 +109,7 @@ def test_a_token_of_padding_is_impossible(name: str) -> None:
     made = implementation(name)
     for case in KERNELS[name].cases:
         if not case.benchmark:
+            case = with_levels(case, ascend.LEVELS)
             args = made.adapt(case.make(torch.Generator().manual_seed(1), torch.bfloat16))
             assert int(made.function(*args).max()) < args[-1]
 

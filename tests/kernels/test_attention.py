@@ -7,6 +7,7 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.kv_cache import quantize_heads
 from npuserve.kernels.native import layout
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -23,10 +24,11 @@ def isa(request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (16, 8, 128), (9, 3, 64), (5, 5, 10)])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threads(
-    isa, dtype, q_heads, kv_heads, dim, block_size
+    isa, dtype, int8, q_heads, kv_heads, dim, block_size
 ):
     generator = torch.Generator().manual_seed(1)
 
@@ -38,7 +40,11 @@ def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threa
     table = torch.randperm(BLOCKS, generator=generator)[: -(-CONTEXT // block_size)].int()
     # What lies past the context belongs to nobody and may be anything.
     last = CONTEXT % block_size
-    keys[table[-1], last:] = values[table[-1], last:] = torch.nan
+    if int8:
+        keys, values = quantize_heads(keys), quantize_heads(values)
+        keys.scale[table[-1], last:] = values.scale[table[-1], last:] = torch.nan
+    else:
+        keys[table[-1], last:] = values[table[-1], last:] = torch.nan
     packed = layout.pack_keys(keys), layout.pack_values(values)
     attend = paged_attention.implementations["cpu"].function
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.kernels.costs import COSTS, cost
+from npuserve.kernels.costs import COSTS, cost, nbytes
+from npuserve.kernels.quantized import DYNAMIC, Int8, Int8Weight, Scheme
 from npuserve.kernels.registry import KERNELS, Case
 
 
@@ -21,7 +22,7 @@ def test_takes_the_arguments_of_the_golden_function(name: str, case: Case, dtype
     made = cost(name, args)
     assert made.nbytes > 0
     assert made.operations >= 0
-    assert all(isinstance(args[i], torch.Tensor) for i in made.cold)
+    assert all(nbytes(args[i]) for i in made.cold)
 
 
 def test_linear() -> None:
@@ -31,6 +32,28 @@ def test_linear() -> None:
     assert made.nbytes == 2 * (3 * 8 + 5 * 8 + 5 + 3 * 5)
     assert made.kind == "bf16"
     assert cost("linear", (x.float(), weight.float(), None)).kind == "fp32"
+
+
+def test_linear_of_int8() -> None:
+    """A scale of 4 bytes for each row of both, and a sum for each of the weight's; the gated product is quantized, with
+    a scale and a zero for each of its rows."""
+    x = Int8(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3))
+    weight = Int8Weight.of(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6), torch.bfloat16)
+    made = cost("linear", (x, weight, torch.zeros(6, dtype=torch.bfloat16)))
+    assert made.operations == 2 * 3 * 8 * 6
+    operands = 3 * (8 + 4) + 6 * (8 + 4 + 4)
+    assert made.nbytes == operands + 2 * (6 + 3 * 6)
+    assert made.kind == "int8"
+    assert cost("linear_swiglu", (x, weight, None)).nbytes == operands + 2 * 3 * 3
+    assert cost("linear_swiglu", (x, weight, None, DYNAMIC)).nbytes == operands + 3 * (3 + 4)
+    assert cost("linear_swiglu", (x, weight, None, Scheme(symmetric=False))).nbytes == operands + 3 * (3 + 4 + 4)
+
+
+def test_an_int8_norm_writes_a_byte_for_each_number_and_a_scale() -> None:
+    x, gamma = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    assert cost("rms_norm", (x, gamma, 1e-6)).nbytes == 2 * (24 + 8 + 24)
+    assert cost("rms_norm", (x, gamma, 1e-6, DYNAMIC)).nbytes == 2 * (24 + 8) + 24 + 3 * 4
+    assert cost("add_rms_norm", (x, x, gamma, 1e-6, DYNAMIC)).nbytes == 2 * (3 * 24 + 8) + 24 + 3 * 4
 
 
 def test_attention_counts_what_each_query_sees() -> None:

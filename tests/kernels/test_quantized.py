@@ -1,109 +1,325 @@
-"""int8 products are exact: what is left are the scales' roundings."""
+"""int8: what activations become is numpy's to the last bit, and products are exact but for the scales' roundings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from npuserve.kernels.native.packed import PackedInt8Weight
-from npuserve.kernels.quantized import linear_w8a8, quantize_per_token
+from npuserve.kernels import native
+from npuserve.kernels.embedding import embedding
+from npuserve.kernels.greedy import greedy
+from npuserve.kernels.linear import linear, linear_argmax, linear_swiglu
+from npuserve.kernels.norm import add_rms_norm, rms_norm
+from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, quantize, scheme_of
+from npuserve.kernels.registry import KERNELS, Kernel
+from npuserve.kernels.swiglu import swiglu
 from tests.kernels.ways import ISAS, implementation, ways
 
 DTYPES = (torch.float32, torch.bfloat16)
+ASYMMETRIC = Scheme(symmetric=False)
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(params=ways(quantize_per_token))
-def quantize(request: pytest.FixtureRequest) -> Iterator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    with implementation(quantize_per_token, request.param) as made:
-        yield made.function
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=generator(seed))
 
 
-@pytest.fixture(params=ways(linear_w8a8))
-def linear(request: pytest.FixtureRequest) -> Iterator[Callable[..., Tensor]]:
-    with implementation(linear_w8a8, request.param) as made:
-        yield lambda *args: made.function(*made.adapt(args))
+def randint8(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(-128, 128, shape, generator=generator(seed), dtype=torch.int8)
+
+
+class Way:
+    """A kernel as one way serves it: takes the golden function's arguments."""
+
+    def __init__(self, way: str):
+        self._way = way
+
+    def __call__(self, kernel: Kernel[..., Any], *args: Any) -> Any:
+        with implementation(kernel, self._way) as made:
+            return made.function(*made.adapt(args))
+
+
+@pytest.fixture(params=ways(quantize))
+def way(request: pytest.FixtureRequest) -> Way:
+    return Way(request.param)
+
+
+def same(got: Int8, want: Int8) -> bool:
+    zeros = (torch.zeros(0) if x.zero is None else x.zero for x in (got, want))
+    return torch.equal(got.values, want.values) and torch.equal(got.scale, want.scale) and torch.equal(*zeros)
+
+
+# quantize
+
+
+@pytest.mark.parametrize("levels", [127.0, 127.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 16, 45, 600])
+def test_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: float) -> None:
+    """With numpy, which rounds halves to even too."""
+    x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
+    x[3] = 0
+    got = way(quantize, x, Scheme(levels=levels))
+    assert (got.values.dtype, got.scale.dtype, got.zero) == (torch.int8, torch.float32, None)
+    wide = x.float().numpy()
+    expected = np.abs(wide).max(axis=1) / np.float32(levels)
+    expected[3] = 1
+    np.testing.assert_array_equal(got.scale.numpy(), expected)
+    np.testing.assert_array_equal(got.values.numpy(), np.rint(wide / expected[:, None]).clip(-128, 127).astype(np.int8))
+    assert (got.values.int().abs().amax(dim=1) >= 127).tolist() == [row != 3 for row in range(30)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
-def test_quantize_formula(quantize: Any, dtype: torch.dtype, hidden: int) -> None:
-    """With numpy, which rounds halves to even too."""
-    x = torch.randn(30, hidden, generator=generator()).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
-    x[3] = 0
-    got, scale = quantize(x)
-    assert (got.dtype, scale.dtype) == (torch.int8, torch.float32)
+def test_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
+    """Rows of both signs, of one, and of zeros alone: 0 stays 0, and the ends of the range are -128 and 127."""
+    x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
+    x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
+    got = way(quantize, x, ASYMMETRIC)
+    assert got.zero.dtype == torch.int32
     wide = x.float().numpy()
-    expected = np.abs(wide).max(axis=1) / np.float32(127)
-    expected[3] = 1
-    np.testing.assert_array_equal(scale.numpy(), expected)
-    np.testing.assert_array_equal(got.numpy(), np.rint(wide / expected[:, None]).astype(np.int8))
-    assert got.abs().amax(dim=1).tolist() == [0 if row == 3 else 127 for row in range(30)]
+    low, high = np.minimum(wide.min(axis=1), 0), np.maximum(wide.max(axis=1), 0)
+    scale = high / np.float32(255) - low / np.float32(255)
+    scale[3] = 1
+    zero = np.rint(-128 - low / scale)
+    np.testing.assert_array_equal(got.scale.numpy(), scale)
+    np.testing.assert_array_equal(got.zero.numpy(), zero)
+    values = np.clip(np.rint(wide / scale[:, None]) + zero[:, None], -128, 127)
+    np.testing.assert_array_equal(got.values.numpy(), values)
+    assert got.zero[3:6].tolist() == [-128, -128, 127]
+    back = (got.values.int() - got.zero[:, None]).double() * got.scale.double()[:, None]
+    assert ((back - x.double()).abs() <= 1.01 * got.scale.double()[:, None]).all()
 
 
-def test_quantize_rounds_halves_to_even_and_keeps_what_is_whole(quantize: Any) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", [None, 0, -128, 127, 9])
+def test_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
+    """What does not fit is the nearest that does, -128 being one."""
+    x = randn(30, 45).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
+    scale = torch.tensor([0.0123])
+    got = way(quantize, x, Scheme(scale, None if zero is None else torch.tensor([zero], dtype=torch.int32)))
+    assert got.scale.tolist() == scale.tolist() * 30
+    assert got.zero is None if zero is None else got.zero.tolist() == [zero] * 30
+    values = np.clip(np.rint(x.float().numpy() / scale.numpy()) + (zero or 0), -128, 127)
+    np.testing.assert_array_equal(got.values.numpy(), values)
+    assert (got.values.min(), got.values.max()) == (-128, 127)
+
+
+def test_quantize_against_torchs_own(way: Way) -> None:
+    """torch multiplies by 1 / scale, so that halves may go the other way."""
+    x, scale, zero = randn(20, 77), 0.03, 5
+    got = way(quantize, x, Scheme(torch.tensor([scale]), torch.tensor([zero], dtype=torch.int32)))
+    theirs = (torch.fake_quantize_per_tensor_affine(x, scale, zero, -128, 127) / scale).round().int() + zero
+    assert (got.values.int() - theirs).abs().max() <= 1
+    assert (got.values != theirs).float().mean() < 0.01
+
+
+def test_quantize_rounds_halves_to_even_and_keeps_what_is_whole(way: Way) -> None:
     x = torch.arange(-127.0, 128)[None]
-    got, scale = quantize(torch.cat([x, x.sign() * (x.abs() - 0.5).clamp(min=0)], dim=1))
-    assert scale.tolist() == [1.0]
-    assert torch.equal(got[:, :255].float(), x)
     halves = x.sign() * (x.abs() - 0.5).clamp(min=0)
-    np.testing.assert_array_equal(got[:, 255:].numpy(), np.rint(halves.numpy()).astype(np.int8))
+    got = way(quantize, torch.cat([x, halves], dim=1), Scheme(levels=127))
+    assert got.scale.tolist() == [1.0]
+    assert torch.equal(got.values[:, :255].float(), x)
+    np.testing.assert_array_equal(got.values[:, 255:].numpy(), np.rint(halves.numpy()).astype(np.int8))
 
 
-def test_quantize_of_extremes(quantize: Any) -> None:
-    """Numbers too small for a scale are 0 or at most 127; the largest float is no overflow."""
-    got, scale = quantize(torch.tensor([[1e-45, 0.0], [-3e-43, 1e-45], [3.4e38, -3.4e38], [0.0, -0.0]]))
-    assert got.tolist()[2:] == [[127, -127], [0, 0]]
-    assert (scale > 0).all()
-    assert scale.isfinite().all()
-    assert (got.int().abs() <= 127).all()
+@pytest.mark.parametrize("scheme", [DYNAMIC, ASYMMETRIC])
+def test_quantize_of_extremes(way: Way, scheme: Scheme) -> None:
+    """Numbers too small for a scale are 0 or whole; the largest float is no overflow."""
+    x = torch.tensor([[1e-45, 0.0], [-3e-43, 1e-45], [3.4e38, -3.4e38], [0.0, -0.0]])
+    got = way(quantize, x, scheme)
+    values = got.values.int() - (0 if got.zero is None else got.zero[:, None])
+    assert values.tolist()[2:] == [[127, -128], [0, 0]]
+    assert (got.scale > 0).all()
+    assert got.scale.isfinite().all()
+
+
+# Fused with what comes before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("hidden", [1, 16, 77, 1024])
+def test_norms_quantize_what_they_make(way: Way, hidden: int, scheme: str, dtype: torch.dtype) -> None:
+    """To the last bit."""
+    x, residual = randn(2, 19, hidden).to(dtype)
+    gamma, s = torch.rand(hidden, generator=generator(1)).add(0.5).to(dtype), scheme_of(scheme, generator(2))
+    assert same(way(rms_norm, x, gamma, 1e-6, s), quantize(way(rms_norm, x, gamma, 1e-6), s))
+    normed, total = way(add_rms_norm, x, residual, gamma, 1e-6)
+    narrow, also = way(add_rms_norm, x, residual, gamma, 1e-6, s)
+    assert torch.equal(total, also)
+    assert same(narrow, quantize(normed, s))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("half", [3, 16, 80])
+@pytest.mark.parametrize("of_floats", [False, True])
+def test_linear_swiglu_is_its_parts(way: Way, half: int, scheme: str, dtype: torch.dtype, of_floats: bool) -> None:
+    """To the last bit, also where the weight is of floats."""
+    x, weight, bias = randn(9, 40).to(dtype), randn(2 * half, 40, seed=1) / 6, randn(2 * half, seed=2).to(dtype)
+    s = scheme_of(scheme, generator(3))
+    w = weight.to(dtype) if of_floats else int8_weight(weight, dtype)
+    gated = way(linear_swiglu, x, w, bias)
+    assert torch.equal(gated, way(swiglu, way(linear, x, w, bias)))
+    assert same(way(linear_swiglu, x, w, bias, s), quantize(gated, s))
+
+
+# Products
+
+
+def int8_weight(weight: Tensor, dtype: torch.dtype, inputs: Scheme = DYNAMIC) -> Int8Weight:
+    made = quantize(weight, DYNAMIC)
+    return Int8Weight.of(made.values, made.scale, dtype, inputs=inputs)
+
+
+def operands(
+    tokens: int, k: int, n: int, dtype: torch.dtype, *, x_zeros: bool = False, w_zeros: bool = False, unit: bool = False
+) -> tuple[Int8, Int8Weight]:
+    """Of all int8 numbers, the first rows being the least and a last one the largest. unit: scales of 1."""
+    x, weight = randint8(tokens, k, seed=k), randint8(n, k, seed=k + 1)
+    x[0], weight[0] = -128, -128
+    weight[-1] = 127
+    scales = (torch.ones(rows) if unit else torch.rand(rows, generator=generator(rows)) for rows in (tokens, n))
+    zeros = [torch.randint(-128, 128, (rows,), generator=generator(rows), dtype=torch.int32) for rows in (tokens, n)]
+    zeros[0][0], zeros[1][-1] = 127, -128
+    return (Int8(x, next(scales), zeros[0] if x_zeros else None),
+            Int8Weight.of(weight, next(scales), dtype, zeros[1] if w_zeros else None))
+
+
+def exact(x: Int8, weight: Int8Weight) -> np.ndarray:
+    """The sums, by numpy."""
+    left, right = x.values.numpy().astype(np.int64), weight.values.numpy().astype(np.int64)
+    left = left if x.zero is None else left - x.zero.numpy()[:, None]
+    right = right if weight.zero is None else right - weight.zero.numpy()[:, None]
+    return left @ right.T
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("zeros", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "k", "n"), [(1, 1, 1), (3, 5, 18), (9, 7, 16), (40, 131, 70), (2, 4096, 33)])
 def test_linear_is_exact_but_for_the_scales(
-    linear: Any, tokens: int, k: int, n: int, dtype: torch.dtype, bias: bool
+    way: Way, tokens: int, k: int, n: int, dtype: torch.dtype, zeros: tuple[bool, bool], bias: bool
 ) -> None:
     """With numpy's int64, within four roundings to float32 (of the sum and of three operations) and one to dtype."""
-    x, weight = (torch.randint(-128, 128, (rows, k), generator=generator(k), dtype=torch.int8) for rows in (tokens, n))
-    x[0], weight[0] = -128, -128
-    weight[-1] = 127
-    x_scale, w_scale = torch.rand(tokens, generator=generator(1)), torch.rand(n, generator=generator(2))
-    b = torch.randn(n, generator=generator(3)).mul(1000).to(dtype) if bias else None
-    got = linear(x, x_scale, weight, w_scale, b, dtype)
+    x, weight = operands(tokens, k, n, dtype, x_zeros=zeros[0], w_zeros=zeros[1])
+    b = randn(n, seed=3).mul(1000).to(dtype) if bias else None
+    got = way(linear, x, weight, b)
     assert got.dtype == dtype
-    exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
-    product = exact * x_scale.double().numpy()[:, None] * w_scale.double().numpy()
+    product = exact(x, weight) * x.scale.double().numpy()[:, None] * weight.scale.double().numpy()
     expected = product + (b.double().numpy() if b is not None else 0)
     error = np.abs(got.double().numpy() - expected)
     rounding = 2.0**-24 if dtype == torch.float32 else 2.0**-8 + 2.0**-24
     assert (error <= 4 * 2.0**-24 * np.abs(product) + 1.01 * rounding * np.abs(expected)).all()
 
 
-def test_linear_of_ones_is_the_whole_number(linear: Any) -> None:
+@pytest.mark.parametrize("rows", [1, 7, 13, 40])
+@pytest.mark.parametrize("k", [2, 3, 64, 1000])
+def test_linear_of_ones_is_torchs_whole_number(way: Way, rows: int, k: int) -> None:
     """All sums are below 2**24, so that float32 holds them: no tolerance."""
-    for k in (1, 3, 64, 1000):
-        x, weight = (torch.randint(-128, 128, (rows, k), generator=generator(k), dtype=torch.int8) for rows in (7, 35))
-        x[1], x[2], weight[5], weight[6] = -128, 127, -128, 127
-        got = linear(x, torch.ones(7), weight, torch.ones(35), None, torch.float32)
-        assert torch.equal(got.long(), x.long() @ weight.long().T)
+    x, weight = operands(rows, k, 35, torch.float32, unit=True)
+    sums = torch._int_mm(torch.cat([x.values, x.values.new_zeros(32, k)]), weight.values.T)[:rows]
+    assert torch.equal(way(linear, x, weight, None).int(), sums)
+    x, weight = operands(rows, k, 35, torch.float32, x_zeros=True, w_zeros=True, unit=True)
+    wide = (x.values.double() - x.zero[:, None]) @ (weight.values.double() - weight.zero[:, None]).T
+    assert torch.equal(way(linear, x, weight, None), wide.float())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 70), k=st.integers(1, 300), n=st.integers(1, 300), seed=st.integers(0, 99),
+    x_zeros=st.booleans(), w_zeros=st.booleans(), dtype=st.sampled_from(DTYPES), name=st.sampled_from(ways(linear)))
+def test_any_shape_is_near_golden(
+    tokens: int, k: int, n: int, seed: int, x_zeros: bool, w_zeros: bool, dtype: torch.dtype, name: str
+) -> None:
+    """Within the roundings of the two orders of operations, one of them to dtype."""
+    x, weight = operands(tokens, k, n, dtype, x_zeros=x_zeros, w_zeros=w_zeros)
+    x = replace(x, values=x.values.roll(seed, 1))
+    got, want = Way(name)(linear, x, weight, None), linear(x, weight, None)
+    torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 2**-21, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_linear_quantizes_floats_as_the_weight_says(way: Way, dtype: torch.dtype, scheme: str) -> None:
+    x, inputs = randn(9, 40).to(dtype), scheme_of(scheme, generator(1))
+    weight = int8_weight(randn(35, 40, seed=1), dtype, inputs)
+    assert torch.equal(way(linear, x, weight, None), way(linear, quantize(x, inputs), weight, None))
+
+
+def test_linear_of_int8_needs_an_int8_weight(way: Way) -> None:
+    x, _ = operands(3, 8, 5, torch.float32)
+    with pytest.raises(TypeError, match="x is int8, the weight is not"):
+        way(linear, x, randn(5, 8), None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 8, 7), (5, 33, 101), (40, 64, 300)])
+def test_linear_argmax_is_greedy_of_the_logits(
+    way: Way, rows: int, k: int, n: int, dtype: torch.dtype, bias: bool
+) -> None:
+    x, weight = randn(rows, k).to(dtype), int8_weight(randn(n, k, seed=1), dtype)
+    b = randn(n, seed=2).to(dtype) if bias else None
+    logits = way(linear, x, weight, b)
+    assert torch.equal(way(linear_argmax, x, weight, b, n - 3), greedy(logits, n - 3))
+
+
+# Tables and packed weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("hidden", [1, 4, 33, 64])
+def test_embedding_is_the_rows_in_their_dtype(way: Way, hidden: int, zeros: bool, dtype: torch.dtype) -> None:
+    _, table = operands(1, hidden, 70, dtype, w_zeros=zeros)
+    ids = torch.tensor([3, 69, 0, 3, 16, 15])
+    values = table.values[ids].float() - (table.zero[ids][:, None] if zeros else 0)
+    assert torch.equal(way(embedding, ids, table), (values * table.scale[ids][:, None]).to(dtype))
 
 
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
 def test_golden_takes_packed_weights() -> None:
-    x, weight = (torch.randint(-128, 128, (rows, 37), generator=generator(), dtype=torch.int8) for rows in (4, 21))
-    scales = torch.rand(4, generator=generator()), torch.rand(21, generator=generator())
-    packed = PackedInt8Weight.pack(weight)
-    assert packed.shape == (21, 37)
-    assert torch.equal(packed.dense(), weight)
-    dense = linear_w8a8(x, scales[0], weight, scales[1], None, torch.float32)
-    assert torch.equal(linear_w8a8(x, scales[0], packed, scales[1], None, torch.float32), dense)
+    x, weight = operands(4, 37, 21, torch.float32, w_zeros=True)
+    narrow = weight.packed()
+    assert narrow.shape == weight.shape == (21, 37)
+    assert len(narrow) == 21
+    assert torch.equal(linear(x, narrow, None), linear(x, weight, None))
+    ids = torch.tensor([20, 0, 5])
+    assert torch.equal(embedding(ids, narrow), embedding(ids, weight))
+
+
+@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_chain_of_int8_is_one_program_for_any_number_of_rows(zeros: bool) -> None:
+    """What a layer does between two norms: each call is one of the program's, whatever it is made of."""
+    inputs = ASYMMETRIC if zeros else DYNAMIC
+    up, down = (replace(operands(1, k, n, torch.bfloat16, w_zeros=zeros)[1], inputs=inputs) for k, n in
+                ((48, 160), (80, 48)))
+    up, down = (packed((None, replace(w, scale=w.scale / 500)))[1] for w in (up, down))
+    gamma = torch.ones(48, dtype=torch.bfloat16)
+    names = ("rms_norm", "linear_swiglu", "linear", "add_rms_norm", "linear_argmax")
+    norm, gated, product, add, likeliest = (KERNELS[name].implementations["cpu"].function for name in names)
+
+    def step(x: Tensor) -> Tensor:
+        narrow = gated(norm(x, gamma, 1e-6, inputs), up, None, inputs)
+        y, _ = add(product(narrow, down, None), x, gamma, 1e-6)
+        return likeliest(y, up, None, 160)
+
+    x = torch.zeros(40, 48, dtype=torch.bfloat16)
+    program = native.record(lambda: step(x))
+    for rows in (40, 1, 13):
+        x[:rows] = randn(rows, 48, seed=rows)
+        assert torch.equal(program.replay(rows), step(x[:rows]))
+    assert [name for name, _ in program.replay_timed(5)[1]] == list(names)

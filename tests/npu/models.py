@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +17,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from npuserve.npu.quantization import W8A8, Quantization
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -65,6 +68,43 @@ def saved(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
     """In Hugging Face's format; settings: of save_pretrained."""
     model.save_pretrained(folder, **settings)
     return folder
+
+
+PLAIN_W8A8 = W8A8()
+
+
+def saved_w8a8(
+    model: PreTrainedModel, folder: Path, scheme: W8A8 = PLAIN_W8A8, ignore: tuple[str, ...] = ("lm_head",),
+    **settings: Any,
+) -> Path:
+    """A checkpoint of compressed-tensors by hand: linear layers rounded to the nearest, zeros, where the scheme has
+    them, chosen anyhow, and static scales of inputs that nearly never clip. settings: of save_pretrained."""
+    model.save_pretrained(folder, **settings)
+    quantization = Quantization(((("Linear",), scheme),), ignore)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, weight in list(tensors.items()):
+            layer = name.removesuffix(".weight")
+            if layer.endswith(("_proj", "lm_head")) and name.endswith(".weight") and quantization.of(layer):
+                tensors |= {f"{layer}.{part}": tensor for part, tensor in _rounded(weight, scheme).items()}
+        save_file(tensors, path, {"format": "pt"})
+    edit_config(folder, quantization_config=quantization.to_json())
+    return folder
+
+
+def _rounded(weight: torch.Tensor, scheme: W8A8) -> dict[str, torch.Tensor]:
+    wide = weight.float()
+    most = wide.abs().amax(dim=1, keepdim=True) if scheme.per_channel else wide.abs().amax().reshape(1)
+    made = {"weight_scale": most / 100}
+    zero = torch.arange(len(most)).reshape(most.shape) % 28 - 14 if not scheme.symmetric else torch.zeros_like(most)
+    if not scheme.symmetric:
+        made["weight_zero_point"] = zero.to(torch.int8)
+    made["weight"] = ((wide / made["weight_scale"]).round() + zero).to(torch.int8)
+    if not scheme.dynamic:
+        made["input_scale"] = torch.tensor([0.1])
+        if not scheme.symmetric_inputs:
+            made["input_zero_point"] = torch.tensor([11], dtype=torch.int8)
+    return made
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -107,11 +107,22 @@ def test_rows_that_a_packed_weight_does_not_have_are_refused():
 @pytest.mark.parametrize(("dtype", "keys", "values"), [
     (torch.float32, (5, 2, 10, 32, 1), (5, 2, 32, 16, 1)),
     (torch.bfloat16, (5, 2, 5, 32, 2), (5, 2, 16, 16, 2)),
+    (torch.int8, (5, 2, 5, 32, 2), (5, 2, 16, 16, 2)),
 ])
 def test_the_cache_is_as_the_kernels_take_it(cpu, dtype, keys, values):
     shapes = cpu.cache_shapes(5, 32, 2, 10, dtype)
     assert shapes == ((keys, values) if cpu.kernels == "cpu" else ((5, 32, 2, 10),) * 2)
     assert cpu.empty(shapes[0], dtype).shape == shapes[0]
+    assert cpu.scale_shape(5, 32, 2) == ((5, 2, 32) if cpu.kernels == "cpu" else (5, 32, 2))
+
+
+def test_an_int8_cache_is_asked_for_and_a_device_may_have_none(cpu, monkeypatch):
+    assert cpu.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
+    assert cpu.cache_dtype("int8", torch.bfloat16) == torch.int8
+    monkeypatch.setattr(CpuBackend, "int8_cache", False)
+    assert cpu.cache_dtype("auto", torch.float32) == torch.float32
+    with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; possible are auto alone"):
+        cpu.cache_dtype("int8", torch.float32)
 
 
 def anonymous_mib() -> int:

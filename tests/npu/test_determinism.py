@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from npuserve.kernels import native
+from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import SamplingParams
-from tests.npu.models import random_model, saved
+from tests.npu.models import random_model, saved, saved_w8a8
 from tests.npu.test_runner import Driver, ids_of, load
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -46,11 +47,17 @@ def alone(runner, request: int, chunk: int) -> Answer:
     return result
 
 
+@pytest.mark.parametrize(("scheme", "cache"), [
+    pytest.param(None, "auto", id="floats"), pytest.param(None, "int8", id="int8 cache"),
+    pytest.param(W8A8(), "auto", id="w8a8"), pytest.param(W8A8(False, False, False, False), "int8", id="zeros"),
+])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
-def test_company_chunks_threads_and_recomputation_change_no_bit(tmp_path, kind, dtype):
-    model = random_model(kind, max_position_embeddings=128)
-    runner = load(saved(model.to(getattr(torch, dtype)), tmp_path), dtype=dtype)
+def test_company_chunks_threads_and_recomputation_change_no_bit(tmp_path, kind, scheme, cache, dtype):
+    """scheme: of int8 weights, an int8 head with them. cache: the KV cache's dtype."""
+    model = random_model(kind, max_position_embeddings=128).to(getattr(torch, dtype))
+    folder = saved_w8a8(model, tmp_path, scheme) if scheme else saved(model, tmp_path)
+    runner = load(folder, lm_head_dtype="int8" if scheme else "auto", dtype=dtype, kv_cache_dtype=cache)
     assert runner.deterministic
     expected = {request: alone(runner, request, 64) for request in PROMPTS}
     assert len({str(value) for value in expected.values()}) == len(PROMPTS)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from npuserve.kernels.native.packed import PackedWeight
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.kv_cache import KVCache, block_bytes
@@ -15,7 +14,8 @@ from npuserve.npu.loader import load_weights
 from npuserve.npu.memory import predict
 from npuserve.npu.model_config import ModelConfig, ModelError
 from npuserve.npu.rope import cos_sin_table
-from tests.npu.models import FAMILIES, SIZES, random_model, saved
+from tests.npu.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
+from tests.npu.test_weights import storage
 
 CONFIG = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16})
 BLOCK = block_bytes(CONFIG, 16, torch.float32, CpuBackend())
@@ -39,17 +39,25 @@ def test_weights_and_cache_take_what_is_predicted(tmp_path, kind, dtype, cpu):
     made = getattr(torch, plan.dtype)
     weights = load_weights(folder, config, made, cpu, lambda done, total: None)
     table = cos_sin_table(config.rope, config.head_dim, plan.max_model_len)
-    stored = [table, weights.embedding, weights.norm]
-    if weights.lm_head.weight is not weights.embedding:
-        stored.append(weights.lm_head.weight)
-    for layer in weights.layers:
-        stored += [layer.input_norm, layer.post_norm, *(t for t in (layer.q_norm, layer.k_norm) if t is not None)]
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            stored += [t for t in (linear.weight, linear.bias) if t is not None]
-    tensors = [weight.words if isinstance(weight, PackedWeight) else weight for weight in stored]
-    assert plan.weights == sum(tensor.nbytes for tensor in tensors)
+    assert plan.weights == sum(tensor.nbytes for tensor in (table, *storage(weights)))
     cache = KVCache.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
-    assert plan.kv_cache == sum(t.nbytes for layer in cache.layers for t in layer)
+    assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (128, "float32")])
+def test_an_int8_cache_holds_nearly_twice_the_tokens_and_takes_what_is_predicted(cpu, head_dim, dtype):
+    """A token's head takes head_dim bytes and 2 of its scale. Beside float32 it is nearly four times."""
+    config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": head_dim})
+    plans = [predict(config, cpu, dtype=dtype, kv_cache_dtype=cache, kv_cache_memory=16 << 20, block_size=16)
+             for cache in ("auto", "int8")]
+    assert [plan.kv_cache_dtype for plan in plans] == [dtype, "int8"]
+    itemsize = getattr(torch, dtype).itemsize
+    gain = plans[1].num_blocks / plans[0].num_blocks
+    assert gain == pytest.approx(itemsize * head_dim / (head_dim + 2), rel=0.01)
+    assert gain >= 1.9
+    cache = KVCache.allocate(config, plans[1].num_blocks, 16, torch.int8, cpu)
+    assert plans[1].kv_cache == sum(t.nbytes for t in cache.tensors)
+    assert plans[1].weights == plans[0].weights
 
 
 def test_the_default_cache_holds_all_requests_at_full_length(cpu, available):
@@ -98,6 +106,12 @@ def test_what_does_not_fit_says_so_with_its_parts(cpu, available):
             "kv_cache_memory: .* holds 48 tokens; max_model_len 64 needs",
         ),
         ({"dtype": "float64"}, BackendError, "dtype: 'float64'"),
+        ({"kv_cache_dtype": "int4"}, BackendError, "kv_cache_dtype: 'int4' is not possible on cpu; possible are auto"),
+        (
+            {"kv_cache_dtype": "int8", "prefill": CpuBackend()},
+            BackendError,
+            "kv_cache_dtype: 'int8' is not possible where prompts are computed on another device",
+        ),
     ],
 )
 def test_settings_that_contradict_the_model(cpu, available, settings, error, message):
@@ -125,7 +139,7 @@ plans = []
 module.select = lambda *_: CpuBackend(native=sys.argv[2] == "cpu")
 module.predict = lambda *args, **settings: plans.append(memory.predict(*args, **settings)) or plans[0]
 runner = load_runner(sys.argv[1], max_num_seqs=32, max_num_batched_tokens=256, threads=1, progress=lambda *_: None,
-                     kv_cache_memory=100 << 20)
+                     kv_cache_memory=100 << 20, lm_head_dtype=sys.argv[3])
 sampling = SamplingParams(temperature=0.7, top_p=0.9)
 blocks = list(range(64))
 for step in (Step([Row(0, [5] * 256, 512, blocks, True)], [NewRequest(0, [5] * 768, [], sampling)]),
@@ -137,12 +151,14 @@ print(plans[0].peak, next(int(l.split()[1]) * 1024 for l in open("/proc/self/sta
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_is_the_measured_one_within_a_tenth(tmp_path: Path, cpu):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_predicted_peak_is_the_measured_one_within_a_tenth(tmp_path: Path, cpu, quantized):
     """Of a process that loads 80 MB of weights, prefills and decodes: a loader that held a tensor or a mapped page
     twice would show."""
-    folder = saved(random_model("qwen3", vocab_size=20000, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
-                                head_dim=64, max_position_embeddings=1024), tmp_path)
-    command = [sys.executable, "-c", PROCESS, str(folder), cpu.kernels]
+    model = random_model("qwen3", vocab_size=20000, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
+                         head_dim=64, max_position_embeddings=1024)
+    folder = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)
+    command = [sys.executable, "-c", PROCESS, str(folder), cpu.kernels, "int8" if quantized else "auto"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     predicted, measured = map(int, run.stdout.split())
     assert predicted == pytest.approx(measured, rel=0.1)

@@ -118,6 +118,6 @@ def test_a_rows_logits_are_close_to_those_in_company_in_bfloat16(tmp_path, backe
 
 def test_the_cache_takes_the_bytes_it_says(tmp_path, backend):
     bench = Bench(saved(random_model("qwen3"), tmp_path), backend, block_size=32, num_blocks=5)
-    taken = sum(tensor.nbytes for layer in bench.cache.layers for tensor in layer)
+    taken = sum(tensor.nbytes for tensor in bench.cache.tensors)
     assert taken == 5 * block_bytes(bench.model.config, 32, torch.float32, backend)
-    assert not any(tensor.any() for layer in bench.cache.layers for tensor in layer)
+    assert not any(tensor.any() for tensor in bench.cache.tensors)

@@ -23,7 +23,7 @@ def test_a_published_configuration_in_the_style_of_transformers_4():
     config = ModelConfig.from_dict(QWEN3_06B)
     assert (config.family, config.head_dim, config.q_size, config.kv_size) == ("qwen3", 128, 2048, 1024)
     assert config.rope == RopeConfig("default", 1e6)
-    assert (config.dtype, config.quantization, config.context_length) == ("bfloat16", "none", 40960)
+    assert (config.dtype, config.quantization, config.context_length) == ("bfloat16", None, 40960)
     assert config.num_parameters == 596_049_920  # "0.6B" of the model's card, to the last number
     assert config.padded_vocabulary(64) == 151936
     assert ModelConfig.from_dict({**QWEN3_06B, "vocab_size": 100}).padded_vocabulary(64) == 128

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from npuserve.kernels import native
-from npuserve.npu.runner import Launched, Runner
+from npuserve.npu.launched import Launched
+from npuserve.npu.runner import Runner
 from npuserve.npu.step import PENDING, SamplingParams, Step, TokenLogprobs
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.messages import Request

@@ -1,11 +1,14 @@
 """A child of the supervisor that a reader can follow: NAME JOURNAL BEHAVIOUR...
 
 It writes what it lives through to the journal, a JSON array a line. The n-th life takes the n-th behaviour, later
-ones the last: live, live:SECONDS (how long SIGTERM takes it), deaf (to SIGTERM), exit:CODE.
+ones the last: live, live:SECONDS (how long it takes to leave), deaf (to SIGTERM and orders), exit:CODE, hang (after its
+first beats), drain:SECONDS (asks its parent for it).
 """
 
 import contextlib
+import itertools
 import json
+import mmap
 import os
 import signal
 import sys
@@ -20,8 +23,8 @@ def note(what: str, **facts: object) -> None:
         file.write(json.dumps([name, what, facts]) + "\n")
 
 
-def leave(*_: object) -> None:
-    note("asked")
+def leave(*_: object, **order: object) -> None:
+    note("asked", **order)
     time.sleep(float(argument or 0))
     note("left")
     os._exit(0)
@@ -39,19 +42,28 @@ if behaviour == "exit":
     os._exit(int(argument))
 
 
-def orphaned() -> None:
-    sys.stdin.read()
+def listen() -> None:
+    for line in sys.stdin:
+        if behaviour != "deaf":
+            leave(**json.loads(line))
     note("orphaned")
     os._exit(1)
 
 
-threading.Thread(target=orphaned, daemon=True).start()
+threading.Thread(target=listen, daemon=True).start()
+with open(arguments["pulse"], "r+b") as file:
+    pulse = mmap.mmap(file.fileno(), 8)
 if "port" in arguments:
     print(json.dumps({"event": "listening", "port": arguments["port"] or 4242}), flush=True)
 else:
     print("a library's chatter", flush=True)
     print(json.dumps({"event": "ready", "seconds": 0.1, "kv_cache_tokens": 77, "backend": "cpu"}), flush=True)
-while True:
+if behaviour == "drain":
+    print(json.dumps({"event": "drain", "seconds": float(argument)}), flush=True)
+    argument = ""
+for turn in itertools.count(1):
+    if behaviour != "hang" or turn < 10:
+        pulse[:8] = turn.to_bytes(8, "little")
     # A front end is ready again after each start of the engine.
     if "port" in arguments:
         with contextlib.suppress(BrokenPipeError):

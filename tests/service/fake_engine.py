@@ -31,7 +31,12 @@ from npuserve.service.messages import (
     Output,
     Outputs,
     Ready,
+    Record,
     Reply,
+    Restore,
+    Resume,
+    Resumed,
+    Started,
     Submit,
     Timing,
 )
@@ -76,7 +81,8 @@ class FakeEngine:
     """Serves `address` until `die`.
 
     delay: seconds a token. script: what answers are made of in place of counting. refuse: the error of every Submit, as
-    on the wire. hold: answers wait until it is set. cached: of each Finish. received: all messages, in order.
+    on the wire. alone: what is said of each request that starts. hold: answers wait until it is set. records: what may
+    be resumed, by token. cached: of each Finish. received: all messages, in order.
     """
 
     def __init__(self, address: str, *, epoch: int = 1, info: ModelInfo = INFO, delay: float = 0.0, batch: int = 1):
@@ -86,6 +92,8 @@ class FakeEngine:
         self.batch = batch
         self.script: list[int] | None = None
         self.refuse: WireError | None = None
+        self.alone = False
+        self.records: dict[str, Record] = {}
         self.hold = asyncio.Event()
         self.hold.set()
         self.received: list[messages.ToEngine] = []
@@ -125,8 +133,9 @@ class FakeEngine:
     async def _serve(self) -> None:
         while True:
             for frontend, message in self.socket.receive(0.0):
-                self.received.append(message)
-                await self._handle(frontend, message)
+                if message:
+                    self.received.append(message)
+                    await self._handle(frontend, message)
             await asyncio.sleep(0.0005)
 
     async def _handle(self, frontend: bytes, message: messages.ToEngine) -> None:
@@ -137,8 +146,18 @@ class FakeEngine:
                 if self.refuse:
                     await self._output(frontend, Output(key, error=self.refuse))
                     return
-                self._requests[frontend, key] = request
-                self._live[frontend, key] = asyncio.ensure_future(self._answer(frontend, key, request))
+                self._begin(frontend, key, request)
+            case Restore(live=live):
+                for key, record in live:
+                    self._begin(frontend, key, record.rest(accepted=True))
+            case Resume(key=key, token=token):
+                record = self.records.get(token)
+                if record is None:
+                    await self._output(frontend, Output(key, error=("RequestNotFound", "resume_token: none", 0.0)))
+                    return
+                await self.send(frontend, Resumed(self.epoch, key, record))
+                if record.finish is None:
+                    self._begin(frontend, key, record.rest(accepted=False))
             case Cancel(key=key, keep=keep):
                 if self._end(frontend, key) and keep is not None:
                     finish = self._finish(frontend, key, "stop_string", keep)
@@ -151,6 +170,10 @@ class FakeEngine:
                 await self.send(frontend, Reply(self.epoch, call, int(origin is not None)))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
+
+    def _begin(self, frontend: bytes, key: int, request: messages.Request) -> None:
+        self._requests[frontend, key] = request
+        self._live[frontend, key] = asyncio.ensure_future(self._answer(frontend, key, request))
 
     def _end(self, frontend: bytes, key: int) -> bool:
         task = self._live.pop((frontend, key), None)
@@ -167,14 +190,16 @@ class FakeEngine:
     async def _answer(self, frontend: bytes, key: int, request: messages.Request) -> None:
         """One Output each `batch` tokens."""
         await self.hold.wait()
-        last = request.prompt_ids[-1]
+        started = [Started(key, self.alone, 3)]
+        await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], started))
+        last = (request.prompt_ids + request.output_ids)[-1]
         sampling = request.sampling
         prompt_reports = None
         if sampling.prompt_logprobs is not None:
             prompt_reports = [self._report(token, sampling.prompt_logprobs) for token in request.prompt_ids[1:]]
         ids: list[int] = []
         made = 0
-        for made in range(1, request.max_tokens + 1):
+        for made in range(len(request.output_ids) + 1, request.max_tokens + 1):
             if self.delay:
                 await asyncio.sleep(self.delay)
             last = self.script[(made - 1) % len(self.script)] if self.script else (last + 1) % CYCLE

@@ -28,8 +28,10 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *, start_engine: bool = True, **config: object) -> AsyncIterator[Running]:
-    """A server of the model in `folder`; config: of ServerConfig."""
+async def running(
+    folder: Path, *, start_engine: bool = True, credentials: grpc.ChannelCredentials | None = None, **config: object
+) -> AsyncIterator[Running]:
+    """A server of the model in `folder`; credentials: of the client, None for none; config: of ServerConfig."""
     settings = ServerConfig(**{"model": str(folder), "drain_seconds": 0.2, **config})  # type: ignore[arg-type]
     async with fake_engine.engine(start_engine) as engine:
         frontend = Frontend(FrontendArgs(settings, 0, engine.address, 0))
@@ -37,7 +39,9 @@ async def running(folder: Path, *, start_engine: bool = True, **config: object) 
         await frontend.load()
         target = f"127.0.0.1:{port}"
         options = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 128 << 20)]
-        async with grpc.aio.insecure_channel(target, options=options) as channel:
+        made = (grpc.aio.secure_channel(target, credentials, options=options) if credentials
+                else grpc.aio.insecure_channel(target, options=options))
+        async with made as channel:
             if start_engine:
                 await until(lambda: frontend._engine.state == "ready")
             try:

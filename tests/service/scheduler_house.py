@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from npuserve.npu.step import PENDING, Step, StepResult, TokenLogprobs
 from npuserve.service.block_manager import BlockManager
+from npuserve.service.errors import ServeError
 from npuserve.service.messages import FinishReason, Request
 from npuserve.service.scheduler import Scheduler
 from npuserve.service.sequence import Sequence
@@ -37,6 +38,7 @@ class House:
     prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
     started: dict[int, float] = field(default_factory=dict)
     live: dict[int, Sequence] = field(default_factory=dict)
+    dropped: dict[int, ServeError | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache)
@@ -53,7 +55,25 @@ class House:
         sequence = self.scheduler.add(Request("r", prompt, max_tokens, **fields), (b"", 0), self.now)  # type: ignore[arg-type]
         self.salts[sequence.id] = sequence.request.cache_salt
         self.live[sequence.id] = sequence
+        self.settle()
         return sequence
+
+    def settle(self) -> None:
+        """Take in what the scheduler has dropped."""
+        for sequence, error in self.scheduler.dropped():
+            del self.live[sequence.id]
+            assert sequence.block_ids == []
+            assert (error is None) == (sequence.num_generated_tokens > 0)
+            self.dropped[sequence.id] = error
+        self.scheduler.check_integrity()
+
+    def pause(self, sequence: Sequence) -> None:
+        self.scheduler.pause(sequence.id)
+        self.scheduler.check_integrity()
+
+    def unpause(self, sequence: Sequence) -> None:
+        self.scheduler.unpause(sequence.id)
+        self.scheduler.check_integrity()
 
     def cancel(self, sequence: Sequence) -> None:
         assert (self.scheduler.cancel(sequence.id) is sequence) == (self.live.pop(sequence.id, None) is not None)
@@ -61,8 +81,13 @@ class House:
 
     def plan(self) -> Step:
         """Schedule, check and launch."""
-        running = [s for s in self.live.values() if not s.waits]
+        self.scheduler.expire(self.now)
+        self.settle()
+        active = [s for s in self.live.values() if not s.paused]
+        held = [s for s in self.live.values() if not s.waits and s.id in self.scheduler._paused]
+        running = [s for s in active if not s.waits and s not in held]
         decoding = [s for s in running if s.num_uncomputed_tokens == 1]
+        returning = [s for s in held if not s.paused and s.num_uncomputed_tokens == 1]
         preemptions = self.scheduler.preemptions
         planned = {s.id: s.num_tokens for s in self.live.values()}
         step = self.scheduler.schedule(self.now)
@@ -79,16 +104,19 @@ class House:
             assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
             assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
             self.started.setdefault(sequence.id, self.now)
+        assert not any(s.paused for s in rows), "a row for a slow reader"
         for victim in running:
             if victim.waits:
-                assert all(victim.rank > s.rank for s in rows), "preempted by one that ranks after it"
+                assert all(victim.rank > s.rank for s in rows if s in running), "preempted by one that ranks after it"
+                assert all(s.waits or not s.paused for s in held), "preempted before the paused"
         if self.depth == 1:
-            assert step.rows or not self.live, "requests, and no progress"
+            assert step.rows or not active, "requests, and no progress"
             assert all(s.waits or s in rows for s in decoding), "a decode row starves"
-            first = min((s for s in self.live.values() if not s.waits), key=lambda s: s.rank, default=None)
+            first = min((s for s in active if not s.waits), key=lambda s: s.rank, default=None)
             assert first in rows or first is None, "the first in rank makes no progress"
             if self.scheduler.preemptions == preemptions:
-                assert rows[: len(decoding)] == sorted(decoding, key=lambda s: s.rank), "chunks before decodes"
+                decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.rank)
+                assert rows[: len(decoding)] == decoding, "chunks before decodes"
         if step.rows:
             self.flying.append((step, self.device.run(step, TICK / 2)))
         return step
@@ -123,6 +151,7 @@ class House:
                 break
             self.tick()
         assert not self.live, "it never ends"
+        assert not self.scheduler._paused
         assert not self.scheduler.has_work
         assert self.blocks.counts.used == 0, "blocks leaked"
 

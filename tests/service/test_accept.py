@@ -95,8 +95,8 @@ def test_a_wrong_kernel_is_found_by_itself_and_by_its_tokens(
 ) -> None:
     made = KERNELS["add_rms_norm"].implementations["cpu"]
 
-    def off(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> Any:
-        return made.function(x, residual, gamma, 100 * eps + 0.5)
+    def off(x: Tensor, residual: Tensor, gamma: Tensor, eps: float, *scheme: Any) -> Any:
+        return made.function(x, residual, gamma, 100 * eps + 0.5, *scheme)
 
     monkeypatch.setitem(KERNELS["add_rms_norm"].implementations, "cpu", dataclasses.replace(made, function=off))
     code = cli.main(["check", str(folder), "--accept", "--device", "cpu", "--threads", "1"])
@@ -154,10 +154,21 @@ def test_heads_that_the_device_does_not_take_are_left_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(CpuBackend, "check_heads", only_128)
     backend = CpuBackend(native=False)
     for name in ("paged_attention", "qk_norm_rope_kv_write"):
-        assert accept._kernel(KERNELS[name], torch.float32, backend).figures["cases"] == 1
+        assert accept._kernel(KERNELS[name], torch.float32, backend).figures["cases"] == 2  # one of them of int8
     monkeypatch.setattr(KERNELS["paged_attention"], "cases", KERNELS["paged_attention"].cases[:2])
     none = accept._kernel(KERNELS["paged_attention"], torch.float32, backend)
     assert (none.passed, none.figures["cases"]) == (False, 0)
+
+
+@pytest.mark.parametrize("device", [{"int8_zeros": True}, {"int8_zeros": False, "int8_levels": 127.0}])
+def test_int8_is_tried_as_the_device_has_it(monkeypatch: pytest.MonkeyPatch, device: dict[str, Any]) -> None:
+    for name, value in device.items():
+        monkeypatch.setattr(CpuBackend, name, value)
+    cases = list(accept._cases(KERNELS["quantize"], CpuBackend(native=False), benchmark=False))
+    schemes = [case.make(torch.Generator(), torch.float32)[1] for case in cases]
+    assert {scheme.levels for scheme in schemes} == {device.get("int8_levels", 127.5)}
+    assert any(scheme.has_zero for scheme in schemes) == device["int8_zeros"]
+    assert any(scheme.scale is None for scheme in schemes)
 
 
 @built

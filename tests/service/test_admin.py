@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 
 from npuserve.service.config import ServerConfig
@@ -42,10 +43,29 @@ async def test_each_call(folder: Path) -> None:
         assert set(json.loads(info.config_json)) == set(ServerConfig.__struct_fields__)
 
 
+async def test_a_drain_is_the_supervisors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is told for how long; a grace out of range is refused by name."""
+    async with running(folder, drain_seconds=7) as server:
+        for seconds in (None, 2.5, 0, 86400):
+            request = admin_service_pb2.DrainRequest()
+            if seconds is not None:
+                request.grace.FromNanoseconds(int(seconds * 1e9))
+            await server.admin.Drain(request)
+        for seconds in (-1, 86401):
+            request = admin_service_pb2.DrainRequest()
+            request.grace.FromSeconds(seconds)
+            said = rf"grace: must be in \[0, 86400\] seconds, got {seconds}"
+            with pytest.raises(grpc.aio.AioRpcError, match=said) as bad:
+                await server.admin.Drain(request)
+            assert bad.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        server.frontend._config = msgspec.structs.replace(server.frontend._config, drain_seconds=0.2)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["seconds"] for line in said if line["event"] == "drain"] == [7, 2.5, 0, 86400]
+
+
 async def test_what_is_reserved(folder: Path) -> None:
     async with running(folder) as server:
         calls = {
-            "Drain": server.admin.Drain(admin_service_pb2.DrainRequest()),
             "StartProfile": server.admin.StartProfile(admin_service_pb2.StartProfileRequest()),
             "StopProfile": server.admin.StopProfile(admin_service_pb2.StopProfileRequest()),
         }

@@ -43,6 +43,19 @@ def test_bytes_and_operations_are_those_of_the_model(capsys: pytest.CaptureFixtu
     assert row["weights_bytes"] == pytest.approx(2 * (5 * layer + 2048 * 256), rel=0.01)
 
 
+def test_bytes_of_weights_are_those_that_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    """The LM head, which is the table of embeddings too, in int8: a scale and a sum for each of its rows."""
+    rows = []
+    for head in ("auto", "int8"):
+        assert cli.main(["bench", "step", "--batch", "1", "--context", "8", "--prompt", "8", "--tokens", "2",
+                         "--lm-head-dtype", head, "--json", *SMALL]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+    whole, int8 = rows
+    assert whole["weights_bytes"] - int8["weights_bytes"] == 2048 * (256 - 8)
+    read = [row["decode_gbs"] * 1e9 / row["decode_tokens_per_second"] for row in rows]
+    assert read[0] - read[1] == pytest.approx(2048 * (256 - 8), rel=0.01)
+
+
 def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
     monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))

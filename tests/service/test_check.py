@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from npuserve.kernels import native
+from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -104,6 +105,24 @@ def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
     assert plan["peak_bytes"] == sum(plan["bytes"].values())
     assert main(["check", *arguments]) == 0
     assert " fits: needs " in capsys.readouterr().out
+
+
+def test_a_quantized_model(folder: Path, capsys: Capture) -> None:
+    def plan(*arguments: str) -> dict[str, Any]:
+        return checked(capsys, str(folder), "--max-model-len", "128", "--device", "cpu", *arguments)[1]["model"]
+
+    whole = plan()
+    assert whole["quantization"] == "none"
+    quantization = Quantization(((("Linear",), W8A8()),), ("lm_head",))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization.to_json()}))
+    quantized, head = plan(), plan("--lm-head-dtype", "int8")
+    assert quantized["quantization"] == "w8a8"
+    projections = 2 * (32 * (4 + 2 * 2) * 16 + 4 * 16 * 32 + 3 * 32 * 64)
+    outputs = 2 * ((4 + 2 * 2) * 16 + 32 + 2 * 64 + 32)  # each with a scale and a sum
+    assert whole["bytes"]["weights"] - quantized["bytes"]["weights"] == 3 * projections - 8 * outputs
+    assert quantized["bytes"]["weights"] - head["bytes"]["weights"] == 128 * (3 * 32 - 8)
+    assert main(["check", str(folder), "--device", "cpu"]) == 0
+    assert " M parameters, w8a8, float32 on cpu" in capsys.readouterr().out
 
 
 def test_weights_that_are_not_there_are_told(folder: Path, capsys: Capture) -> None:

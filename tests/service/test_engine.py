@@ -92,9 +92,12 @@ class Running:
         self.blocks = BlockManager(blocks, 4, True)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=4, max_num_batched_tokens=budget, max_queue=3, aging_seconds=10)
-        self.engine = Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7)
+        self.engine = self.make()
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
         self.thread.start()
+
+    def make(self) -> Engine:
+        return Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7)
 
     def stop(self) -> None:
         self.engine.stop()

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from npuserve.service import engine_client, metrics
+from npuserve.service import metrics
 from npuserve.service.engine_client import EngineClient, Stream
 from npuserve.service.errors import InternalError, QueueFull, Unavailable
-from npuserve.service.messages import Cancel, Hello, Load, Output, Outputs, Request
+from npuserve.service.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore
 from tests.service import fake_engine
 from tests.service.fake_engine import INFO, FakeEngine, until
 
@@ -62,9 +62,9 @@ async def test_states_and_the_models_facts() -> None:
         await client.close()
 
 
-async def test_a_silent_engine_is_stalled_until_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "STALL_SECONDS", 1)
+async def test_a_silent_engine_is_stalled_until_it_speaks() -> None:
     async with connected() as (client, engine):
+        client._stall_seconds = 1
         engine.hold.clear()
         stream = client.submit(request())
         await until(lambda: client.state == "stalled")
@@ -101,16 +101,31 @@ async def test_what_piles_up_comes_as_one_list() -> None:
         assert stream.buffered == 0
 
 
-async def test_death_ends_what_is_in_flight_after_what_had_come() -> None:
+async def test_death_is_a_pause() -> None:
     async with connected(delay=0.01) as (client, engine):
-        stream = client.submit(request(1000))
+        stream = client.submit(request(12))
         await until(lambda: stream.buffered >= 3)
         await engine.die()
         await until(lambda: client.state == "down")
-        got = await stream.__anext__()
-        assert [output.token_ids for output in got[:3]] == [[1], [2], [3]]
+        got = [output.token_ids for output in await stream.__anext__()]
+        assert got[:3] == [[1], [2], [3]]
+        engine.epoch = 2
+        engine.start()
+        assert await ids_of(stream) == list(range(len(got) + 1, 13))
+        (live,) = [record for _, record in engine.got(Restore)[-1].live]
+        assert live.token_ids[: len(got)] == [i for ids in got for i in ids]
+        stream.close()
+        assert client._streams == {}
+
+
+async def test_leaving_ends_what_is_in_flight() -> None:
+    async with connected(delay=0.01) as (client, _):
+        stream = client.submit(request(1000))
+        await until(lambda: stream.buffered >= 1)
+        await client.close()
+        await stream.__anext__()
         for _ in range(2):
-            with pytest.raises(Unavailable, match="died") as ended:
+            with pytest.raises(Unavailable, match="leaving") as ended:
                 await stream.__anext__()
         assert ended.value.retry_seconds > 0
         stream.close()
@@ -216,6 +231,7 @@ async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
         await until(lambda: engine.live == 1)
         frontend, _ = next(iter(engine._live))
         engine.socket._frontends[frontend].socket.send(b"\x08\0\0\0\xc1garbage")
-        with pytest.raises(Unavailable):
-            await ids_of(stream)
-        await until(lambda: client.state == "ready")
+        await until(lambda: len(engine.got(Hello)) == 2)
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        assert (client.state, stream.record.deaths) == ("ready", 0)

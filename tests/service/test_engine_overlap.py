@@ -71,8 +71,8 @@ def serve(messages: dict[int, list[m.ToEngine]], double_buffering: bool, pool: i
     engine = script.engine = Engine(
         scheduler, runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
     engine.run()
-    assert not engine._live
-    assert not engine._names
+    assert not engine.ledger.live
+    engine.ledger.check_integrity()
     assert not engine._flying
     assert blocks.counts.used == 0, "blocks leaked"
     scheduler.check_integrity()
@@ -171,5 +171,5 @@ def test_what_is_in_flight_is_applied_before_the_engine_stops() -> None:
     runner.launch = stopping  # type: ignore[method-assign]
     engine.run()
     assert not runner._flying
-    sequence = next(iter(engine._live.values()))
+    sequence = next(iter(engine.ledger.live.values()))
     assert sequence.in_flight == sequence.num_pending_tokens == 0

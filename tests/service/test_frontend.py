@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
 
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend import FrontendArgs
@@ -28,6 +29,14 @@ from tests.service.fake_engine import make_folder, until
 from tests.service.front_end import ask, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def rest_of(stream: Any) -> str:
+    """What is left of a stream; raises as it ends."""
+    text = ""
+    while part := await stream.read():
+        text += part.text
+    return text
 
 
 class Process:
@@ -122,27 +131,63 @@ def test_the_parents_end_is_its_own(tmp_path: Path, processes: list[Process]) ->
     assert processes[0].end()[0] == 0
 
 
-def test_a_drain_ends_after_its_time(tmp_path: Path, processes: list[Process]) -> None:
-    """A stream that does not end is cut off after drain_seconds."""
-
-    async def cut() -> grpc.StatusCode:
+async def test_what_a_drain_cuts_off_is_told_so(tmp_path: Path, processes: list[Process]) -> None:
+    """By the supervisor's order, for its time: UNAVAILABLE, when to try again, and what to resume with."""
+    folder = make_folder(tmp_path / "m")
+    for state, said in (("", "what it has is gone"), (str(tmp_path), "goes on with it at the next start")):
         async with fake_engine.engine(delay=0.2) as engine:
-            processes.append(Process(args(make_folder(tmp_path / "m"), engine.address, drain_seconds=0.3)))
-            port = await asyncio.to_thread(processes[0].port)
+            processes.append(Process(args(folder, engine.address, drain_seconds=600, state_folder=state)))
+            process = processes[-1].process
+            port = await asyncio.to_thread(processes[-1].port)
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
                 while (await watch.read()).status != SERVING:
                     pass
-                stream = inference_service_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(ask("a", 60))
+                stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+                whole, stream = stub.Generate(ask("a", 60)), stub.StreamGenerate(ask("a", 60))
                 await stream.read()
-                processes[0].process.terminate()
-                while not stream.done():
-                    with contextlib.suppress(grpc.aio.AioRpcError):
-                        await stream.read()
-                return await stream.code()
+                token = dict(await stream.initial_metadata())["x-resume-token"]
+                assert process.stdin
+                process.stdin.write('{"drain": 0.5}\n')
+                process.stdin.flush()
+                with pytest.raises(grpc.aio.AioRpcError) as cut:
+                    await rest_of(stream)
+                with pytest.raises(grpc.aio.AioRpcError) as unary:
+                    await whole
+                for error in (cut.value, unary.value):
+                    assert error.code() == grpc.StatusCode.UNAVAILABLE
+                    assert error.details().endswith(said)
+                    kinds = {detail.TypeName() for detail in rpc_status.from_call(error).details}  # type: ignore[attr-defined]
+                    assert "google.rpc.RetryInfo" in kinds
+                assert dict(cut.value.trailing_metadata())["x-resume-token"] == token
+            assert (await asyncio.to_thread(processes[-1].end))[0] == 0
 
-    assert asyncio.run(cut()) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    assert processes[0].end()[0] == 0
+
+async def test_who_comes_while_it_drains_is_answered(tmp_path: Path) -> None:
+    """On a connection of its own, as after GOAWAY: alive, not ready, and nothing new is taken."""
+    async with running(make_folder(tmp_path / "m"), drain_seconds=30) as server:
+        server.engine.delay = 0.02
+        stream = server.inference.StreamGenerate(ask("a", 60))
+        text = (await stream.read()).text
+        stopping = asyncio.ensure_future(server.frontend.stop())
+        server.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        await until(lambda: server.channel.get_state() != grpc.ChannelConnectivity.READY)
+        async with grpc.aio.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
+            health = health_pb2_grpc.HealthStub(channel)
+            for service, ready in (("npuserve.liveness", True), ("npuserve.readiness", False), ("", False)):
+                status = (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+                assert (status == SERVING) == ready, service
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask())
+            assert (refused.value.code(), refused.value.details()) == (
+                grpc.StatusCode.UNAVAILABLE, "the server is draining; another will take the request")
+            kinds = {detail.TypeName() for detail in rpc_status.from_call(refused.value).details}  # type: ignore[arg-type]
+            assert "google.rpc.RetryInfo" in kinds
+        while part := await stream.read():
+            text += part.text
+        assert len(text) == 60
+        await stopping
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
@@ -187,6 +232,32 @@ async def test_readiness_follows_the_engine(tmp_path: Path) -> None:
         assert (await watch.read()).status != SERVING
         server.engine.start()
         assert (await watch.read()).status == SERVING
+
+
+async def test_a_full_queue_is_no_illness(tmp_path: Path) -> None:
+    """Saturation alone: the watchers hear nothing, and all stay SERVING."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        services = ("", "npuserve.readiness", "npuserve.liveness")
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=service)) for service in services]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * 3
+        server.engine.hold.clear()
+        server.frontend._engine._stall_seconds = 1e9  # the fake has no heart
+        held = [server.inference.Generate(ask("a", 2)) for _ in range(16)]  # twice what runs and waits
+        await until(lambda: server.engine.live == 16)
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as full:
+                await server.inference.Generate(ask("a", 2))
+            assert full.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            for service in services:
+                assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == SERVING
+        reads = [asyncio.ensure_future(watch.read()) for watch in watches]
+        server.engine.hold.set()
+        assert {(await call).text for call in held} == {"bc"}
+        assert not any(read.done() for read in reads)
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
 
 
 @pytest.mark.slow

@@ -50,6 +50,13 @@ INVALID = {
     "chat too long": (chat(("user", "a" * 70)), "chat: 77 tokens of prompt are too many"),
     "template argument taken": (chat(("user", "a"), template_args=struct(messages=[])), "chat.template_args.messages"),
     "template argument NaN": (chat(("user", "a"), template_args=struct(x=NAN)), "chat.template_args.x: must be a fin"),
+    "too many turns": (chat(*[("user", "")] * 10_001), "chat.messages: must be at most 10000, got 10001"),
+    "too many tools": (chat(("user", "a"), tools=["{}"] * 1025), "chat.tools: must be at most 1024, got 1025"),
+    "too large a regex": (ask(regex="a" * 65537), "regex: must be at most 65536 bytes, got 65537"),
+    "too large a schema": (ask(json_schema="ü" * 32769), "json_schema: must be at most 65536 bytes, got 65538"),
+    "too large a grammar": (ask(grammar="a" * 99999), "grammar: must be at most 65536 bytes, got 99999"),
+    "too many choices": (
+        pb.GenerateRequest(text="a", choices=pb.Choices(choices=["x"] * 40_000)), "choices: must be at most 65536 by"),
     "tool that is no object": (chat(("user", "a"), tools=["{}", "[1]"]), "chat.tools[1]: must be the text of a JSON"),
     "tool call that is no JSON": (
         pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[

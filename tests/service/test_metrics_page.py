@@ -39,8 +39,8 @@ metrics.step_tokens.labels("decode").observe(me)
 metrics.step_tokens.labels("prefill").observe(100)
 metrics.queue_time_seconds.observe(0.3)
 if me == 2:
-    metrics.engine_heartbeat_timestamp.set(time.time() - 1000)
-    metrics.engine_heartbeat_timestamp.set(time.time())
+    metrics.engine_heartbeat.set(time.monotonic() - 1000)
+    metrics.engine_heartbeat.set(time.monotonic())
 print("written", flush=True)
 sys.stdin.read()
 '''

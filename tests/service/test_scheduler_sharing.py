@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -218,9 +219,13 @@ MAX_TOKENS = 24
 LARGEST = 12 + 2 + MAX_TOKENS - 1  # tokens in the KV cache
 
 
+Ask = tuple[int, int | None, list[int], dict[str, object]]
+
+
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[int, int | None, dict[str, object]]:
-    """(tick of arrival, ticks until it is cancelled, arguments of House.add)."""
+def requests(draw: st.DrawFn) -> Ask:
+    """(tick of arrival, ticks until it is cancelled, ticks from one pause or its end to the next, arguments of
+    House.add)."""
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.sampled_from([0, 4, 7, 12]))] + draw(st.lists(st.integers(0, 6), min_size=1, max_size=2))
     sampling = SamplingParams(
@@ -233,8 +238,10 @@ def requests(draw: st.DrawFn) -> tuple[int, int | None, dict[str, object]]:
         "eos_token_ids": frozenset(ends[0]), "stop_token_ids": frozenset(ends[1]),
         "priority": draw(st.sampled_from([0, 0, -2, 3])), "cache_salt": draw(st.sampled_from(["", "", "", "s"])),
         "bypass_prefix_cache": draw(st.sampled_from([False] * 7 + [True])),
+        "client": draw(st.sampled_from(["", "a", "b"])),
     }
-    return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), fields
+    turns = draw(st.sampled_from([[]] * 3 + [[2, 3], [1, 1, 1, 9], [6, 20, 2, 2]]))
+    return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), turns, fields
 
 
 @settings(max_examples=120, deadline=None)
@@ -246,7 +253,7 @@ def requests(draw: st.DrawFn) -> tuple[int, int | None, dict[str, object]]:
     aging=st.sampled_from([0.001, 0.1, 5]),
 )
 def test_all_get_what_they_would_have_got_alone(
-    asks: list[tuple[int, int | None, dict[str, object]]], block_size: int, pool: int, max_num_seqs: int, budget: int,
+    asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
     depth: int, prefix_cache: bool, flush_at: int, aging: float,
 ) -> None:
     house = House(
@@ -255,14 +262,20 @@ def test_all_get_what_they_would_have_got_alone(
     )
     all_sequences: list[Sequence] = []
     cancels: dict[int, list[Sequence]] = defaultdict(list)
+    turns: dict[int, list[Sequence]] = defaultdict(list)
     cancelled: set[int] = set()
-    for tick in range(45):
-        for arrival, cancel_after, fields in asks:
+    for tick in range(60):
+        for arrival, cancel_after, gaps, fields in asks:
             if arrival == tick:
                 sequence = house.add(**fields)  # type: ignore[arg-type]
                 all_sequences.append(sequence)
                 if cancel_after is not None:
                     cancels[tick + cancel_after].append(sequence)
+                for turn in itertools.accumulate(gaps, initial=tick):
+                    turns[turn].append(sequence)
+                turns[tick].remove(sequence)
+        for sequence in turns[tick]:
+            (house.unpause if sequence.paused else house.pause)(sequence)
         for sequence in cancels[tick]:
             if sequence.id in house.live:
                 cancelled.add(sequence.id)
@@ -271,6 +284,7 @@ def test_all_get_what_they_would_have_got_alone(
             house.blocks.flush_prefix_cache()
             house.scheduler.check_integrity()
         house.tick()
+    assert not any(sequence.paused for sequence in house.live.values())
     house.finish()
     assert len(all_sequences) == len(asks)
     for sequence in all_sequences:

@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service.fair_share import Account
 from npuserve.service.messages import Finish, Request, Timing
 from npuserve.service.sequence import Sequence
 
 
 def make(**fields: object) -> Sequence:
     fields = {"request_id": "r", "prompt_ids": [1, 2, 3], "max_tokens": 4, "arrival": 10.0, **fields}
-    return Sequence(5, (b"front", 7), Request(**fields), 10.0)  # type: ignore[arg-type]
+    return Sequence(5, (b"front", 7), Request(**fields), 10.0, Account(""))  # type: ignore[arg-type]
 
 
 def test_begins_with_prompt_and_what_a_dead_engine_made() -> None:

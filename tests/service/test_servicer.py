@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import time
 from pathlib import Path
 
 import grpc
@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from prometheus_client import REGISTRY
 
-from npuserve.service.messages import Cancel, Submit
+from npuserve.service.messages import Cancel, Resume, Submit
 from npuserve.v1 import admin_service_pb2, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.fake_engine import EOS, make_folder, until
@@ -181,7 +181,7 @@ async def test_the_engines_refusals_carry_retry_info(folder: Path) -> None:
                 assert ("google.rpc.RetryInfo" in details) == (name != "DuplicateRequest")
 
 
-async def test_unavailable_until_the_engine_is_there_and_after_its_death(folder: Path) -> None:
+async def test_unavailable_until_the_engine_is_there_and_a_pause_after_its_death(folder: Path) -> None:
     async with running(folder, start_engine=False) as server:
         calls = (lambda: server.inference.Generate(ask()), lambda: server.inference.GetLoad(model_pb2.GetLoadRequest()),
                  lambda: server.inference.GetModelInfo(model_pb2.GetModelInfoRequest()),
@@ -197,18 +197,21 @@ async def test_unavailable_until_the_engine_is_there_and_after_its_death(folder:
         server.engine.start()
         await until(lambda: server.frontend._engine.state == "ready")
         server.engine.delay = 0.005
-        call = server.inference.StreamGenerate(ask("a", 60))
-        await call.read()
+        call = server.inference.StreamGenerate(ask("a", 60, return_token_ids=True))
+        first = await call.read()
+        whole_call = server.inference.Generate(ask("a", 60))
+        await until(lambda: server.engine.live == 2)
         await server.engine.die()
-        while not call.done():
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await call.read()
-        assert await call.code() == grpc.StatusCode.UNAVAILABLE
-        assert "engine died" in await call.details()
+        with pytest.raises(grpc.aio.AioRpcError, match="restarting"):
+            await server.inference.Generate(ask())
         server.engine.epoch = 2
         server.engine.start()
-        await until(lambda: server.frontend._engine.state == "ready")
-        assert (await server.inference.Generate(ask("a", 2))).text == "bc"
+        parts = [first]
+        while not parts[-1].HasField("finish"):
+            parts.append(await call.read())
+        text, _, finish = whole(parts)
+        assert text == (await whole_call).text == ("bcdefghijklmnopqrstuvwxyza" * 3)[:60]
+        assert finish.usage.generated_tokens == 60
 
 
 async def test_a_bug_is_internal_with_an_id_that_is_in_the_log(
@@ -224,7 +227,7 @@ async def test_a_bug_is_internal_with_an_id_that_is_in_the_log(
         assert said.startswith("internal error, id ")
         record = next(r for r in caplog.records if r.message == "internal error")
         assert record.fields["error_id"] == said.rsplit(" ", 1)[1]  # type: ignore[attr-defined]
-        assert "NoneType" in (record.exc_text or caplog.text)
+        assert record.fields["exception_type"] == "TypeError"  # type: ignore[attr-defined]
         assert "secret" not in caplog.text
         assert (await server.inference.Generate(ask([0], 1, return_token_ids=True))).token_ids == [1]
 
@@ -301,9 +304,37 @@ async def test_long_texts_do_not_hold_up_the_others(folder: Path) -> None:
         assert long.token_ids[:125] == short.token_ids
 
 
-async def test_resuming_is_reserved(folder: Path) -> None:
+async def test_resuming(folder: Path) -> None:
     async with running(folder) as server:
+        server.engine.delay = 0.002
+        call = server.inference.StreamGenerate(ask("a", 60, request_id="mine", stop=["xy"], return_token_ids=True))
+        metadata = dict(await call.initial_metadata())
+        parts = [await call.read(), await call.read()]
+        call.cancel()
+        await until(lambda: server.engine.live == 0)
+        (sent,) = server.engine.got(Submit)
+        assert (sent.request.resume_token, len(metadata["x-resume-token"])) == (metadata["x-resume-token"], 32)
+        server.engine.records[metadata["x-resume-token"]] = server.frontend._engine._records.ended(time.monotonic())[0]
+        held = parts[-1].offset + parts[-1].num_tokens
+        again = server.inference.ResumeStream(
+            pb.ResumeStreamRequest(resume_token=metadata["x-resume-token"], token_offset=held))
+        assert dict(await again.initial_metadata()) == metadata
+        text, ids, finish = whole(parts + [part async for part in again])
+        assert (text, ids) == ("bcdefghijklmnopqrstuvw", list(range(1, 25)))
+        assert (finish.reason, finish.matched_stop) == (pb.FINISH_REASON_STOP_STRING, "xy")
+        (asked,) = server.engine.got(Resume)
+        assert (asked.token, asked.token_offset) == (metadata["x-resume-token"], held)
+        assert asked.client == sent.request.client
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read()
-        assert failed.value.code() == grpc.StatusCode.UNIMPLEMENTED
-        assert failed.value.details() == "ResumeStream: reserved, not implemented in this version"
+        assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_no_token_where_nothing_is_kept(folder: Path) -> None:
+    async with running(folder, resume_seconds=0) as server:
+        call = server.inference.StreamGenerate(ask("a", 3))
+        assert "x-resume-token" not in dict(await call.initial_metadata())
+        assert len([part async for part in call]) >= 1
+        unary = server.inference.Generate(ask("a", 3))
+        assert "x-resume-token" not in dict(await unary.initial_metadata())
+        assert [sent.request.resume_token for sent in server.engine.got(Submit)] == ["", ""]

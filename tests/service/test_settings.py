@@ -115,7 +115,7 @@ def test_lists() -> None:
     ("--emulate-relax fp32", {}, "emulate_relax: nothing is emulated; --emulate does (from --emulate-relax)"),
     ("--decode-buckets 1,x", {}, "decode_buckets: '1,x' must be numbers in [1, 65536], as in 1,2,4,8"),
     ("--decode-buckets 0", {}, "decode_buckets: '0' must be numbers in [1, 65536]"),
-    ("--kv-cache-dtype int8", {}, "kv_cache_dtype: 'int8' is reserved"),
+    ("--kv-cache-dtype int4", {}, "kv_cache_dtype"),
     ("--config /no/such/file.toml", {}, "/no/such/file.toml: cannot be read: No such file or directory"),
 ])
 def test_errors_name_their_source(flags: str, environ: dict[str, str], message: str) -> None:

@@ -19,22 +19,27 @@ from typing import Any
 
 import pytest
 
-from npuserve.service.supervisor import Restarts
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.supervisor import Restarts, Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 
 DRIVER = """
 import asyncio, json, sys
+import msgspec
 from npuserve.service import logs, supervisor
 from npuserve.service.config import ServerConfig
 journal, fake, front, engine, settings = sys.argv[1:]
-config = ServerConfig(model=".", metrics_port=0, log_format="json", **json.loads(settings))
+settings = json.loads(settings)
+hang = settings.pop("hang_seconds", 60.0)
+config = ServerConfig(model=".", metrics_port=0, log_format="json", **settings)
+msgspec.structs.force_setattr(config, "hang_seconds", hang)  # less than it takes: the fake's heart beats quickly
 logs.setup(config, "supervisor")
 supervisor.FRONTEND_MARGIN = supervisor.ENGINE_PATIENCE = 0.5
 command = lambda name, behaviour: [sys.executable, "-S", fake, name, journal, *behaviour.split()]
 sys.exit(asyncio.run(supervisor.Supervisor(
     config, frontend=command("front", front), engine=command("engine", engine),
-    restarts=supervisor.Restarts(first=0.01, longest=0.04, healthy=60, deaths=5)).run()))
+    restarts=supervisor.Restarts(first=0.01, longest=0.04, deaths=5, again=0.01, again_longest=0.04)).run()))
 """
 
 
@@ -98,7 +103,12 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 def test_pauses_double_up_to_the_longest_and_end() -> None:
     restarts = Restarts(first=0.5, longest=30, healthy=60, deaths=10)
-    assert [restarts.pause(n) for n in range(1, 11)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, None]
+    assert [restarts.pause(n, 7) for n in range(1, 11)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, None]
+
+
+def test_who_dies_at_work_is_back_soon_and_often() -> None:
+    restarts = Restarts(again=0.5, again_longest=2, deaths_at_work=7)
+    assert [restarts.pause(0, n) for n in range(1, 8)] == [0.5, 1, 1.5, 2, 2, 2, None]
 
 
 def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[..., Run]) -> None:
@@ -108,8 +118,12 @@ def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[.
     address = f"{run.folder()}/engine.sock"
     config = front["arguments"].pop("config")
     assert config["max_num_seqs"] == 3
-    assert front["arguments"] == {"index": 0, "engine_address": address, "port": 0}
-    assert engine["arguments"] == {"config": config, "folder": ".", "address": address, "epoch": 1}
+    assert front["arguments"] == {
+        "index": 0, "engine_address": address, "port": 0, "pulse": f"{run.folder()}/frontend-0.pulse"}
+    assert engine["arguments"].pop("memory") >= -1
+    assert engine["arguments"].pop("left") is None
+    assert engine["arguments"] == {
+        "config": config, "folder": ".", "address": address, "epoch": 1, "pulse": f"{run.folder()}/engine.pulse"}
     assert front["mode"] == "0o40700"
     assert front["metrics"] == engine["metrics"]
     assert (front["spin"], engine["spin"]) == (None, "1000")
@@ -128,8 +142,61 @@ def test_drain_ends_the_front_ends_before_the_engine(supervise: Callable[..., Ru
     run.until_up()
     run.process.terminate()
     assert run.process.wait(20) == 0
-    assert [entry[:2] for entry in run.journal() if entry[1] != "started"] == [
-        ("front", "asked"), ("front", "left"), ("engine", "asked"), ("engine", "left")]
+    assert [entry for entry in run.journal() if entry[1] != "started"] == [
+        ("front", "asked", {"drain": 5.0}), ("front", "left", {}), ("engine", "asked", {}), ("engine", "left", {})]
+
+
+def test_a_front_end_asks_for_a_drain(supervise: Callable[..., Run]) -> None:
+    """AdminService.Drain; the first signal after it changes nothing."""
+    run = supervise(front="live drain:7", frontends=2, engine="live:0.3")
+    run.until(lambda: run.journal("engine", "asked"))
+    run.process.terminate()
+    assert run.process.wait(20) == 0
+    assert [facts for _, _, facts in run.journal("front", "asked")] == [{"drain": 7.0}] * 2
+    assert len(run.journal("engine", "left")) == 1
+
+
+def test_who_hangs_is_killed_and_started_again(supervise: Callable[..., Run]) -> None:
+    """Its loop stands still, be it stuck in a call or stopped; nobody else is touched."""
+    run = supervise(engine="hang live", front="hang live", hang_seconds=1.0)
+    run.until(lambda: len(run.journal("engine", "started")) == len(run.journal("front", "started")) == 2)
+    run.until_up()
+    hung = {line["message"] for line in run.said("hangs")}
+    assert hung == {"engine hangs, killing it", "frontend-0 hangs, killing it"}
+    assert all(line["seconds"] >= 1.0 for line in run.said("hangs"))
+    assert {line["code"] for line in run.said("died")} == {-signal.SIGKILL}
+    run.until(lambda: len(run.said("ready in")) >= 2)
+    time.sleep(0.5)  # its heart beats
+    os.kill(run.journal("engine", "started")[-1][2]["pid"], signal.SIGSTOP)
+    run.until(lambda: len(run.journal("engine", "started")) == 3)
+    assert len(run.journal("front", "started")) == 2
+    page = urllib.request.urlopen(run.said("listening on")[0]["metrics"]).read().decode()
+    assert "npuserve_engine_restarts_total 2.0" in page
+    time.sleep(1.5)
+    assert len(run.journal("engine", "started")) == 3
+
+
+def test_nobody_hangs_before_it_beats_nor_while_all_stand_still(supervise: Callable[..., Run]) -> None:
+    """Loading takes as long as it takes, and a pause of the supervisor is not its children's."""
+    run = supervise(front="live", engine="live", hang_seconds=1.0)
+    run.until_up()
+    pids = [run.process.pid, *run.alive()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1)
+    assert not run.said("hangs")
+    assert len(run.journal("", "started")) == 2
+
+
+def test_hangs_in_a_row_are_given_up(supervise: Callable[..., Run]) -> None:
+    run = supervise(engine="hang", hang_seconds=0.2)
+    assert run.process.wait(30) == 1
+    assert len(run.journal("engine", "started")) == 5
+    # There is no engine to end for: whoever still waits is told at once.
+    assert [facts for _, _, facts in run.journal("front", "asked")] == [{"drain": 0.0}]
 
 
 def test_an_engine_that_dies_is_started_again(supervise: Callable[..., Run]) -> None:
@@ -151,6 +218,15 @@ def test_a_front_end_that_dies_gets_its_port_back(supervise: Callable[..., Run])
     assert [facts["arguments"]["port"] for _, _, facts in run.journal("front", "started")] == [0, 4242]
     assert run.said("frontend-0 died")[0]["code"] == -signal.SIGKILL
     assert len(run.journal("engine", "started")) == 1
+
+
+def test_an_engine_killed_at_work_again_and_again_is_not_given_up(supervise: Callable[..., Run]) -> None:
+    run = supervise()
+    for life in range(1, 9):  # more than the five that may die before they are ready
+        run.until(lambda life=life: len(run.said("^ready in")) == life)
+        os.kill(run.journal("engine", "started")[-1][2]["pid"], signal.SIGKILL)
+    run.until(lambda: len(run.journal("engine", "started")) == 9)
+    assert [line["pause"] for line in run.said("engine died")] == [0.01 * n for n in range(1, 5)] + [0.04] * 4
 
 
 def test_gives_up_after_quick_deaths_in_a_row(supervise: Callable[..., Run]) -> None:
@@ -226,6 +302,13 @@ def serve(*arguments: str) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "npuserve.service.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("{")]
+
+
+async def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1 << 30, 0, 5 << 10))
+    with pytest.raises(ConfigError, match=r"^TMPDIR: .* has 5 KiB free; 16 MiB are needed$"):
+        await Supervisor(ServerConfig()).run()
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:

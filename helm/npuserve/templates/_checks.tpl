@@ -1,24 +1,17 @@
 {{/* Contradictions between values, each a sentence that names them. What is wrong by itself, values.schema.json refuses. */}}
 
-{{/* Settings that this version of the server refuses, as service/config.py does; a test compares the two. The mounts and
-settings for them are in place. Who takes a name off this list has probes to see to: those of Kubernetes speak no TLS. */}}
-{{- define "npuserve.reserved" -}}
-tls_cert tls_key tls_client_ca api_keys
-{{- end }}
-
 {{- define "npuserve.checks" -}}
-{{- $reserved := include "npuserve.reserved" . | splitList " " }}
-{{- if and .Values.tls.secretName (has "tls_cert" $reserved) }}
-{{- fail "tls.secretName: the server has no TLS in this version; let a mesh or a gateway encrypt" }}
-{{- end }}
-{{- if and .Values.tls.clientCaSecretName (has "tls_client_ca" $reserved) }}
-{{- fail "tls.clientCaSecretName: the server has no TLS in this version; let a mesh or a gateway authenticate" }}
-{{- end }}
-{{- if and .Values.apiKeys.secretName (has "api_keys" $reserved) }}
-{{- fail "apiKeys.secretName: the server knows no API keys in this version; let a mesh or a gateway check them" }}
-{{- end }}
 {{- if and .Values.tls.clientCaSecretName (not .Values.tls.secretName) }}
 {{- fail "tls.clientCaSecretName: clients can only be authenticated with tls.secretName" }}
+{{- end }}
+{{- if and .Values.helmTest.clientCertSecretName (not .Values.tls.clientCaSecretName) }}
+{{- fail "helmTest.clientCertSecretName: is for tls.clientCaSecretName" }}
+{{- end }}
+{{- if and .Values.helmTest.apiKeySecretName (not .Values.apiKeys.secretName) }}
+{{- fail "helmTest.apiKeySecretName: is for apiKeys.secretName" }}
+{{- end }}
+{{- if and .Values.helmTest.caSecretName (not .Values.tls.secretName) }}
+{{- fail "helmTest.caSecretName: is for tls.secretName" }}
 {{- end }}
 
 {{- with .Values.termination }}
@@ -28,8 +21,13 @@ tls_cert tls_key tls_client_ca api_keys
 {{- end }}
 {{- end }}
 
-{{- if eq (int64 .Values.ports.grpc) (int64 .Values.ports.metrics) }}
-{{- fail (printf "ports.metrics: %d is ports.grpc already" (int64 .Values.ports.metrics)) }}
+{{- with .Values.ports }}
+{{- if eq (int64 .grpc) (int64 .metrics) }}
+{{- fail (printf "ports.metrics: %d is ports.grpc already" (int64 .metrics)) }}
+{{- end }}
+{{- if has (int64 .health) (list (int64 .grpc) (int64 .metrics)) }}
+{{- fail (printf "ports.health: %d is ports.grpc or ports.metrics already" (int64 .health)) }}
+{{- end }}
 {{- end }}
 
 {{- with .Values.accelerator }}

@@ -106,6 +106,7 @@ app.kubernetes.io/part-of: npuserve
 {{- $_ := set $settings "host" .Values.host }}
 {{- $_ := set $settings "port" .Values.ports.grpc }}
 {{- $_ := set $settings "metrics_port" .Values.ports.metrics }}
+{{- $_ := set $settings "health_port" .Values.ports.health }}
 {{- $_ := set $settings "device" (get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind) }}
 {{- $_ := set $settings "drain_seconds" .Values.termination.drainSeconds }}
 {{- with include "npuserve.model" . }}
@@ -146,9 +147,16 @@ app.kubernetes.io/part-of: npuserve
 
 {{- define "npuserve.probe" -}}
 grpc:
-  port: {{ int64 .root.Values.ports.grpc }}
+  port: {{ int64 .root.Values.ports.health }}
   service: {{ .service | quote }}
 {{ toYaml .times }}
+{{- end }}
+
+{{/* Whether `helm test` has what the server asks of a client. */}}
+{{- define "npuserve.testable" -}}
+{{- $certificate := or (not .Values.tls.clientCaSecretName) .Values.helmTest.clientCertSecretName }}
+{{- $key := or (not .Values.apiKeys.secretName) .Values.helmTest.apiKeySecretName }}
+{{- if and $certificate $key }}yes{{ end }}
 {{- end }}
 
 {{/* Of a URL: its own, or its scheme's. */}}

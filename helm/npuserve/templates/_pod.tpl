@@ -64,6 +64,8 @@ containers:
         containerPort: {{ int64 .Values.ports.grpc }}
       - name: metrics
         containerPort: {{ int64 .Values.ports.metrics }}
+      - name: health
+        containerPort: {{ int64 .Values.ports.health }}
     {{- with .Values.probes }}
     startupProbe:
       {{- $tries := div (add .startupSeconds 4) 5 }}

@@ -174,23 +174,3 @@ OP(aclnnAddRmsNormDynamicQuantV2, const aclTensor *x1, const aclTensor *x2, cons
     };
   });
 }
-
-static const Rule kSwiX("aclnnSwiGlu", "swiglu.x", "x is bfloat16, float16 or float32", "aclnnSwiGlu.md, parameter x");
-static const Rule kSwiDim("aclnnSwiGlu", "swiglu.dim", "dim is a dimension of x", "aclnnSwiGlu.md, parameter dim");
-static const Rule kSwiEven("aclnnSwiGlu", "swiglu.even", "the split dimension is even", "aclnnSwiGlu.md, parameter x");
-static const Rule kSwiDense("aclnnSwiGlu", "swiglu.contiguous", "x is contiguous",
-                            "aclnnSwiGlu.md, parameter x, non-contiguous tensors");
-
-OP(aclnnSwiGlu, const aclTensor *self, int64_t dim, const aclTensor *out) {
-  return plan(PHASE, [&] {
-    const auto x = view(self);
-    require(kSwiX, is_one_of(x.scalar_type(), kFloats), describe(self));
-    require(kSwiDim, x.dim() > 0 && dim >= -x.dim() && dim < x.dim(), std::to_string(dim) + " of " + describe(self));
-    require(kSwiEven, x.size(dim) % 2 == 0, describe(self));
-    require(kSwiDense, x.is_contiguous(), "strides " + describe(self->strides));
-    return [=, y = view(out)] {
-      const auto halves = f32(x).chunk(2, dim);
-      write(y, at::silu(halves[0]) * halves[1]);
-    };
-  });
-}

@@ -1,4 +1,5 @@
-// Int8: quantization of activations by row, and products of quantized matrices.
+// Int8: quantization of activations, by row or by a given scale, and products of quantized matrices. What is fused with
+// the gated unit is in swiglu.cpp, what is fused with norms in norm.cpp.
 #include "nz.h"
 
 using namespace ops;
@@ -41,6 +42,46 @@ Work quantize(const aclTensor *self, const aclTensor *smooth, const aclTensor *o
     write(q, (v * (1 / step) + shift).round().clamp(-128, 127));
     write(s, step.squeeze(-1));
     write(o, shift.squeeze(-1));
+  };
+}
+
+constexpr Dtypes kFloats = {at::kFloat, at::kHalf, at::kBFloat16};
+#define QUANTIZE_RULE(NAME, ID, TEXT, PLACE) \
+  const Rule NAME("aclnnQuantize", "quantize." ID, TEXT, "aclnnQuantize.md, " PLACE)
+QUANTIZE_RULE(kPlain, "x", "x is float32, float16 or bfloat16 of 1 to 8 dimensions", "parameter x");
+QUANTIZE_RULE(kGiven, "scales",
+              "scales has one dimension, 1 or that of the axis, and the dtype of x, or any of these for a float32 x",
+              "parameter scales");
+QUANTIZE_RULE(kZero, "zero_points",
+              "zero_points is int32, int8 or uint8, or bfloat16 beside bfloat16, and shaped as scales",
+              "parameter zeroPoints on A2/A3");
+QUANTIZE_RULE(kAxis, "axis", "the axis is one of x", "parameter axis");
+QUANTIZE_RULE(kTo, "dtype", "the output is int8 (uint8 and int32 are not emulated)", "parameter dtype on A2/A3");
+
+// q = rint(x / scale + zero), within -128 ... 127.
+Work quantize_by(const aclTensor *self, const aclTensor *scales, const aclTensor *zeros, int64_t axis,
+                 const aclTensor *out) {
+  const auto dtype = scalar_type(self->dtype), by = scalar_type(scales->dtype);
+  const int64_t dims = static_cast<int64_t>(self->sizes.size());
+  require(kPlain, is_one_of(dtype, kFloats) && dims >= 1 && dims <= 8, describe(self));
+  require(kAxis, axis >= -dims && axis < dims, std::to_string(axis) + " of " + describe(self));
+  const int64_t at_axis = axis < 0 ? axis + dims : axis, size = self->sizes[at_axis];
+  require(kGiven,
+          is_one_of(by, kFloats) && (by == dtype || dtype == at::kFloat) && scales->sizes.size() == 1 &&
+              (scales->sizes[0] == 1 || scales->sizes[0] == size),
+          describe(scales) + " for x " + describe(self));
+  if (zeros) {
+    const auto d = scalar_type(zeros->dtype);
+    const bool fits = is_one_of(d, {at::kInt, at::kChar, at::kByte}) ||
+                      (d == at::kBFloat16 && dtype == at::kBFloat16 && by == at::kBFloat16);
+    require(kZero, fits && zeros->sizes == scales->sizes, describe(zeros) + " for scales " + describe(scales));
+  }
+  require(kTo, out->dtype == ACL_INT8, describe(out));
+  std::vector<int64_t> shape(dims, 1);
+  shape[at_axis] = scales->sizes[0];
+  return [shape, x = view(self), s = view(scales), z = view(zeros), q = view(out)] {
+    const auto scaled = f32(x) / f32(s).reshape(shape);
+    write(q, (z.defined() ? scaled + f32(z).reshape(shape) : scaled).round().clamp(-128, 127));
   };
 }
 
@@ -132,6 +173,11 @@ OP(aclnnDynamicQuantV2, const aclTensor *self, const aclTensor *smooth, const ac
     require(kGroups, !groups, describe(groups));
     return quantize(self, smooth, out, scale, offset);
   });
+}
+
+OP(aclnnQuantize, const aclTensor *self, const aclTensor *scales, const aclTensor *zeros, aclDataType, int32_t axis,
+   const aclTensor *out) {
+  return plan(PHASE, [&] { return quantize_by(self, scales, zeros, axis, out); });
 }
 
 #define QUANT_PRODUCT(NAME)                                                                                            \

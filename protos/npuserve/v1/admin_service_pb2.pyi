@@ -58,7 +58,7 @@ class DrainRequest(_message.Message):
     GRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long running requests may still take."""
+        """How long running requests may still take, up to a day; absent: the server's drain_seconds."""
 
     def __init__(
         self,

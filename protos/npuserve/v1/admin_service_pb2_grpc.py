@@ -79,7 +79,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new requests and lets the running ones end. Reserved: UNIMPLEMENTED in this version.
+        """As SIGTERM: takes no new requests, lets the running ones end within `grace`, and then the server leaves. Returns
+        at once. A drain that is under way keeps its time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -504,10 +504,13 @@ class StreamGenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Never ends inside a character."""
     offset: _builtins.int
     """Tokens of the answer sent before this message."""
+    num_tokens: _builtins.int
+    """Tokens whose text this message carries: offset + num_tokens is the token_offset to resume from after it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Exactly those whose text this message carries, when asked for."""
@@ -531,10 +534,11 @@ class StreamGenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         offset: _builtins.int = ...,
         finish: Global___Finish | None = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -705,7 +709,9 @@ class Timing(_message.Message):
 
     @_builtins.property
     def of_which_device(self) -> _duration_pb2.Duration:
-        """Of prefill_chunks and decode: the device at work on steps with this request."""
+        """Of prefill_chunks and decode: the device at work on steps with this request. Of an engine that died it is not
+        known how its time was shared, and neither field has it.
+        """
 
     @_builtins.property
     def of_which_host(self) -> _duration_pb2.Duration:
@@ -732,16 +738,20 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class ResumeStreamRequest(_message.Message):
-    """Reserved."""
+    """Where to go on with a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     TOKEN_OFFSET_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
-    """From the stream's initial metadata, x-resume-token."""
+    """From the stream's initial metadata, x-resume-token. NOT_FOUND if it is unknown, another caller's, or of a stream
+    that ended or was left too long ago.
+    """
     token_offset: _builtins.int
-    """Tokens that the client holds."""
+    """Tokens that the client holds: offset + num_tokens of the last message that it has, 0 without one. At most as many
+    as there are.
+    """
     def __init__(
         self,
         *,

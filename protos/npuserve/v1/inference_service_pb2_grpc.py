@@ -93,7 +93,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeStream(self, request, context):
-        """Continues a stream whose connection was lost. Reserved: UNIMPLEMENTED in this version.
+        """Continues a stream, through any front end, where its client is: nothing is repeated, nothing is missing. A stream
+        that another call still reads is taken over: that call ends with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from npuserve.npu import emulator
-from npuserve.npu.runner import Launched, Runner
+from npuserve.npu.launched import Launched
+from npuserve.npu.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from npuserve.service import messages
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.engine import Engine
 from npuserve.service.scheduler import Scheduler
-from tests.npu.backends.small import GREEDY, saved
+from tests.npu.backends.small import GREEDY, saved, saved_w8a8
 from tests.npu.backends.test_ascend import load
 from tests.npu.emulator.child import emulated
 from tests.service.test_engine import MODEL
@@ -61,6 +62,10 @@ class Marked:
         self.launches += 1
         return self._runner.launch(step)
 
+    def ready(self, launched: Launched) -> bool:
+        """At once, so that the engine, which asks again and again while a long step runs, waits in `collect`."""
+        return True
+
     def collect(self, launched: Launched) -> StepResult:
         emulator.mark(f"collect {self.collections}")
         self.collections += 1
@@ -80,9 +85,11 @@ def serve(runner: Any, double_buffering: bool) -> Script:
     return script
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @emulated(relax=("fp32",))
-def test_a_steady_step_is_one_replay_and_nine_calls(tmp_path: Path) -> None:
-    runner = Marked(load(saved(tmp_path, layers=LAYERS)))
+def test_a_steady_step_is_one_replay_and_nine_calls(tmp_path: Path, quantized: bool) -> None:
+    """In W8A8 as in floats."""
+    runner = Marked(load((saved_w8a8 if quantized else saved)(tmp_path, layers=LAYERS)))
     emulator.clear_calls()
     serve(runner, double_buffering=True)
     calls, here = emulator.calls(), threading.get_native_id()

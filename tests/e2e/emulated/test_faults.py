@@ -39,8 +39,9 @@ SETTINGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buc
 
 
 @contextlib.contextmanager
-def faulty_server(folder: Path, wait: bool = True) -> Iterator[Server]:
-    with serving(*SETTINGS, wait=wait, program=("-m", "tests.e2e.emulated.faulty", "serve", str(folder))) as server:
+def faulty_server(folder: Path, *more: str, wait: bool = True) -> Iterator[Server]:
+    program = ("-m", "tests.e2e.emulated.faulty", "serve", str(folder))
+    with serving(*SETTINGS, *more, wait=wait, program=program) as server:
         yield server
 
 
@@ -152,8 +153,9 @@ def test_the_engine_starts_again(survivor: tuple[Server, Path], name: str) -> No
     faulty.tell(folder, "fail", what, code, **options)
     if what == "malloc":  # steps of known size need no new memory
         asked_more = Asked(server, [[9] * 400], max_tokens=1, prompt_logprobs=20, logprobs=20)
-        ended_as_unavailable(asked_more)
-    ended_as_unavailable(asked)
+        assert [(len(ids), error) for ids, error in asked_more.join()] == [(1, None)]
+    # A pause, and no more: they go on in the next engine.
+    assert [(len(ids), error) for ids, error in asked.join()] == [(LONG, None)] * len(PROMPTS)
     ready(server)
     told, died = lines(server, "device fault")[seen[0] :], lines(server, "starting it again")[seen[1] :]
     assert len(told) == len(died) == 1
@@ -213,6 +215,26 @@ def test_a_hang_is_noticed_and_over_when_the_device_goes_on(tmp_path: Path) -> N
         faulty.tell(tmp_path, "heal")
         assert asked.join() == [(expected, None)]
         ready(server)
+        nothing_leaked(server, before)
+
+
+def test_a_hang_that_lasts_is_a_restart(tmp_path: Path) -> None:
+    """A kernel that never returns: not ready, killed, started again, and the streams go on."""
+    with faulty_server(tmp_path, "--hang-seconds", "5") as server:
+        before, expected = children(server), streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1]
+        asked = Asked(server, PROMPTS[:1], max_tokens=LONG, ignore_eos=True)
+        asked.running()
+        faulty.tell(tmp_path, "hang")
+        deadline = time.monotonic() + 60
+        while not lines(server, "engine hangs, killing it"):
+            assert health(server, "npuserve.liveness") == SERVING
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.1)
+        assert health(server) == NOT_SERVING
+        assert asked.join() == [(expected, None)]
+        ready(server)
+        assert server.metric("npuserve_engine_restarts_total") == 1
+        assert children(server)["engine"] != before["engine"]
         nothing_leaked(server, before)
 
 

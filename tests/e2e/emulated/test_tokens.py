@@ -64,6 +64,19 @@ def test_logits_in_bfloat16_are_near(name: str) -> None:
     assert 0 < found["largest_logit_difference"] < 0.05 * found["largest_logit"]
 
 
+@needs_npu
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [
+    "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
+def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
+    (found,) = findings(str(folder_of(name)), "--parts", "int8")
+    assert found["passed"]
+    assert found["positions"] > 1000
+    assert found["equal_argmax_in_float32"] >= 0.99
+    assert found["equal_argmax"] >= min(0.995, found["of_the_cpu"] - 0.005)
+
+
 def bench(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"npuserve_{name}", ROOT / "bench" / f"{name}.py")
     assert spec is not None

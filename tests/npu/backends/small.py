@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from npuserve.npu.quantize import quantize_checkpoint
 from npuserve.npu.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
 
@@ -18,10 +19,10 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def saved(
-    folder: Path | str, *, head_dim: int = 32, layers: int = 2, vocabulary: int = 100, seed: int = 0
+    folder: Path | str, *, head_dim: int = 32, layers: int = 2, vocabulary: int = 100, inner: int = 96, seed: int = 0
 ) -> Path:
     """A Qwen3 of 2 key-value heads, in float32."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 4,
+    sizes = {"hidden_size": 64, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": vocabulary, "max_position_embeddings": 512}
     config = {**sizes, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "float32"}
     generator = torch.Generator().manual_seed(seed)
@@ -32,7 +33,7 @@ def saved(
     def norm(size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator) * 0.3 + 1
 
-    hidden, inner, heads, kv = 64, 96, 4 * head_dim, 2 * head_dim
+    hidden, heads, kv = 64, 4 * head_dim, 2 * head_dim
     tensors = {"model.embed_tokens.weight": normal(vocabulary, hidden), "model.norm.weight": norm(hidden)}
     for layer in range(layers):
         own = {
@@ -49,6 +50,12 @@ def saved(
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def saved_w8a8(folder: Path, **sizes: Any) -> Path:
+    """The same in W8A8, as `npuserve quantize` rounds it."""
+    quantize_checkpoint(saved(folder / "floats", **sizes), folder / "w8a8")
+    return folder / "w8a8"
 
 
 @dataclass

@@ -218,6 +218,68 @@ def test_quant_matmul(dtype: torch.dtype, nz: bool) -> None:
     assert torch.equal(whole.cpu().long(), x.long() @ w.long())  # exact
 
 
+@emulated()
+def test_quant_matmul_with_a_transposed_view() -> None:
+    import torch_npu
+
+    x, w = _int8(5, 200, seed=0), _int8(96, 200, seed=1)
+    scale, per_token = drawn(96, seed=2).abs() * 1e-3, drawn(5, seed=3).abs() * 1e-2
+    got = torch_npu.npu_quant_matmul(
+        x.npu(), w.npu().t(), scale.npu(), pertoken_scale=per_token.npu(), output_dtype=torch.bfloat16)
+    near(got, x.double() @ w.double().T * scale.double() * per_token.double()[:, None])
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("smooth", [False, True])
+@emulated()
+def test_dequant_swiglu_quant(left: bool, smooth: bool) -> None:
+    import torch_npu
+
+    x = torch.randint(-9999, 9999, (5, 192), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x[3] = 0
+    scale, per_token = drawn(192, seed=2).abs() * 1e-2, drawn(5, seed=3).abs() * 1e-2
+    factors = drawn(96, seed=4).abs()
+    given: dict[str, Any] = {"quant_scale": factors.view(1, -1).npu()} if smooth else {}
+    y, by = torch_npu.npu_dequant_swiglu_quant(
+        x.npu(), weight_scale=scale.view(1, -1).npu(), activation_scale=per_token.view(-1, 1).npu(),
+        group_index=torch.tensor([5]).npu(), activate_left=left, quant_mode=1, **given)
+    first, second = (x.double() * scale.double() * per_token.double()[:, None]).chunk(2, 1)
+    gate, up = (first, second) if left else (second, first)
+    want = gate * torch.sigmoid(gate) * up * (factors.double() if smooth else 1)
+    q, want_scale = by_row(want)
+    one_apart(y, q.nan_to_num(0.0))
+    torch.testing.assert_close(by.cpu().double(), want_scale, rtol=1e-5, atol=0)
+
+
+@emulated()
+def test_dequant_swiglu_quant_leaves_tokens_of_no_group_alone() -> None:
+    import torch_npu
+
+    torch.npu.synchronize()
+    x = torch.ones(4, 128, dtype=torch.int32).npu()
+    ones = torch.ones(1, 128).npu(), torch.ones(4, 1).npu()
+    y, scale = torch_npu.npu_dequant_swiglu_quant(
+        x, weight_scale=ones[0], activation_scale=ones[1], group_index=torch.tensor([3]).npu(), quant_mode=1)
+    assert y.cpu()[:3].unique().tolist() == [127]
+    torch.testing.assert_close(scale.cpu()[:3], torch.full((3,), torch.sigmoid(torch.tensor(1.0)).item() / 127))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 64])
+@pytest.mark.parametrize("shift", [False, True])
+@emulated()
+def test_quantize_by_given_scales(dtype: torch.dtype, columns: int, shift: bool) -> None:
+    import torch_npu
+
+    x, scales = drawn(5, 64, dtype=dtype), (drawn(columns, seed=1).abs() * 0.02 + 0.01).to(dtype)
+    zeros = torch.arange(columns, dtype=torch.int32) - 9 if shift else None
+    y = torch_npu.npu_quantize(x.npu(), scales.npu(), zeros if zeros is None else zeros.npu(), torch.qint8, -1)
+    want = x.double() / scales.double() + (0 if zeros is None else zeros.double())
+    assert y.dtype == torch.int8
+    one_apart(y, want.round().clamp(-128, 127))
+    assert y.cpu().abs().max() >= 127  # it is cut off
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16, torch.float32])
 @emulated()
 def test_a_matrix_survives_the_cast_to_nz_and_back(dtype: torch.dtype) -> None:

@@ -9,26 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.npu.emulator.arguments import F32, I8, nz, on
 from tests.npu.emulator.child import emulated
-from tests.npu.emulator.violations import (
-    F32,
-    I8,
-    VIOLATIONS,
-    attend,
-    attend_into,
-    both,
-    dynamic,
-    mrope,
-    nz,
-    on,
-    product,
-    quant,
-    rotary,
-    scatter,
-    unpaged,
-)
+from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
+from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
-BREAKING = ("scatter.range", "ropecache.range")
+BREAKING = ("scatter.range", "ropecache.range", "dequantswiglu.count")
 """Told by the stream, which is broken then."""
 
 
@@ -86,6 +72,11 @@ def test_what_follows_the_documents_is_taken() -> None:
     dynamic(on(4, 64))
     product()
     product(w=nz(64, 32, dtype=I8))
+    product(w=on(32, 64, dtype=I8).t())
+    gated()
+    swiglu_quant()
+    by_scale()
+    by_scale(zeros=on(1, dtype=I8))
     rotary(on(1, 9, 4, 128))
     both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128))
     scatter()

@@ -5,34 +5,14 @@ They go through torch_npu. Where its own checks come first, the operator is call
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BF, FP, F32, I8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
-NZ = 29
-
-
-def on(*size: int, dtype: torch.dtype = BF) -> Tensor:
-    return torch.zeros(*size, dtype=dtype).npu()
-
-
-def whole(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(values, dtype=dtype).npu()
-
-
-def strided(*size: int, dtype: torch.dtype = BF) -> Tensor:
-    return on(*size[:-1], 2 * size[-1], dtype=dtype)[..., ::2]
-
-
-def ops() -> Any:
-    import torch_npu
-
-    torch.npu.config.allow_internal_format = True
-    return torch_npu
+from tests.npu.emulator.arguments import BF, F32, FP, I8, direct, nz, on, ops, strided, whole
+from tests.npu.emulator.violations_int8 import QUANTIZED, quant
 
 
 def attend(**changed: Any) -> Any:
@@ -88,28 +68,6 @@ def attend_into(lse: Tensor) -> Any:
     )
 
 
-def quant(
-    x: Tensor, gamma: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None, **more: Any
-) -> Any:
-    return ops().npu_add_rms_norm_quant(
-        x, more.pop("x2", x), on(64) if gamma is None else gamma, on(64) if scales is None else scales, zeros, **more
-    )
-
-
-def dynamic(x: Tensor, gamma: Tensor | None = None, **more: Any) -> Any:
-    return ops().npu_add_rms_norm_dynamic_quant(x, x, on(64) if gamma is None else gamma, **more)
-
-
-def product(x: Tensor | None = None, w: Tensor | None = None, scale: Tensor | None = None, **more: Any) -> Any:
-    given = {"pertoken_scale": on(5, dtype=F32), "output_dtype": BF, **more}
-    return ops().npu_quant_matmul(
-        on(5, 64, dtype=I8) if x is None else x,
-        on(64, 32, dtype=I8) if w is None else w,
-        on(32, dtype=F32) if scale is None else scale,
-        **given,
-    )
-
-
 def rotary(x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, **more: Any) -> Any:
     cos = on(1, x.shape[1], 1, x.shape[-1]) if cos is None else cos
     return ops().npu_rotary_mul(x, cos, cos if sin is None else sin, **more)
@@ -153,50 +111,8 @@ def mrope(**changed: Any) -> Any:
     )
 
 
-def nz(*size: int, dtype: torch.dtype = BF) -> Tensor:
-    cast: Tensor = ops().npu_format_cast(on(*size, dtype=dtype), NZ)
-    return cast
-
-
-ACL = {F32: 0, FP: 1, I8: 2, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bool: 12, BF: 27}
-
-
-def direct(name: str, *arguments: Any) -> None:
-    """The operator's first phase; tensors, ints, floats, bools and None as they are, all numbers as int64 or double."""
-    library = ctypes.CDLL(None)
-    library.aclCreateTensor.restype = ctypes.c_void_p
-    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
-
-    def given(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            sizes, strides = ((ctypes.c_int64 * value.dim())(*part) for part in (value.shape, value.stride()))
-            return ctypes.c_void_p(
-                library.aclCreateTensor(
-                    sizes,
-                    ctypes.c_uint64(value.dim()),
-                    ACL[value.dtype],
-                    strides,
-                    ctypes.c_int64(0),
-                    2,
-                    sizes,
-                    ctypes.c_uint64(value.dim()),
-                    ctypes.c_void_p(value.data_ptr()),
-                )
-            )
-        return (
-            ctypes.c_double(value)
-            if isinstance(value, float)
-            else ctypes.c_void_p(value)
-            if value is None
-            else ctypes.c_int64(value)
-        )
-
-    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    if library[f"{name}GetWorkspaceSize"](*map(given, arguments), ctypes.byref(size), ctypes.byref(executor)):
-        raise RuntimeError(library.aclGetRecentErrMsg().decode())
-
-
 VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
+    **QUANTIZED,
     "fia.dtype": [lambda: attend(query=on(2, 8, 128, dtype=F32)), lambda: attend(query=on(2, 8, 128, dtype=I8))],
     "fia.kv_dtype": [lambda: attend(key=on(3, 128, 256, dtype=FP)), lambda: attend(key=on(3, 128, 256, dtype=I8))],
     "fia.kv_shape": [lambda: attend(value=on(4, 128, 256))],
@@ -286,68 +202,10 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
         lambda: ops().npu_add_rms_norm(on(4, 64), on(64), on(64)),
     ],
     "addrmsnorm.gamma_dtype": [lambda: ops().npu_add_rms_norm(on(4, 64), on(4, 64), on(64, dtype=F32))],
-    "addrmsnormquant.x": [
-        lambda: quant(on(4, 64, dtype=F32), gamma=on(64, dtype=F32)),
-        lambda: dynamic(on(4, 64, dtype=F32), gamma=on(64, dtype=F32)),
-    ],
-    "addrmsnormquant.scales": [
-        lambda: quant(on(4, 64), scales=on(64, dtype=F32)), lambda: quant(on(4, 64), scales=on(32)),
-    ],
-    "addrmsnormquant.zero_points": [
-        lambda: quant(on(4, 64), zeros=on(64, dtype=torch.int32)), lambda: quant(on(4, 64), zeros=on(1)),
-    ],
-    "addrmsnormquant.div_mode": [lambda: quant(on(4, 64), div_mode=False)],
-    "addrmsnormquant.y": [lambda: dynamic(on(4, 64), y_dtype=torch.quint4x2)],
-    "addrmsnormdynamicquant.gamma_shape": [
-        lambda: dynamic(on(4, 64), gamma=on(4, 64)), lambda: dynamic(on(4, 64), gamma=on(32)),
-    ],
-    "addrmsnormdynamicquant.smooth": [
-        lambda: dynamic(on(4, 64), smooth_scale1=on(32)), lambda: dynamic(on(4, 64), beta=on(64, dtype=FP)),
-    ],
-    "addrmsnormdynamicquant.smooth_mask": [
-        lambda: dynamic(on(4, 64), smooth_scale2=on(64)),
-        lambda: dynamic(on(4, 64), smooth_scale1=on(64), output_mask=[False, True]),
-    ],
     "swiglu.x": [lambda: ops().npu_swiglu(on(4, 64, dtype=torch.int32))],
     "swiglu.dim": [lambda: direct("aclnnSwiGlu", on(4, 64), 2, on(4, 32))],
     "swiglu.even": [lambda: direct("aclnnSwiGlu", on(4, 63), -1, on(4, 31))],
     "swiglu.contiguous": [lambda: ops().npu_swiglu(strided(4, 64))],
-    "dynamicquant.x": [
-        lambda: ops().npu_dynamic_quant(on(4, 64, dtype=F32)),
-        lambda: direct("aclnnDynamicQuantV2", on(64), None, None, 2, on(64, dtype=I8), on(1, dtype=F32), None),
-    ],
-    "dynamicquant.smooth": [
-        lambda: ops().npu_dynamic_quant(on(4, 64), smooth_scales=on(32)),
-        lambda: ops().npu_dynamic_quant(on(4, 64), smooth_scales=on(64, dtype=FP)),
-    ],
-    "dynamicquant.y": [lambda: ops().npu_dynamic_quant(on(4, 64), dst_type=torch.quint4x2)],
-    "dynamicquant.groups": [
-        lambda: ops().npu_dynamic_quant(on(4, 64), smooth_scales=on(2, 64), group_index=whole(2, 4)),
-    ],
-    "quantmatmul.dtype": [
-        lambda: direct("aclnnQuantMatmulV5", on(5, 64, dtype=FP), on(64, 32, dtype=I8), None, on(32, dtype=F32),
-            *[None] * 5, 0, 0, 0, on(5, 32)),
-    ],
-    "quantmatmul.inner": [lambda: product(w=on(48, 32, dtype=I8)), lambda: product(w=nz(48, 32, dtype=I8))],
-    "quantmatmul.width": [lambda: product(x=on(1, 65568, dtype=I8), w=on(65568, 32, dtype=I8), pertoken_scale=None)],
-    "quantmatmul.scale": [
-        lambda: product(scale=on(16, dtype=F32)),
-        lambda: product(scale=on(32, dtype=torch.int64), pertoken_scale=None),
-    ],
-    "quantmatmul.pertoken_scale": [
-        lambda: product(pertoken_scale=on(4, dtype=F32)), lambda: product(pertoken_scale=on(5)),
-    ],
-    "quantmatmul.out": [
-        lambda: product(output_dtype=FP, scale=on(32)), lambda: product(output_dtype=torch.int32),
-        lambda: product(output_dtype=F32),
-    ],
-    "quantmatmul.bias": [
-        lambda: product(bias=on(16)), lambda: product(bias=on(32, dtype=FP)),
-        lambda: product(bias=on(32), output_dtype=torch.int32, pertoken_scale=None),
-    ],
-    "quantmatmul.absent": [lambda: product(offset=on(32, dtype=F32))],
-    "quantmatmul.nz_one": [lambda: product(w=nz(64, 1, dtype=I8), scale=on(1, dtype=F32))],
-    "quantmatmul.nz_contiguous": [lambda: product(w=nz(32, 64, dtype=I8).t())],
     "rotarymul.x": [
         lambda: rotary(on(9, 4, 128), on(9, 1, 128)),
         lambda: rotary(on(1, 9, 4, 128, dtype=torch.int32), on(1, 9, 1, 128, dtype=torch.int32)),

@@ -125,11 +125,22 @@ def _fit(use: Use, schema: Any, reference: Any) -> list[str]:
         ours = known.get(theirs.name)
         if ours is None:
             continue
-        if theirs.name in given and str(ours.type) != str(theirs.type):
+        if theirs.name in given and not _alike(str(ours.type), str(theirs.type), given[theirs.name]):
             found.append(f"{theirs.name} takes {ours.type}, and {theirs.type} in {EMULATED}")
         if theirs.name not in given and ours.default_value != theirs.default_value:
             found.append(f"{theirs.name} is {ours.default_value} by default, and {theirs.default_value} in {EMULATED}")
     return found
+
+
+def _alike(ours: str, theirs: str, kind: str) -> bool:
+    """True for types that mean the same of what is given: a value that is there is none of an optional's absence."""
+    if kind in ("", "None"):
+        return ours == theirs
+    return _present(ours) == _present(theirs)
+
+
+def _present(argument: str) -> str:
+    return argument.removeprefix("Optional[").removesuffix("]") if argument.startswith("Optional[") else argument
 
 
 def _takes(argument: str, kind: str) -> bool:

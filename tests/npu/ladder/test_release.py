@@ -103,11 +103,22 @@ def other(schema: str) -> Release:
      call(SCORE, "", layout=""), "scale is 2.0 by default, and 1.0 in 2.13.0"),
     (other("npu_score(Tensor query, *, int scale=1, str layout) -> (Tensor, Tensor)"),
      call(SCORE, "", layout="", scale=""), "scale takes int, and float in 2.13.0"),
+    (other("npu_score(Tensor query, *, float? scale=1.0, str layout) -> (Tensor, Tensor)"),
+     call(SCORE, "", layout="", scale=""), "scale takes Optional[float], and float in 2.13.0"),
     (other("npu_score() -> ()"), call("torch_npu.npu.Stream", ""), "priority is 1 by default, and 0 in 2.13.0"),
 ])
 def test_a_version_that_means_another_thing_is_told(release: Release, use: Use, said: str) -> None:
     (problem,) = problems([use], release, MADE)
     assert said in problem
+
+
+@pytest.mark.parametrize("schema", [
+    "npu_score(Tensor query, *, float? scale=1.0, str layout) -> (Tensor, Tensor)",
+    "npu_score(Tensor query, *, int[] lengths=[], float scale=1.0, str layout) -> (Tensor, Tensor)",
+])
+def test_what_is_optional_in_one_version_alone_is_the_same_where_it_is_given(schema: str) -> None:
+    use = call(SCORE, "", layout="", scale="float", **({"lengths": "list"} if "lengths" in schema else {}))
+    assert problems([use], other(schema), MADE) == []
 
 
 def mutants(use: Use) -> list[Use]:

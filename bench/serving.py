@@ -1,0 +1,96 @@
+"""A server for benchmarks: started, looked at, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Serving:
+    """target: host:port. processes: module name and number, as in frontend 0 -> pid, of the supervisor's children."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path):
+        self._log = log
+        self._process = process
+        while '"ready"' not in log.read_text() and "ready in" not in log.read_text():
+            if process.poll() is not None:
+                raise SystemExit(f"the server did not start:\n{log.read_text()}")
+            time.sleep(0.05)
+        text = log.read_text()
+        self.target = re.findall(r"listening on ([\w.:\[\]]+:\d+)", text)[0]
+        self._page = re.findall(r"http://\S+/metrics", text)[0]
+        found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)],
+                               capture_output=True, text=True, check=True)
+        children = re.findall(r"^\s*(\d+) .*npuserve\.service\.(\w+)", found.stdout, re.MULTILINE)
+        self.processes = {f"{name} {sum(other == name for _, other in children[:place])}": int(pid)
+                          for place, (pid, name) in enumerate(children)}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of its log, as far as they are JSON."""
+        found = []
+        for line in self._log.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+        return found
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def samples(self, name: str) -> dict[str, float]:
+        """Labels, as they are written -> value, of a metric."""
+        with urllib.request.urlopen(self._page, timeout=10) as page:
+            text = page.read().decode()
+        return {labels or "": float(value)
+                for labels, value in re.findall(rf"^npuserve_{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)}
+
+    def metric(self, name: str) -> float:
+        return sum(self.samples(name).values())
+
+    def histogram(self, name: str) -> dict[float, float]:
+        """Upper bound -> samples up to it."""
+        found = {float(re.findall(r'le="([^"]+)"', labels)[0]): count
+                 for labels, count in self.samples(f"{name}_bucket").items()}
+        return dict(sorted(found.items()))
+
+    def rss(self) -> dict[str, float]:
+        """MiB of each process."""
+        page = os.sysconf("SC_PAGE_SIZE") / 2**20
+        return {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+                for name, pid in self.processes.items()}
+
+
+def percentile(histogram: dict[float, float], share: float) -> float:
+    """The bound below which this share of the samples lies."""
+    counts = list(histogram.values())
+    return next((bound for bound, count in histogram.items() if count >= share * counts[-1]), float("inf"))
+
+
+@contextlib.contextmanager
+def serving(model: str, flags: Sequence[str]) -> Iterator[Serving]:
+    """`npuserve serve` with JSON logs, once it is ready."""
+    with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:
+        log = Path(folder, "log")
+        command = [sys.executable, "-m", "npuserve.service.cli", "serve", *([model] if model else []), *flags,
+                   "--port", "0", "--metrics-port", "0", "--log-format", "json"]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield Serving(process, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,35 @@
+"""The Python client: answers that survive lost connections, dead front ends, restarts and full queues.
+
+    from npuserve.client import Client
+
+    with Client("127.0.0.1:50051", timeout=60) as client:
+        for delta in client.stream("Once upon a time", max_tokens=64, temperature=0):
+            print(delta.text, end="")
+
+`AsyncClient` is the same for asyncio. Needs grpcio, protobuf, googleapis-common-protos and the generated code: no
+torch, no tokenizer. How a call goes on after what kind of failure stands in `attempts`; docs/clients.md is the guide.
+"""
+
+from npuserve.client.aio import AsyncClient, AsyncStream
+from npuserve.client.channel import Tls
+from npuserve.client.errors import (
+    Cancelled,
+    ClientError,
+    Conflict,
+    DeadlineExceeded,
+    Denied,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServerError,
+    StreamLost,
+    Unavailable,
+    Unsupported,
+)
+from npuserve.client.sync import Client, Stream
+
+__all__ = [
+    "AsyncClient", "AsyncStream", "Cancelled", "Client", "ClientError", "Conflict", "DeadlineExceeded", "Denied",
+    "InvalidRequest", "NotFound", "Overloaded", "ServerError", "Stream", "StreamLost", "Tls", "Unavailable",
+    "Unsupported",
+]

@@ -1,0 +1,152 @@
+"""How a call goes on after a failure. No I/O: the sync and the asyncio client both drive it.
+
+1. A failure is passing if the server gave a time (RetryInfo), if it is UNAVAILABLE, or if nobody at the server said it:
+   INTERNAL, UNKNOWN or CANCELLED without an ErrorInfo is a connection or a proxy that broke. All else is final.
+2. After a passing one comes a wait: at least the server's time, and at least a back-off that doubles with each failure
+   in a row; both jittered. If it would end beyond the deadline, or more than `patience` seconds after the first failure
+   in a row, the failure is raised at once. A message that comes ends the row.
+3. Then the stream is resumed from the tokens received, if its resume token is known. If nothing has come yet, it is
+   asked for anew without a token, where the server itself ended it, and where it does not know the token (any more).
+4. What came and cannot be continued is StreamLost. Each message must begin where the last one ended, so that nothing is
+   repeated and nothing is missed: otherwise ServerError.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from npuserve.client.errors import RESUME_TOKEN, ClientError, Conflict, NotFound, ServerError, StreamLost
+from npuserve.v1 import generate_pb2 as pb
+
+FIRST_WAIT = 0.05
+LONGEST_WAIT = 5.0
+BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+
+
+def is_passing(error: ClientError) -> bool:
+    if error.retry_seconds is not None or error.code is grpc.StatusCode.UNAVAILABLE:
+        return True
+    return error.code in BROKEN and not error.reason
+
+
+class Retries:
+    """When to try again. timeout: seconds from now for the whole, None: no limit. patience: seconds of failures in a
+    row, 0: never try again."""
+
+    def __init__(self, timeout: float | None, patience: float):
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout: must be above 0 seconds, got {timeout:g}")
+        if not patience >= 0:
+            raise ValueError(f"patience: must be at least 0 seconds, got {patience:g}")
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._patience = patience
+        self._failures = 0
+        self._failing_since = 0.0
+
+    def left(self) -> float | None:
+        """Seconds of the timeout, for gRPC."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def progress(self) -> None:
+        self._failures = 0
+
+    def wait(self, error: ClientError) -> float:
+        """Seconds to wait after a passing failure; raises it if that is too long."""
+        now = time.monotonic()
+        if not self._failures:
+            self._failing_since = now
+        backoff = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self._failures, 16)) * random.uniform(0.5, 1.0)
+        wait = max(backoff, (error.retry_seconds or 0.0) * random.uniform(1.0, 1.25))
+        self._failures += 1
+        if now + wait - self._failing_since > self._patience:
+            raise error
+        if self._deadline is not None and now + wait >= self._deadline:
+            raise error
+        return wait
+
+
+class Attempts:
+    """One answer over as many calls as it takes: `next` says which to make, and `began`, `take`, `failed` are told what
+    became of it. request: None to take up a stream by its token.
+
+    tokens: of the answer received. calls: made so far. request_id, resume_token: "" until the server has told. finish:
+    once it has come.
+    """
+
+    def __init__(
+        self, request: pb.GenerateRequest | None, retries: Retries, resume_token: str = "", tokens: int = 0
+    ):
+        self.request_id = ""
+        self.resume_token = resume_token
+        self.tokens = tokens
+        self.calls = 0
+        self.finish: pb.Finish | None = None
+        self._request = request
+        self._retries = retries
+        self._received = request is None
+        self._has_prompt_logprobs = False
+        self._asked = 0
+
+    def next(self) -> tuple[str, pb.GenerateRequest | pb.ResumeStreamRequest, float | None]:
+        """(name of the RPC, its message, its timeout)."""
+        self.calls += 1
+        if self._request is None or self.resume_token:
+            resume = pb.ResumeStreamRequest(resume_token=self.resume_token, token_offset=self.tokens)
+            return "ResumeStream", resume, self._retries.left()
+        self._asked += 1
+        return "StreamGenerate", self._request, self._retries.left()
+
+    def began(self, initial_metadata: Iterable[Any] | None) -> None:
+        """The call's initial metadata, if there was any."""
+        told: dict[str, Any] = dict(initial_metadata or ())
+        self.request_id = told.get("x-request-id", self.request_id)
+        self.resume_token = told.get(RESUME_TOKEN, self.resume_token)
+
+    def take(self, message: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
+        """A message that came; what the user is given of it. ServerError where it does not follow the last one."""
+        if message.offset != self.tokens:
+            raise ServerError(
+                grpc.StatusCode.DATA_LOSS, f"a message at token {message.offset} where {self.tokens} was next",
+                resume_token=self.resume_token)
+        self._retries.progress()
+        self._received = True
+        self.tokens += message.num_tokens
+        if message.prompt_logprobs:
+            if self._has_prompt_logprobs:  # a stream that is resumed at token 0 has a first message again
+                message.ClearField("prompt_logprobs")
+            self._has_prompt_logprobs = True
+        if message.HasField("finish"):
+            self.finish = message.finish
+        return message
+
+    def failed(self, error: ClientError) -> float:
+        """Seconds to wait until the next call. Raises what is final."""
+        self.resume_token = error.resume_token = error.resume_token or self.resume_token
+        fresh = not self._received and self._request is not None
+        if isinstance(error, NotFound) and self.resume_token:
+            if not fresh:
+                raise self._lost(error)
+            self.resume_token = ""
+            return 0.0
+        if not is_passing(error) and not (isinstance(error, Conflict) and self._asked > 1):
+            raise error  # a request_id of ours is live until the server sees that the connection is gone
+        if fresh and error.reason:
+            self.resume_token = ""  # the server itself did not take it, and another may
+        elif not fresh and not self.resume_token:
+            raise self._lost(error)
+        return self._retries.wait(error)
+
+    def _lost(self, error: ClientError) -> StreamLost:
+        return StreamLost(
+            error.code, f"the stream is lost after {self.tokens} tokens: {error.message}", reason=error.reason,
+            resume_token=self.resume_token)
+
+
+def ended_early() -> ClientError:
+    """A stream that ended well but without a finish: some proxy's doing."""
+    return ClientError(grpc.StatusCode.UNKNOWN, "the stream ended without a finish")

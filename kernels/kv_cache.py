@@ -1,0 +1,45 @@
+"""Keys or values of the KV cache, as kernels take them: in the dtype of the activations, or in int8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.quantized import Int8
+
+Cache = Tensor | Int8
+"""[B, block_size, Hkv, D]. Of int8 the scale is [B, block_size, Hkv] bfloat16, one for each token and head."""
+
+
+def quantize_heads(x: Tensor) -> Int8:
+    """x [..., D] -> the same in int8, each [D] with a scale of its own.
+
+    The scale is the bfloat16 just at or above the largest magnitude divided by 127, so that nothing is cut off, or 1
+    where that is 0; x / scale is rounded to the nearest, halves to even.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    exact = (wide.abs().amax(dim=-1) / 127).float()
+    above = ((exact.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    scale = torch.where(exact > 0, above, 1.0)
+    return Int8((wide / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale)
+
+
+def block_size(cache: Cache) -> int:
+    return (cache.values if isinstance(cache, Int8) else cache).shape[1]
+
+
+def read(cache: Cache, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """cache[index], int8 being multiplied by its scales in `dtype`."""
+    if isinstance(cache, Tensor):
+        return cache[index]
+    return cache.values[index].to(dtype) * cache.scale[index].to(dtype).unsqueeze(-1)
+
+
+def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
+    """heads [n, Hkv, D] become the slots [n] int64, block * block_size + offset."""
+    if isinstance(cache, Tensor):
+        cache.flatten(0, 1)[slots] = heads
+        return
+    new = quantize_heads(heads)
+    cache.values.flatten(0, 1)[slots] = new.values
+    cache.scale.flatten(0, 1)[slots] = new.scale.to(cache.scale.dtype)

@@ -1,0 +1,188 @@
+// What the KV cache holds beside activations of D: numbers of D, or int8 with a bfloat16 scale for each token and head.
+// Both as one interface, so that attention and what writes the cache are the same code for either.
+//
+// A word is what a product takes at once along K: 32 bits of numbers of D, or two int8 (16 bits), which meet two int16
+// of the other side. Sums of those are exact in int32.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+
+#include "tile.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+// int16 (x) times int8 (w), exactly, in int32.
+struct DotInt16 {
+    static constexpr int64_t PANEL = 32;
+    typedef I Acc;
+    static INLINE Acc start() { return Acc{}; }
+#if defined(__AVX512VNNI__)
+    typedef __m512i W, X;
+    static INLINE W get(const char *w) {
+        return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFFu, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w)));
+    }
+    static INLINE X spread(uint32_t x) { return _mm512_set1_epi32(int32_t(x)); }
+    static INLINE void step(Acc &acc, W w, X x) { acc.v[0] = (ivec)_mm512_dpwssd_epi32((__m512i)acc.v[0], w, x); }
+#elif defined(__AVX2__)
+    struct W {
+        __m256i v[PARTS];
+    };
+    typedef __m256i X;
+    static INLINE W get(const char *w) {
+        W r;
+        EACH(i) r.v[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w + i * WIDTH * 2)));
+        return r;
+    }
+    static INLINE X spread(uint32_t x) { return _mm256_set1_epi32(int32_t(x)); }
+    static INLINE void step(Acc &acc, W w, X x) { EACH(i) acc.v[i] += (ivec)_mm256_madd_epi16(w.v[i], x); }
+#else
+    struct W {
+        ivec even[PARTS], odd[PARTS];
+    };
+    struct X {
+        int32_t even, odd;
+    };
+    static INLINE W get(const char *w) {
+        W r;
+        EACH(i) {
+            uvec v = __builtin_convertvector(*reinterpret_cast<const hvec_u *>(w + i * WIDTH * 2), uvec);
+            r.even[i] = (ivec)(v << 24) >> 24;
+            r.odd[i] = (ivec)(v << 16) >> 24;
+        }
+        return r;
+    }
+    static INLINE X spread(uint32_t x) { return {int16_t(x), int16_t(x >> 16)}; }
+    static INLINE void step(Acc &acc, W w, X x) { EACH(i) acc.v[i] += w.even[i] * x.even + w.odd[i] * x.odd; }
+#endif
+};
+
+// The n lanes of whole numbers, 1 <= n <= 16, that T holds.
+template <class T>
+INLINE void put_whole(T *p, F whole, int64_t n) {
+    typedef T part __attribute__((vector_size(WIDTH * sizeof(T))));
+    typedef part part_u __attribute__((aligned(sizeof(T)), may_alias));
+    T l[LANES], *to = n < LANES ? l : p;
+    EACH(i)
+    *reinterpret_cast<part_u *>(to + i * WIDTH) = __builtin_convertvector(__builtin_convertvector(whole.v[i], ivec), part);
+    if (n < LANES)
+        for (int64_t i = 0; i < n; i++) p[i] = l[i];
+}
+
+template <class D>
+INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
+    F most = zero();
+    by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        F v = get_n<D>(x + i, n);
+        most = max(max(v, zero() - v), most);
+    });
+    return lane_max(most);
+}
+
+// Interface of both:
+//   Number, WORD, PER_WORD, Dot: what is stored, bytes of its words, numbers to a word, the product. X: what that takes
+//     of queries and weights. ABSORBS: a weight of 0 makes 0 of any number that is stored.
+//   number: a head [size] as it is stored; `room` has place for it. scale: becomes its scale.
+//   query: a head [size] as products take it; returns its scale. score: sums of products as scores.
+//   Weights: of one query; add(token, lanes) in ascending order, returning what counts for their sum; end: writes so
+//     many of them to `to`, returning their scale. weighted: sums of products as sums of values.
+//   value_scales: of n tokens, for Weights.
+template <class D>
+struct PlainCache {
+    typedef D Activation;
+    typedef typename D::type Number, X;
+    typedef typename DotOf<D>::type Dot;
+    static constexpr int64_t WORD = 4, PER_WORD = D::PER_WORD;
+    static constexpr bool ABSORBS = false;
+
+    static INLINE const Number *number(const Number *head, int64_t, Number *, uint16_t *) { return head; }
+    static INLINE float query(const Number *head, int64_t size, X *to) {
+        std::memcpy(to, head, size_t(size) * sizeof(X));
+        return 1;
+    }
+    static INLINE F score(F sum, float, const uint16_t *) { return sum; }
+    static INLINE F weighted(F sum, float) { return sum; }
+    static INLINE void prefetch_scales(const uint16_t *, int64_t) {}
+    static INLINE void value_scales(const uint16_t *, int64_t, float *) {}
+
+    struct Weights {
+        X *to;
+        Weights(X *to, float *, const float *) : to(to) {}
+        INLINE F add(int64_t token, F p) {
+            p = D::round(p);
+            D::put(to + token, p);
+            return p;
+        }
+        INLINE float end(int64_t) { return 1; }
+    };
+};
+
+template <class D>
+struct Int8Cache {
+    typedef D Activation;
+    typedef int8_t Number;
+    typedef int16_t X;
+    typedef DotInt16 Dot;
+    static constexpr int64_t WORD = 2, PER_WORD = 2;
+    static constexpr bool ABSORBS = true;
+    static constexpr float LEAST = 1e-30f;  // magnitude that a scale is of, so that its reciprocal is a number
+
+    // The scale is the bfloat16 just at or above the largest magnitude divided by 127: nothing is cut off.
+    static INLINE const Number *number(const typename D::type *head, int64_t size, Number *room, uint16_t *scale) {
+        float exact = largest_magnitude<D>(head, size) / 127.0f;
+        uint32_t bits;
+        std::memcpy(&bits, &exact, 4);
+        *scale = exact > 0 ? uint16_t((bits + 0xFFFF) >> 16) : uint16_t(0x3F80);
+        F by = set1(widen1(*scale)), most = set1(127.0f);
+        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            put_whole(room + i, nearest(min(max(get_n<D>(head + i, n) / by, zero() - most), most)), n);
+        });
+        return room;
+    }
+    static INLINE float query(const typename D::type *head, int64_t size, X *to) {
+        // A sum over the head fits an int32.
+        float most = float(std::min<int64_t>(32767, INT32_MAX / (127 * size)));
+        float largest = std::max(largest_magnitude<D>(head, size), LEAST);
+        F factor = set1(most / largest);
+        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            put_whole(to + i, nearest(get_n<D>(head + i, n) * factor), n);
+        });
+        return largest / most;
+    }
+    static INLINE F score(I sum, float query_scale, const uint16_t *key_scales) {
+        return to_float(sum) * (widen(key_scales) * set1(query_scale));
+    }
+    static INLINE F weighted(I sum, float scale) { return to_float(sum) * set1(scale); }
+    static INLINE void prefetch_scales(const uint16_t *scales, int64_t n) {
+        for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(scales + i);
+    }
+    static INLINE void value_scales(const uint16_t *scales, int64_t n, float *to) {
+        by_lanes(n, [&](int64_t i, int64_t m) { store(to + i, get_n<BFloat16>(scales + i, m)); });
+    }
+
+    // Each with its value's scale in it, as int16 by the largest of them. kept: a place for them in between.
+    struct Weights {
+        X *to;
+        float *kept;
+        const float *scales;
+        F most = zero();
+        Weights(X *to, float *kept, const float *scales) : to(to), kept(kept), scales(scales) {}
+        INLINE F add(int64_t token, F p) {
+            F scaled = p * load(scales + token);
+            most = max(scaled, most);
+            store(kept + token, scaled);
+            return p;
+        }
+        INLINE float end(int64_t count) {
+            constexpr float MOST = 32767;  // a sum of 256 times 127 fits an int32
+            float largest = std::max(lane_max(most), LEAST);
+            F factor = set1(MOST / largest);
+            for (int64_t t = 0; t < count; t += LANES) put_whole(to + t, nearest(load(kept + t) * factor), LANES);
+            return largest / MOST;
+        }
+    };
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve

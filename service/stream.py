@@ -1,0 +1,218 @@
+"""What the engine makes for one request, as its front end reads it: across the engine's death, if need be.
+
+What the reader has not taken yet comes to it as one list. A slow one is no burden to others: with more than
+max_buffered_tokens unread its request pauses in the engine, and goes on when it reads; when it takes nothing for
+slow_reader_seconds it is treated as one that has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from npuserve.service import metrics
+from npuserve.service.errors import EngineKiller, ServeError, SlowReader, Unavailable, from_wire
+from npuserve.service.messages import (
+    Cancel,
+    Finish,
+    Output,
+    Pause,
+    Record,
+    Request,
+    Started,
+    Timing,
+    ToEngine,
+    Unpause,
+)
+from npuserve.service.suspects import DEATHS
+
+INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
+
+
+class Line(Protocol):
+    """What a stream needs of its engine client. send: False where there is no engine."""
+
+    max_buffered_tokens: int
+
+    def send(self, message: ToEngine) -> bool: ...
+
+    def forget(self, stream: Stream) -> None: ...
+
+
+class Stream:
+    """Iterate for lists of outputs, each of all that came since the last. Raises the error that ended it, if one did.
+    `close` it in any case.
+
+    record: all that came so far; that of a stream that is resumed is the first that is read. buffered: tokens not yet
+    read. first_token, last_token: when they came, time.monotonic() seconds, None before; first_token stays None in a
+    resumed stream, whose first token another call has seen. resumable: what it has is of use to a later call. slow: why
+    its reader was cancelled, None unless it was.
+    """
+
+    def __init__(self, client: Line, key: int, record: Record, resumed: bool = False):
+        self.key = key
+        self.record = record
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.buffered = 0
+        self.slow: SlowReader | None = None
+        self._reader: asyncio.Task[object] | None = None
+        self._took: float | None = None  # when the reader took what it has not dealt with yet
+        self._paused = False
+        self._client = client
+        self._resumed = resumed
+        self._outputs = [record.whole(key)] if resumed and (record.token_ids or record.finish) else []
+        self._error: ServeError | None = None
+        self._ended = resumed and record.finish is not None
+        self._waiter: asyncio.Future[None] | None = None
+        self._keep: int | None = None
+        self._closed = False
+        # In this life of the engine: when it was in a step first, alone or not, and when its first token came.
+        self._began: float | None = None
+        self._alone = False
+        self._token: float | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.record.request
+
+    @property
+    def live(self) -> bool:
+        """More is to come."""
+        return not self._ended
+
+    @property
+    def resumable(self) -> bool:
+        return bool(self.request.resume_token) and (self._error is None or self._closed)
+
+    def __aiter__(self) -> AsyncIterator[list[Output]]:
+        return self
+
+    async def __anext__(self) -> list[Output]:
+        self._reader, self._took = asyncio.current_task(), None
+        while not self._outputs:
+            if self._error:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        self.buffered = 0
+        self._took = time.monotonic()
+        if self._paused:
+            self._paused = False
+            if not self._ended:
+                self._client.send(Unpause(self.key))
+        return outputs
+
+    def check_reader(self, now: float, seconds: float) -> None:
+        """Give up a reader that has been busy with what it took for so long: its task is cancelled."""
+        if self._took is None or now - self._took < seconds or self.slow or self._reader is None:
+            return
+        self.slow = SlowReader(f"the client took nothing for {seconds:g} s")
+        if not self._ended:
+            self._client.send(Cancel(self.key))
+            self._closed = True
+            self.end(self.slow)
+        self._reader.cancel()
+
+    async def stop(self, keep: int) -> Finish:
+        """End the answer at its `keep`-th token, where a stop string was found. The engine's finish; what else comes
+        is dropped. Call at most once, and not after a finish was taken."""
+        if not self._ended:
+            self._keep = keep
+            if not self._client.send(Cancel(self.key, keep)):
+                self._finish()
+        async for outputs in self:
+            if outputs[-1].finish:
+                return outputs[-1].finish
+        raise Unavailable("the request was closed")
+
+    def close(self) -> None:
+        """Nobody reads any more: cancels the request unless it has ended."""
+        if not self._ended:
+            self._client.send(Cancel(self.key))
+            self._closed = True
+            self.end(Unavailable("the request was closed"))
+        self._client.forget(self)
+
+    def end(self, error: ServeError | None) -> None:
+        """The engine has nothing more for it. What came before is still there to be read."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake()
+
+    def started(self, message: Started, now: float) -> None:
+        """It is in the step that is launched now."""
+        self._began, self._alone = now, message.alone
+        if self.record.cached_tokens is None:
+            self.record.cached_tokens = message.cached_tokens
+
+    def push(self, output: Output, now: float) -> None:
+        """An output from the socket; it came at `now`."""
+        if self._ended:
+            return
+        if output.token_ids:
+            if self.last_token is not None:
+                INTER_TOKEN.observe(now - self.last_token)
+            elif not self._resumed:
+                self.first_token = now
+                metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
+            self.last_token = now
+            if self._token is None:
+                self._token = now
+            self.record.deaths = 0
+            self.buffered += len(output.token_ids)
+        if output.error:
+            self.end(from_wire(output.error))
+            return
+        self.record.add(output)
+        self._outputs.append(output)
+        if output.finish:
+            self.end(None)
+            return
+        self._wake()
+        if self.buffered > self._client.max_buffered_tokens and not self._paused:
+            self._paused = self._client.send(Pause(self.key))
+
+    def cut(self) -> None:
+        """There is no engine any more. A stop string that was found ends the answer here."""
+        if not self._ended and self._keep is not None:
+            self._finish()
+
+    def resubmit(self, died: bool) -> bool:
+        """An engine is there again. False if it is not to have this request. died: not the one there was."""
+        if died and self._began is not None:
+            if self._alone and self.record.deaths >= DEATHS:
+                self.end(EngineKiller(
+                    f"the engine died {self.record.deaths + 1} times in a row while it ran this request, the last time "
+                    "with no other"))
+            self.record.deaths += 1
+        self.record.timing = self._timing()
+        self._began = self._token = None
+        self._paused = False
+        return not self._ended
+
+    def _finish(self) -> None:
+        """As the engine would do it."""
+        assert self._keep is not None
+        request = self.request
+        self.push(Output(self.key, finish=Finish(
+            "stop_string", len(request.prompt_ids), self.record.cached_tokens or 0, self._keep, self._timing())),
+            time.monotonic())
+
+    def _timing(self) -> Timing:
+        """The phases up to the last token, as they are seen from here."""
+        past = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
+        if self._began is None or self._token is None or self.last_token is None:
+            return past
+        return Timing(
+            past.queue + self._began - past.last_step_end, [*past.prefill_chunks, self._token - self._began],
+            past.decode + self.last_token - self._token, past.device, past.host, self.last_token)
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,175 @@
+"""A server of streams that can be resumed, whose answer a reader can compute: token n's text is TEXT[n].
+
+One answer is len(TEXT) tokens long, in messages of 1 to 4 tokens. Its engine never dies, its connections do: see
+`Proxy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+import grpc.aio
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+
+from npuserve.service import errors
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import inference_service_pb2_grpc, model_pb2
+
+TEXT = ["one ", "two ", "三", "four ", "fünf ", "", "七", " eight", "nine", "\n", "🎉", "twelve ", "thirteen"]
+WHOLE = "".join(TEXT)
+SIZES = (1, 3, 2, 1, 4)
+"""Tokens of one message after the other, again and again."""
+
+
+class GoneStream(errors.ServeError):
+    code = code_pb2.NOT_FOUND
+
+
+def parts(begin: int = 0, sizes: Iterable[int] = SIZES) -> list[pb.StreamGenerateResponse]:
+    """The answer's messages from a token on."""
+    made, at = [], begin
+    for size in itertools.cycle(sizes):
+        tokens = TEXT[at : at + size]
+        made.append(pb.StreamGenerateResponse(text="".join(tokens), offset=at, num_tokens=len(tokens)))
+        at += len(tokens)
+        if at >= len(TEXT):
+            break
+    made[-1].finish.reason = pb.FINISH_REASON_EOS
+    made[-1].finish.usage.generated_tokens = len(TEXT)
+    return made
+
+
+class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
+    """fail: errors of the next calls, one each, None for one that works; of a stream after `fail_after` messages.
+    asked: (name, message, metadata) of each call. tokens: names of the streams there are; `forget` empties it."""
+
+    def __init__(self) -> None:
+        self.fail: list[errors.ServeError | grpc.StatusCode | None] = []
+        self.fail_after = 0
+        self.asked: list[tuple[str, object, dict[str, str]]] = []
+        self.tokens: set[str] = set()
+        self.token_less = False
+
+    async def StreamGenerate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        token = f"token-{len(self.asked)}"
+        self._note("StreamGenerate", request, context)
+        if not self.token_less:
+            self.tokens.add(token)
+            await context.send_initial_metadata((("x-request-id", "r"), ("x-resume-token", token)))
+        await self._send(parts(), context)
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: grpc.aio.ServicerContext) -> None:
+        self._note("ResumeStream", request, context)
+        if request.resume_token not in self.tokens:
+            await self._abort(GoneStream("resume_token: is not known"), context)
+        await self._send(parts(request.token_offset, (2, 1, 3)), context)
+
+    async def GetModelInfo(
+        self, request: model_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> model_pb2.GetModelInfoResponse:
+        self._note("GetModelInfo", request, context)
+        if self.fail and (error := self.fail.pop(0)):
+            await self._abort(error, context)
+        return model_pb2.GetModelInfoResponse(name="counting")
+
+    def _note(self, name: str, request: object, context: grpc.aio.ServicerContext) -> None:
+        self.asked.append((name, request, dict(context.invocation_metadata() or ())))
+
+    async def _send(self, messages: list[pb.StreamGenerateResponse], context: grpc.aio.ServicerContext) -> None:
+        error = self.fail.pop(0) if self.fail else None
+        for message in messages[: self.fail_after] if error else messages:
+            await context.write(message)
+        if error:
+            await self._abort(error, context)
+
+    @staticmethod
+    async def _abort(error: errors.ServeError | grpc.StatusCode, context: grpc.aio.ServicerContext) -> None:
+        if isinstance(error, grpc.StatusCode):
+            await context.abort(error, "from a proxy")
+        else:
+            await context.abort_with_status(rpc_status.to_status(errors.to_status(error)))
+
+
+class Proxy:
+    """Between client and server on TCP. cuts: after how many bytes from the server the next connections are reset, one
+    each; those after them live. passed: bytes that the server sent. port: where it listens."""
+
+    def __init__(self, port: int):
+        self.cuts: list[int] = []
+        self.passed = 0
+        self._target = port
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    @contextlib.asynccontextmanager
+    async def another(self) -> AsyncIterator[Proxy]:
+        """To the same server."""
+        proxy = Proxy(self._target)
+        await proxy.start()
+        try:
+            yield proxy
+        finally:
+            proxy.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left = self.cuts.pop(0) if self.cuts else None
+        back, to = await asyncio.open_connection("127.0.0.1", self._target)
+        ours = {writer, to}
+        self._writers |= ours
+
+        async def forwards() -> None:
+            while data := await reader.read(65536):
+                to.write(data)
+
+        async def backwards() -> None:
+            nonlocal left
+            while data := await back.read(65536):
+                self.passed += len(data)
+                writer.write(data if left is None else data[:left])
+                if left is not None:
+                    left -= len(data)
+                    if left <= 0:
+                        with contextlib.suppress(OSError):
+                            await writer.drain()
+                        return
+
+        tasks = [asyncio.ensure_future(forwards()), asyncio.ensure_future(backwards())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the loop's end
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._writers -= ours
+            for end in ours:
+                end.close()
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Counting, Proxy]]:
+    """The server behind a proxy."""
+    server, counting = grpc.aio.server(), Counting()
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(counting, server)
+    proxy = Proxy(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    await proxy.start()
+    try:
+        yield counting, proxy
+    finally:
+        proxy.close()
+        await server.stop(None)

@@ -1,0 +1,75 @@
+"""A prompt and options to one request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from npuserve.client.ask import Options, build
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import prompt_pb2
+
+RESERVED = {"target_itl_ms", "n", "json_schema", "regex", "grammar", "choices", "json_object"}
+
+
+def test_every_field_is_an_option() -> None:
+    parts = (pb.SamplingParams, pb.StoppingParams, pb.OutputParams, pb.SchedulingParams)
+    names = {name for part in parts for name in part.DESCRIPTOR.fields_by_name} | {
+        field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.message_type is None
+    } | set(prompt_pb2.Chat.DESCRIPTOR.fields_by_name) - {"messages"}
+    assert set(Options.__annotations__) == names - RESERVED - {"text"}
+
+
+def test_each_kind_of_prompt() -> None:
+    assert build("a", {}) == pb.GenerateRequest(text="a")
+    assert build([1, 2], {}) == pb.GenerateRequest(token_ids=prompt_pb2.TokenIds(ids=[1, 2]))
+    assert build([], {}).WhichOneof("prompt") == "token_ids"
+    turns = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "4", "tool_call_id": "c"}]
+    chat = build(turns, {"template_args": {"enable_thinking": False}, "tools": ["{}"]})
+    assert [(turn.role, turn.content) for turn in chat.chat.messages] == [("user", "hi"), ("tool", "4")]
+    assert chat.chat.template_args["enable_thinking"] is False
+    given = pb.GenerateRequest(text="a")
+    assert build(given, {"max_tokens": 3}).stopping.max_tokens == 3
+    assert given == pb.GenerateRequest(text="a")
+
+
+def test_options_go_to_their_fields() -> None:
+    made = build("a", {
+        "request_id": "r", "temperature": 0.5, "logit_bias": {3: 1.5}, "allowed_token_ids": [3], "max_tokens": 9,
+        "stop": "END", "stop_token_ids": (4, 5), "logprobs": 0, "priority": -1, "cache_salt": "s"})
+    assert made == pb.GenerateRequest(
+        request_id="r", text="a",
+        sampling=pb.SamplingParams(temperature=0.5, logit_bias={3: 1.5}, allowed_token_ids=[3]),
+        stopping=pb.StoppingParams(max_tokens=9, stop=["END"], stop_token_ids=[4, 5]),
+        output=pb.OutputParams(logprobs=0), scheduling=pb.SchedulingParams(priority=-1, cache_salt="s"))
+    assert build("a", {"stop": ["x", "y"]}).stopping.stop == ["x", "y"]
+
+
+@pytest.mark.parametrize(("prompt", "options", "said"), [
+    (b"x", {}, "prompt: must be a text, token ids, a chat or a request, got bytes"),
+    (7, {}, "prompt: must be a text"),
+    ("x", {"max_token": 3}, "max_token: is no option"),
+    ("x", {"tools": ["{}"]}, "tools: is no option without a chat"),
+    ("x", {"text": "y"}, "text: is no option"),
+    ("x", {"max_tokens": -1}, "max_tokens: "),
+    ("x", {"seed": 2**64}, "seed: "),
+    ("x", {"temperature": "hot"}, "temperature: "),
+])
+def test_what_no_request_can_hold(prompt: Any, options: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        build(prompt, options)
+
+
+def test_the_client_loads_little() -> None:
+    code = "import sys, npuserve.client; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {name for name in said.split() if name.startswith("npuserve.")} <= {
+        "npuserve.client", *(f"npuserve.client.{name}" for name in ("aio", "ask", "attempts", "channel", "errors",
+                                                                    "sync")),
+        "npuserve.v1", *(name for name in said.split() if name.startswith("npuserve.v1."))}
+    packages = {name.split(".")[0] for name in said.split()}
+    assert "grpc" in packages
+    assert not packages & {"torch", "tokenizers", "transformers", "numpy", "msgspec", "prometheus_client", "rich"}

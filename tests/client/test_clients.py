@@ -1,0 +1,239 @@
+"""Both clients on real sockets: connections reset after any number of bytes, errors at any message, deadlines, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npuserve.client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    ClientError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    StreamLost,
+    Tls,
+    Unavailable,
+)
+from npuserve.service import errors
+from npuserve.v1 import generate_pb2 as pb
+from tests.client.counting import TEXT, WHOLE, Counting, Proxy, serving
+from tests.service.fake_engine import until
+
+
+async def collect_async(target: str, **options: float) -> list[pb.StreamGenerateResponse]:
+    async with AsyncClient(target, patience=options.get("patience", 30), timeout=options.get("timeout")) as client:
+        return [delta async for delta in client.stream("x")]
+
+
+async def collect_sync(target: str, **options: float) -> list[pb.StreamGenerateResponse]:
+    def work() -> list[pb.StreamGenerateResponse]:
+        with Client(target, patience=options.get("patience", 30), timeout=options.get("timeout")) as client:
+            return list(client.stream("x"))
+
+    return await asyncio.to_thread(work)
+
+
+both = pytest.mark.parametrize("collect", [collect_sync, collect_async])
+
+
+def check(deltas: list[pb.StreamGenerateResponse]) -> None:
+    assert "".join(delta.text for delta in deltas) == WHOLE
+    assert sum(delta.num_tokens for delta in deltas) == len(TEXT)
+    assert [delta.HasField("finish") for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def target(proxy: Proxy) -> str:
+    return f"127.0.0.1:{proxy.port}"
+
+
+@both
+async def test_a_reset_after_any_byte(collect: Callable) -> None:
+    """Every 17th place of an exchange's bytes, and a second reset soon after the first."""
+    async with serving() as (server, proxy):
+        check(await collect(target(proxy)))
+        for place in range(0, proxy.passed - 40, 17):  # the last bytes are of the connection, not of the answer
+            async with proxy.another() as own:  # gRPC's channels to one target share a connection
+                own.cuts = [place, 3 * place % 400]
+                check(await collect(target(own)))
+                assert not own.cuts
+        asked = Counter(name for name, _, _ in server.asked)
+        assert asked["ResumeStream"] > 10
+        assert len({ask.token_offset for _, ask, _ in server.asked if isinstance(ask, pb.ResumeStreamRequest)}) > 5
+
+
+@given(cuts=st.lists(st.integers(0, 1200), max_size=4))
+@settings(max_examples=25)
+def test_resets_anywhere(cuts: list[int]) -> None:
+    async def run() -> None:
+        async with serving() as (_, proxy):
+            proxy.cuts = cuts
+            check(await collect_async(target(proxy)))
+
+    asyncio.run(run())
+
+
+PASSING = [
+    errors.Unavailable("restarting", 0.01), errors.QueueFull("full", 0.01), grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED,
+]
+
+
+@both
+@pytest.mark.parametrize("after", [0, 1, 3])
+async def test_passing_errors_at_any_message(collect: Callable, after: int) -> None:
+    async with serving() as (server, proxy):
+        for error in PASSING:
+            if after and isinstance(error, errors.QueueFull):
+                continue  # is said before an answer begins
+            server.fail, server.fail_after = [error, error], after
+            check(await collect(target(proxy)))
+
+
+@both
+@pytest.mark.parametrize(("error", "kind", "reason"), [
+    (errors.InvalidField("stopping.max_tokens", "must be in [1, 9]"), InvalidRequest, "InvalidField"),
+    (errors.InternalError("a bug, id 7"), ServerError, "InternalError"),
+    (errors.DeadlineExceeded("too late"), DeadlineExceeded, "DeadlineExceeded"),
+    (grpc.StatusCode.ABORTED, Cancelled, ""),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded, ""),
+])
+async def test_final_errors_are_typed(
+    collect: Callable, error: errors.ServeError, kind: type[ClientError], reason: str
+) -> None:
+    async with serving() as (server, proxy):
+        for server.fail_after in (0, 2):
+            server.fail = [error]
+            with pytest.raises(kind) as raised:
+                await collect(target(proxy))
+            assert raised.value.reason == reason
+            assert raised.value.resume_token.startswith("token-")
+            if kind is InvalidRequest:
+                assert raised.value.field == "stopping.max_tokens"
+        assert len(server.asked) == 2
+
+
+@both
+async def test_retry_info_is_honoured(collect: Callable) -> None:
+    async with serving() as (server, proxy):
+        server.fail = [errors.QueueFull("full", 0.3)]
+        began = time.monotonic()
+        check(await collect(target(proxy)))
+        assert time.monotonic() - began >= 0.3
+        server.fail = [errors.QueueFull("full", 30.0)]
+        with pytest.raises(Overloaded) as raised:  # at once, since the deadline would pass
+            await collect(target(proxy), timeout=5.0)
+        assert raised.value.retry_seconds == 30.0
+
+
+@both
+async def test_a_server_that_is_not_there(collect: Callable, free_port: Callable[[], int]) -> None:
+    with pytest.raises(Unavailable):
+        await collect(f"127.0.0.1:{free_port()}", patience=0.3)
+
+
+@both
+async def test_a_server_that_forgot_the_stream(collect: Callable) -> None:
+    async with serving() as (server, proxy):
+        server.fail, server.fail_after, server.token_less = [grpc.StatusCode.UNAVAILABLE], 2, True
+        with pytest.raises(StreamLost, match="lost after 4 tokens"):
+            await collect(target(proxy))
+
+
+async def test_another_client_takes_the_stream_up() -> None:
+    async with serving() as (server, proxy), AsyncClient(target(proxy), api_key="k-1") as one:
+        stream = one.stream("x")
+        first = await anext(stream)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            await anext(stream)
+        attempts = stream.attempts
+        assert (attempts.request_id, attempts.resume_token, attempts.tokens) == ("r", "token-0", 1)
+        rest = [delta.text async for delta in one.resume(attempts.resume_token, attempts.tokens)]
+        assert first.text + "".join(rest) == WHOLE
+        with pytest.raises(StreamLost):
+            await anext(one.resume("unknown", 3))
+        assert {metadata["authorization"] for _, _, metadata in server.asked} == {"Bearer k-1"}
+
+
+async def test_cancelling_the_task_cancels_the_call() -> None:
+    async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
+        server.fail = [errors.QueueFull("full", 20.0)]
+        waiting = asyncio.ensure_future(client.generate("x"))
+        await until(lambda: server.asked)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+async def test_a_thread_is_cancelled_from_another() -> None:
+    async with serving() as (server, proxy):
+        server.fail = [errors.QueueFull("full", 20.0)]
+
+        def work() -> None:
+            with Client(target(proxy)) as client, client.stream("x") as stream:
+                threading.Timer(0.2, stream.cancel).start()
+                with pytest.raises(Cancelled):
+                    next(stream)
+
+        await asyncio.to_thread(work)
+
+
+@both
+async def test_the_server_sees_no_cancel_after_a_finish(collect: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = []
+    send = Counting._send
+
+    async def watched(self: Counting, *arguments: object) -> None:
+        try:
+            await send(self, *arguments)  # type: ignore[arg-type]
+            await asyncio.sleep(0.05)  # the rest of a handler
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+
+    monkeypatch.setattr(Counting, "_send", watched)
+    async with serving() as (_, proxy):
+        check(await collect(target(proxy)))
+    assert not cancelled
+
+
+async def test_generate_and_the_unary_calls_try_again() -> None:
+    async with serving() as (server, proxy):
+        async with AsyncClient(target(proxy)) as client:
+            server.fail, server.fail_after = [grpc.StatusCode.UNAVAILABLE], 2
+            answer = await client.generate("x", max_tokens=20, temperature=0)
+            assert (answer.text, answer.finish.reason) == (WHOLE, pb.FINISH_REASON_EOS)
+            server.fail = [errors.Unavailable("loading", 0.01)]
+            assert (await client.model_info()).name == "counting"
+
+        def work() -> None:
+            with Client(target(proxy)) as client:
+                server.fail = [errors.Unavailable("loading", 0.01)]
+                assert client.model_info().name == "counting"
+                assert client.generate([1, 2]).text == WHOLE
+
+        await asyncio.to_thread(work)
+        asked = {name: message for name, message, _ in server.asked}
+        assert asked["ResumeStream"] == pb.ResumeStreamRequest(resume_token="token-0", token_offset=4)
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="api_key: must be printable ASCII"):
+        Client("h:1", api_key="a\nb")
+    with pytest.raises(ValueError, match="cert and key go together"):
+        Tls(cert=Path("x"))
+    with Client("h:1") as client, pytest.raises(ValueError, match="timeout: must be above 0"):
+        client.stream("x", timeout=0)

@@ -1,0 +1,68 @@
+"""A W8A8 checkpoint, made by `npuserve quantize` and served by an emulated NPU through gRPC: its tokens are those of
+the CPU in W8A8, where both compute in float32 (a labelled relaxation) and int8 is of the device's levels.
+
+Nearly all: a number that lies between two of int8 goes either way by the order of a sum, and what comes after differs a
+little. The CPU's own two ways to compute differ as much (bench/RESULTS.md)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npuserve.kernels.ascend import LEVELS
+from npuserve.npu.acceptance import load_reference
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.teacher_forced import forced_logits
+from npuserve.service.accept_tokens import agreement, prompts_of
+from npuserve.v1 import model_pb2
+from tests.e2e.server import request, serving, streamed
+from tests.e2e.test_exactness import folder_of
+from tests.npu.emulator.child import missing
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+ANSWER = 24
+CLI = [sys.executable, "-m", "npuserve.service.cli"]
+
+
+def quantized(name: str, out: Path) -> Path:
+    subprocess.run([*CLI, "quantize", str(folder_of(name)), str(out), "--calibration", "none"], check=True,
+                   capture_output=True, timeout=100)
+    return out
+
+
+@pytest.mark.timeout(200)
+def test_tokens_are_those_of_the_cpu_in_w8a8(tmp_path: Path) -> None:
+    folder = quantized("storyteller", tmp_path / "w8a8")
+    prompts = prompts_of(folder, ModelConfig.from_folder(folder).vocab_size, 100)
+    with serving(
+        str(folder), "--device", "npu", "--emulate", "--emulate-relax", "fp32,small_heads", "--dtype", "float32",
+        "--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--kv-cache-memory", "64MiB", "--kernel-sampling", "0",
+    ) as server:
+        info = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest())
+        made = [streamed(server.stub, request(prompt, ANSWER, ignore_eos=True))[1] for prompt in prompts]
+        captured, eager = (server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "eager"))
+    assert info.quantization == "w8a8"
+    assert all(len(ids) == ANSWER for ids in made)
+    sequences = [prompt + ids for prompt, ids in zip(prompts, made, strict=True)]
+    device = CpuBackend()
+    device.int8_levels = LEVELS
+    logits = list(forced_logits(*load_reference(folder, device, "float32", 128, 0), sequences, 64))
+    found = agreement(logits, logits, prompts, made)
+    assert found.tokens == len(prompts) * ANSWER
+    assert found.likeliest >= 0.97 * found.tokens
+    assert found.gap < 1  # of logits up to 35
+    assert captured >= len(prompts) * (ANSWER - 2) > 0 == eager
+
+
+def test_what_the_device_cannot_is_said_before_it_serves(tmp_path: Path) -> None:
+    """In one sentence, and with exit code 2."""
+    done = subprocess.run([*CLI, "serve", "--device", "npu", "--emulate", "--kv-cache-dtype", "int8", "--port", "0"],
+                          capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 2
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("npuserve: ")]
+    assert "kv_cache_dtype: 'int8' is not possible on npu" in said

@@ -1,0 +1,42 @@
+"""Broken protobuf through a good HTTP/2: many calls at once, and how each ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+import grpc.aio
+
+from tests.e2e.fuzz.wire import Noise
+
+AT_ONCE = 48
+
+
+async def calls(target: str, methods: dict[str, bool], noise: Noise, count: int) -> Counter[str]:
+    """methods: full name -> whether it streams. Counts the status names, and as UNREAD what
+    gRPC itself could not read: it says UNKNOWN and no more."""
+    codes: Counter[str] = Counter()
+    names = sorted(methods)
+
+    async def one(channel: grpc.aio.Channel, number: int) -> None:
+        name, body = names[number % len(names)], noise.body()
+        try:
+            if methods[name]:
+                async for _ in channel.unary_stream(name)(body, timeout=20):
+                    pass
+            else:
+                await channel.unary_unary(name)(body, timeout=20)
+            codes["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            unread = error.code() is grpc.StatusCode.UNKNOWN and "DecodeError" in (error.details() or "")
+            codes["UNREAD" if unread else error.code().name] += 1
+
+    async def client(channel: grpc.aio.Channel, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await one(channel, number)
+
+    async with grpc.aio.insecure_channel(target) as channel:
+        numbers = iter(range(count))
+        await asyncio.gather(*(client(channel, numbers) for _ in range(AT_ONCE)))
+    return codes

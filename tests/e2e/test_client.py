@@ -1,0 +1,96 @@
+"""npuserve.client against a server whose processes are killed: its user sees the whole text and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost
+from npuserve.npu.storyteller import FOLDER
+from tests.e2e.server import Server, serving
+
+PROMPTS = ("Once upon a time", "One day", "The cat", "Tim wanted", "从前有", "😀 é")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(str(FOLDER), "--frontends", "2", "--dtype", "float32") as running:
+        yield running
+
+
+def processes(server: Server, kind: str) -> list[int]:
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(server.process.pid)],
+                             capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in listing.splitlines()
+            if re.search(rf"service\.{kind}", line) and not line.split()[1].startswith("Z")]
+
+
+def options(number: int) -> dict[str, float]:
+    return {"max_tokens": 200, "ignore_eos": True, "temperature": 0.8 * (number % 2), "seed": number}
+
+
+@pytest.mark.parametrize("kind", ["engine_process", "frontend"])
+async def test_streams_outlive_what_serves_them(server: Server, kind: str) -> None:
+    def whole() -> list[str]:
+        with Client(server.target) as client:
+            return [client.generate(prompt, **options(n)).text for n, prompt in enumerate(PROMPTS)]
+
+    alone = await asyncio.to_thread(whole)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient(server.target)) for _ in PROMPTS]
+        streams = [client.stream(PROMPTS[n], **options(n)) for n, client in enumerate(clients)]
+        begun = await asyncio.gather(*(anext(stream) for stream in streams))
+        os.kill(processes(server, kind)[0], signal.SIGKILL)
+
+        async def rest(stream: AsyncStream) -> str:
+            return "".join([delta.text async for delta in stream])
+
+        ends = await asyncio.gather(*map(rest, streams))
+    assert [first.text + end for first, end in zip(begun, ends, strict=True)] == alone
+    if kind == "frontend":
+        assert max(stream.attempts.calls for stream in streams) > 1  # those of the other front end saw nothing
+
+
+def test_a_client_leaves_and_another_goes_on(server: Server) -> None:
+    with Client(server.target) as one, Client(server.target) as other:
+        whole = one.generate("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True)
+        with one.stream("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True) as stream:
+            text = "".join(next(stream).text for _ in range(5))
+        token, tokens = stream.attempts.resume_token, stream.attempts.tokens
+        deltas = list(other.resume(token, tokens))
+        assert text + "".join(delta.text for delta in deltas) == whole.text
+        assert deltas[-1].finish.usage.generated_tokens == 100
+        with pytest.raises(InvalidRequest, match="token_offset") as raised:
+            list(other.resume(token, 101))
+        assert raised.value.field == "token_offset"
+        with pytest.raises((NotFound, StreamLost)):
+            next(other.resume("of nobody", 0))
+
+
+def test_the_unary_calls(server: Server) -> None:
+    with Client(server.target) as client:
+        assert client.model_info().family == "Qwen3ForCausalLM"
+        ids = client.tokenize("Once upon a time").token_ids
+        assert client.detokenize(ids).endswith("Once upon a time")
+        answer = client.generate(list(ids), max_tokens=3, temperature=0, return_token_ids=True)
+        assert len(answer.token_ids) == 3
+        with pytest.raises(InvalidRequest, match=r"sampling\.top_p") as raised:
+            client.generate("x", top_p=7.0)
+        assert raised.value.field == "sampling.top_p"
+
+
+def test_a_cancel_ends_the_request(server: Server) -> None:
+    with Client(server.target) as client:
+        stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+        next(stream)
+        threading.Timer(0.01, stream.cancel).start()
+        with pytest.raises(Exception, match="cancelled here"):
+            list(stream)

@@ -1,0 +1,248 @@
+"""Streams outlive what serves them: engines, front ends, connections, and the server itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e import brittle
+from tests.e2e.server import Server, request, serving
+
+pytestmark = pytest.mark.slow
+BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
+
+
+@pytest.fixture(scope="module")
+def kills() -> ModuleType:
+    """bench/kills.py."""
+    spec = importlib.util.spec_from_file_location("npuserve_kills", Path(__file__).parents[2] / "bench" / "kills.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_killed_engines_show_in_no_stream(kills: ModuleType) -> None:
+    with serving("--dtype", "float32", **BRITTLE) as server:
+        wanted = kills.asks(16, 150)
+        with ThreadPoolExecutor(8) as threads:
+            alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
+        killer = kills.Killer(server.target, server.process.pid, 3, (0.2, 1.5), seed=3)
+        wrong, answers = kills.disturbed(server.target, killer, wanted, alone)
+        assert wrong == []
+        assert len(answers) >= 16
+        assert len(killer.killed) == 3
+        assert server.metric("npuserve_engine_restarts_total") == 3
+        assert server.metric("npuserve_streams_continued_total", after="engine") > 0
+        assert server.metric("npuserve_requests_running") == 0
+        assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+
+
+def test_a_unary_call_goes_on_too(kills: ModuleType) -> None:
+    with serving("--dtype", "float32", **BRITTLE) as server:
+        ask = request("Once upon a time", 400, ignore_eos=True, logprobs=1)
+        alone = server.stub.Generate(ask, timeout=60)
+        call = server.stub.Generate.future(ask, timeout=60)
+        wait_until_running(server)
+        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        answer = call.result()
+        assert (answer.text, answer.token_ids, answer.logprobs) == (alone.text, alone.token_ids, alone.logprobs)
+        timing = answer.finish.timing
+        phases = [timing.queue, *timing.prefill_chunks, timing.decode, timing.finish]
+        assert abs(sum(p.ToNanoseconds() for p in phases) - timing.total.ToNanoseconds()) < 10_000_000
+
+
+def wait_until_running(server: Server, requests: int = 1) -> None:
+    from npuserve.v1 import model_pb2
+
+    deadline = time.monotonic() + 30
+    while server.stub.GetLoad(model_pb2.GetLoadRequest()).running < requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_only_the_request_that_kills_is_failed(kills: ModuleType) -> None:
+    with serving("--dtype", "float32", **BRITTLE) as server, ThreadPoolExecutor(8) as threads:
+        wanted = kills.asks(6, 200, seed=4)
+        for ask in wanted:
+            ask.stopping.ignore_eos = True
+        alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
+        others = [threads.submit(kills.stream, server.stub, ask) for ask in wanted]
+        poison = server.stub.StreamGenerate(request([5, brittle.POISON, 6], 50, ignore_eos=True), timeout=100)
+        reader = kills.Answer()
+        with pytest.raises(grpc.RpcError) as failed:
+            read(reader, poison)
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        info = error_details_pb2.ErrorInfo()
+        assert any(detail.Unpack(info) for detail in rpc_status.from_call(failed.value).details)
+        assert info.reason == "EngineKiller"
+        assert len(reader.ids) <= brittle.SPARED + 1
+        for one, other in zip(others, alone, strict=True):
+            assert one.result().same(other)
+        assert 3 <= server.metric("npuserve_engine_restarts_total") <= 7
+
+
+def read(answer: Any, call: Iterable[pb.StreamGenerateResponse], tokens: int = 1 << 30) -> None:
+    """Until it has so many, or the finish."""
+    for part in call:
+        answer.add(part)
+        if len(answer.ids) >= tokens:
+            return
+
+
+class Reader:
+    """A client that reads a stream message by message, and goes on elsewhere when it is cut off."""
+
+    def __init__(self, kills: ModuleType, target: str):
+        self.answer = kills.Answer()
+        self.token = ""
+        self._channel = grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.stub = rpc.InferenceServiceStub(self._channel)
+
+    def begin(self, ask: pb.GenerateRequest) -> Iterator[pb.StreamGenerateResponse]:
+        call = self.stub.StreamGenerate(ask, timeout=60)
+        self.token = dict(call.initial_metadata())["x-resume-token"]
+        return call
+
+    def resume(self, offset: int | None = None) -> Iterator[pb.StreamGenerateResponse]:
+        ask = pb.ResumeStreamRequest(
+            resume_token=self.token, token_offset=len(self.answer.ids) if offset is None else offset)
+        return self.stub.ResumeStream(ask, timeout=60)
+
+    def go_on(self, call: Iterator[pb.StreamGenerateResponse], tokens: int = 1 << 30) -> Any:
+        """Until it has so many, or the finish, in new calls where one is cut off: the last."""
+        until = time.monotonic() + 40
+        while True:
+            try:
+                read(self.answer, call, tokens)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+                call = self.resume()
+            else:
+                return call
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def test_lost_connections(kills: ModuleType) -> None:
+    """Cut at any message, cancelled or still running, taken over, read again after its end."""
+    chance, codes = random.Random(5), set()
+    with serving("--dtype", "float32") as server:
+        for ask in kills.asks(10, 120, seed=6):
+            alone = kills.stream(server.stub, ask)
+            reader = Reader(kills, server.target)
+            call = reader.begin(ask)
+            read(reader.answer, call, 1)
+            while reader.answer.finish is None:
+                if chance.random() < 0.5:
+                    call.cancel()  # type: ignore[attr-defined]
+                    time.sleep(chance.choice([0.0, 0.02]))
+                before, call = call, reader.resume()
+                read(reader.answer, call, len(reader.answer.ids) + chance.randint(1, 60))
+                try:
+                    rest = list(before)
+                except grpc.RpcError as over:
+                    codes.add(over.code())
+                else:
+                    assert rest[-1].HasField("finish")  # it was over already
+            assert reader.answer.same(alone)
+            again = Reader(kills, server.target)
+            again.token = reader.token
+            read(again.answer, again.resume(0))
+            assert again.answer.same(alone)
+            with pytest.raises(grpc.RpcError) as beyond:
+                list(reader.resume(len(alone.ids) + 1))
+            assert beyond.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert beyond.value.details() == (
+                f"token_offset: must be in [0, {len(alone.ids)}], got {len(alone.ids) + 1}")
+            reader.close()
+        assert codes == {grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
+        with pytest.raises(grpc.RpcError) as unknown:
+            list(server.stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x" * 32), timeout=10))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_killed_front_end(kills: ModuleType) -> None:
+    """Its clients go on through the other, and through the one that is started in its place; then the engine dies."""
+    with serving("--dtype", "float32", "--frontends", "2", **BRITTLE) as server:
+        asks = kills.asks(12, 300, seed=7)
+        for ask in asks:
+            ask.stopping.ignore_eos, ask.stopping.max_tokens = True, 330
+        with ThreadPoolExecutor(12) as threads:
+            alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), asks))
+        readers = [Reader(kills, server.target) for _ in asks]
+        calls = [reader.begin(ask) for reader, ask in zip(readers, asks, strict=True)]
+        for reader, call in zip(readers, calls, strict=True):
+            read(reader.answer, call, 5)
+        os.kill(front_ends(server)[0], signal.SIGKILL)
+        time.sleep(0.5)  # for who read there to hear of it
+        cut = 0
+        for number, reader in enumerate(readers):
+            if not calls[number].is_active():  # type: ignore[attr-defined]
+                with contextlib.suppress(grpc.RpcError):
+                    read(reader.answer, calls[number])  # what had come
+                if reader.answer.finish is None:
+                    cut += 1
+                    calls[number] = reader.go_on(reader.resume(), len(reader.answer.ids) + 1)
+        assert cut  # else nothing was tried; the readers' connections are spread over both by chance
+        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        for reader, call, expected in zip(readers, calls, alone, strict=True):
+            reader.go_on(call)
+            assert reader.answer.same(expected)
+            reader.close()
+
+
+def front_ends(server: Server) -> list[int]:
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+                             capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in listing.splitlines() if re.search(r"service\.frontend", line)]
+
+
+def test_streams_outlast_a_stop_if_their_state_is_kept(kills: ModuleType, tmp_path: Path) -> None:
+    flags = ("--dtype", "float32", "--state-folder", str(tmp_path / "state"), "--drain-seconds", "0")
+    ask = kills.asks(7, 400, seed=8)[6]
+    ask.stopping.max_tokens, ask.stopping.ignore_eos = 330, True
+    with serving(*flags) as server:
+        alone = kills.stream(server.stub, ask)
+        reader = Reader(kills, server.target)
+        call = reader.begin(ask)
+        read(reader.answer, call, 3)
+        assert server.stop() == 0
+        with pytest.raises(grpc.RpcError) as left:
+            read(reader.answer, call)
+        assert left.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(left.value.trailing_metadata())["x-resume-token"] == reader.token
+    (kept,) = (tmp_path / "state").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    with serving(*flags) as server:
+        assert list((tmp_path / "state").iterdir()) == []
+        other = Reader(kills, server.target)
+        other.answer, other.token = reader.answer, reader.token
+        read(other.answer, other.resume())
+        assert other.answer.same(alone)
+        other.close()
+    reader.close()

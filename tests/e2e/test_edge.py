@@ -1,0 +1,153 @@
+"""The server's edge, whole: TLS and keys with clients that nobody here wrote, frozen processes, a drain on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from npuserve.service import client
+from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.server import Server, request, serving, streamed
+from tests.service.certificates import Authority, needs_openssl
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def processes(server: Server, module: str) -> list[int]:
+    """Ids of the server's children of that kind."""
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+                             capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in re.findall(rf"^\s*(\d+) .*npuserve\.service\.{module}$", listing, re.MULTILINE)]
+
+
+def wait(true: Callable[[], object], server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.05)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+
+
+@needs_openssl
+def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """grpcurl by reflection, `npuserve generate`, grpcio; probes by the plain health port."""
+    authority = Authority(tmp_path)
+    server_pair, own = authority.issue("server"), authority.issue("client")
+    keys, key_file = tmp_path / "keys", tmp_path / "key"
+    cli = (sys.executable, "-m", "npuserve.service.cli")
+    key_file.write_text(command(*cli, "keys", "add", str(keys), "alice").stdout)
+    port = free_port()
+    with serving("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key), "--tls-client-ca",
+                 str(authority.cert), "--api-keys", str(keys), "--health-port", str(port)) as server:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as plain:
+            answer = health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest(service=""), timeout=10)
+            assert answer.status == SERVING
+        key = key_file.read_text().strip()
+        tls = client.Tls(authority.cert, own.cert, own.key)
+        with client.connect(server.target, tls, key) as channel:
+            expected = streamed(rpc.InferenceServiceStub(channel), request("Once upon a time", 8))[0]
+            with pytest.raises(grpc.RpcError) as denied:
+                admin_service_pb2_grpc.AdminServiceStub(channel).GetServerInfo(admin_service_pb2.GetServerInfoRequest())
+            assert denied.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        for wrong, code in ((client.connect(server.target, tls), "UNAUTHENTICATED"),
+                            (client.connect(server.target, client.Tls(authority.cert), key), "UNAVAILABLE"),
+                            (client.connect(server.target, None, key), "UNAVAILABLE")):
+            with wrong as channel, pytest.raises(grpc.RpcError) as refused:
+                rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=10)
+            assert refused.value.code().name == code
+        files = ("--tls-ca", str(authority.cert), "--tls-cert", str(own.cert), "--tls-key", str(own.key))
+        ask = (*cli, "generate", "Once upon a time", "--max-tokens=8", "--temperature=0", f"--target={server.target}")
+        done = command(*ask, *files, "--api-key-file", str(key_file), "--wait", "10")
+        assert (done.returncode, done.stdout.rstrip("\n")) == (0, expected), done.stderr
+        assert "UNAUTHENTICATED" in command(*ask, *files).stderr
+        program = shutil.which("grpcurl", path=str(Path(sys.executable).parent)) or shutil.which("grpcurl")
+        if program:
+            body = {"text": "Once upon a time", "sampling": {"temperature": 0}, "stopping": {"maxTokens": 8}}
+            grpcurl = (program, "-cacert", str(authority.cert), "-cert", str(own.cert), "-key", str(own.key))
+            method = "npuserve.v1.InferenceService/Generate"
+            bearer = ("-H", f"authorization: Bearer {key}")
+            done = command(*grpcurl, *bearer, "-d", json.dumps(body), server.target, method)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["text"] == expected
+            assert "an API key is needed" in command(*grpcurl, "-d", json.dumps(body), server.target, method).stderr
+        assert server.metric("npuserve_tls_certificate_expiry_timestamp_seconds", certificate="server") > time.time()
+        assert key not in server.log
+
+
+def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
+    """Stopped, as a stuck driver or a debugger has it: Watch hears both changes."""
+    with serving("--hang-seconds", "5") as server:
+        ask = request("Once upon a time", 400, ignore_eos=True)
+        expected = streamed(server.stub, ask)[:2]
+        seen: list[int] = []
+        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""))
+
+        def note() -> None:
+            try:
+                seen.extend(update.status for update in watch)
+            except grpc.RpcError:
+                return
+
+        threading.Thread(target=note, daemon=True).start()
+        answers: list[tuple[str, list[int]]] = []
+        asking = threading.Thread(target=lambda: answers.append(streamed(server.stub, ask)[:2]))
+        asking.start()
+        wait(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
+        (engine,) = processes(server, "engine_process")
+        os.kill(engine, signal.SIGSTOP)
+        asking.join(90)
+        assert answers == [expected]
+        wait(lambda: len(seen) == 3, server)
+        watch.cancel()
+        assert seen == [SERVING, NOT_SERVING, SERVING]
+        assert "engine hangs, killing it" in server.log
+        assert server.metric("npuserve_engine_restarts_total") == 1
+
+
+def test_a_frozen_front_end_is_replaced() -> None:
+    with serving("--frontends", "2", "--hang-seconds", "5") as server:
+        before = processes(server, "frontend")
+        os.kill(before[0], signal.SIGSTOP)
+        wait(lambda: len(after := processes(server, "frontend")) == 2 and before[0] not in after, server)
+        assert re.search(r"frontend-\d hangs, killing it", server.log)
+        assert before[1] in processes(server, "frontend")
+        wait(lambda: server.log.count("ready in") == 2, server)
+        for _ in range(4):
+            with grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                assert len(streamed(rpc.InferenceServiceStub(channel), request("Once", 4))[1]) == 4
+        assert server.metric("npuserve_engine_restarts_total") == 0
+        assert server.stop() == 0
+
+
+def test_a_drain_on_demand() -> None:
+    """By AdminService, through one of two front ends: both leave, what runs ends whole, exit code 0."""
+    with serving("--frontends", "2") as server:
+        answer: list[int] = []
+        asking = threading.Thread(target=lambda: answer.extend(
+            streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
+        asking.start()
+        wait(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
+        drain = admin_service_pb2.DrainRequest()
+        drain.grace.FromSeconds(60)
+        admin_service_pb2_grpc.AdminServiceStub(server.channel).Drain(drain)
+        asking.join(90)
+        assert len(answer) == 200
+        assert server.process.wait(30) == 0

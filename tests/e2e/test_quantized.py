@@ -1,0 +1,37 @@
+"""A quantized checkpoint through gRPC."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from npuserve.npu.step import SamplingParams
+from npuserve.npu.storyteller import FOLDER
+from npuserve.v1 import model_pb2
+from tests.e2e.server import request, serving, streamed
+from tests.npu.models import saved_w8a8
+from tests.npu.test_runner import Driver, load
+
+SETTINGS = {"block_size": 16, "kv_cache_memory": 8 << 20, "threads": 1, "lm_head_dtype": "int8"}
+
+
+def test_a_w8a8_model_with_an_int8_head_is_served_as_what_it_is(tmp_path: Path) -> None:
+    saved_w8a8(AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16), tmp_path)
+    for file in FOLDER.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    flags = [part for name, value in SETTINGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    with serving(str(tmp_path), "--device", "cpu", *flags) as server:
+        info = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest())
+        assert (info.quantization, info.dtype) == ("w8a8", "bfloat16")
+        story, ids, _ = streamed(server.stub, request("Once upon a time", 24))
+        assert streamed(server.stub, request("Once upon a time", 24))[1] == ids
+    prompt = AutoTokenizer.from_pretrained(tmp_path)("Once upon a time")["input_ids"]
+    driver = Driver(load(tmp_path, **SETTINGS))
+    driver.add(0, prompt, SamplingParams(temperature=0.0))
+    while len(driver.generated(0)) < 24:
+        driver.step(64)
+    assert driver.generated(0)[:24] == ids
+    assert len(set(story.split())) > 8  # words, not one over and over

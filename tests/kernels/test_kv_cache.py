@@ -1,0 +1,163 @@
+"""The KV cache in int8: how heads become so, and attention over what is stored, on every instruction set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.attention import INT8_TOLERANCE, AttentionMetadata, paged_attention
+from npuserve.kernels.kv_cache import quantize_heads, read, write
+from npuserve.kernels.native import layout
+from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from npuserve.kernels.quantized import Int8
+
+ISAS = native.library().isas if native.available() else []
+needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dense(cache: Int8) -> Tensor:
+    return cache.values.double() * cache.scale.double().unsqueeze(-1)
+
+
+@given(st.integers(0, 99), st.sampled_from([1e-20, 1e-3, 1.0, 300.0, 1e30]), st.sampled_from([2, 10, 64]),
+       st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=50, deadline=None)
+def test_a_scale_is_the_least_that_cuts_nothing_off(seed: int, size: float, dim: int, dtype: torch.dtype) -> None:
+    x = (randn(3, 5, dim, seed=seed) * size).to(dtype)
+    made = quantize_heads(x)
+    assert (made.values.dtype, made.scale.dtype, made.scale.shape) == (torch.int8, torch.bfloat16, (3, 5))
+    largest = x.float().abs().amax(-1) / 127
+    below = (made.scale.view(torch.int16) - 1).view(torch.bfloat16).float()
+    assert (made.scale.float() >= largest).all()
+    assert (below < largest).all()
+    assert ((dense(made) - x.double()).abs() <= made.scale.double().unsqueeze(-1) * (0.5 + 1e-4)).all()
+
+
+def test_heads_of_zeros_have_the_scale_1() -> None:
+    made = quantize_heads(torch.zeros(2, 3, 8))
+    assert not made.values.any()
+    assert (made.scale == 1).all()
+
+
+def test_slots_are_read_as_they_were_written() -> None:
+    cache, heads, slots = quantize_heads(torch.zeros(3, 16, 2, 8)), randn(4, 2, 8), torch.tensor([40, 3, 16, 15])
+    write(cache, slots, heads)
+    found = read(cache, torch.arange(3), torch.float32).flatten(0, 1)
+    assert torch.equal(found[slots].double(), dense(quantize_heads(heads)))
+    others = torch.ones(48, dtype=torch.bool).index_fill(0, slots, False)
+    assert not found[others].any()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Of the last len(q) of the positions, in float64: q [n, Hq, D], k, v [context, Hkv, D]."""
+    n, context, group = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores += torch.full((n, context), -torch.inf, dtype=torch.float64).triu(context - n + 1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+class Cached:
+    """Rows of (queries, context) over an int8 cache whose slots past the contexts may hold anything."""
+
+    def __init__(self, rows: list[tuple[int, int]], q_heads: int, kv_heads: int, dim: int, size: int, seed: int,
+                 dtype: torch.dtype):
+        generator = torch.Generator().manual_seed(seed)
+        width = -(-max(context for _, context in rows) // size)
+        tables = torch.randperm(len(rows) * width, generator=generator).int().view(len(rows), width)
+        self.k, self.v = (quantize_heads(randn(tables.numel(), size, kv_heads, dim, seed=seed + i)) for i in (1, 2))
+        self.q = randn(sum(n for n, _ in rows), q_heads, dim, seed=seed + 3, dtype=dtype)
+        self.metadata = AttentionMetadata.from_lengths(tables, [c for _, c in rows], [n for n, _ in rows])
+        expected = []
+        for table, (_, context), q in zip(tables, rows, self.q.split([n for n, _ in rows]), strict=True):
+            k, v = (dense(cache)[table].flatten(0, 1)[:context] for cache in (self.k, self.v))
+            expected.append(attention(q, k, v, dim**-0.5))
+            for cache in (self.k, self.v):
+                if context % size:
+                    cache.scale[table[context // size], context % size :] = torch.nan
+                cache.scale[table[-(-context // size) :]] = torch.nan
+        self.expected = torch.cat(expected).flatten(1)
+
+    def check(self, *, natively: bool) -> None:
+        args = self.q, self.k, self.v, self.metadata, self.q.shape[-1] ** -0.5
+        made = paged_attention.implementations["cpu"]
+        out = made.function(*made.adapt(args)) if natively else paged_attention(*args)
+        assert out.dtype == self.q.dtype
+        tolerance = {torch.float32: INT8_TOLERANCE if natively else 1e-5, torch.bfloat16: 1e-2}[out.dtype]
+        torch.testing.assert_close(out.double(), self.expected, rtol=tolerance, atol=tolerance)
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_golden_attention_is_that_over_what_is_stored(dtype: torch.dtype) -> None:
+    Cached([(1, 9), (6, 6), (3, 12), (1, 1), (2, 15)], 6, 2, 8, 4, 0, dtype).check(natively=False)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_native_attention_is_that_over_what_is_stored(isa: str, data: st.DataObject) -> None:
+    """Blocks of 16 to 256, odd contexts and heads, decode rows and chunks of any length."""
+    contexts = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=3))
+    rows = [(data.draw(st.sampled_from([1, 1, 2, 7, 40])), context) for context in contexts]
+    kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    dim, size = data.draw(st.sampled_from([2, 10, 16, 64, 96, 128])), data.draw(st.sampled_from([16, 32, 64, 128, 256]))
+    made = Cached([(min(n, context), context) for n, context in rows], group * kv_heads, kv_heads, dim, size,
+                  data.draw(st.integers(0, 9)), data.draw(st.sampled_from(DTYPES)))
+    with native.using(isa):
+        made.check(natively=True)
+
+
+def cache_arguments(tokens: int, dim: int, dtype: torch.dtype, slots: Tensor) -> tuple[Tensor, Int8, Int8, list[Any]]:
+    """Without norms; all positions are 0, which turns nothing."""
+    qkv = randn(tokens, 4 * dim, dtype=dtype)
+    cos_sin = torch.cat([torch.ones(1, dim // 2), torch.zeros(1, dim // 2)], dim=-1)
+    k_cache, v_cache = (quantize_heads(randn(4, 16, 1, dim, seed=i)) for i in (1, 2))
+    return qkv, k_cache, v_cache, [None, None, 1e-6, cos_sin, torch.zeros(tokens, dtype=torch.int64), slots]
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [10, 64, 128, 256])
+def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: torch.dtype, dim: int) -> None:
+    """Bit by bit, where nothing is to be computed; neighbours of a slot stay, also those in its words."""
+    slots = torch.tensor([7, 40, 3, -1, 22, 8, 63])
+    qkv, k_cache, v_cache, others = cache_arguments(len(slots), dim, dtype, slots)
+    args = [qkv, *others, k_cache, v_cache, 2]
+    made = qk_norm_rope_kv_write.implementations["cpu"]
+    adapted = made.adapt(tuple(args))
+    with native.using(isa):
+        made.function(*adapted)
+    qk_norm_rope_kv_write(*args)
+    for got, want in zip(made.restore(adapted)[7:9], (k_cache, v_cache), strict=True):
+        assert torch.equal(got.values, want.values)
+        assert torch.equal(got.scale, want.scale)
+    written = v_cache.values.flatten(0, 1)[slots[slots >= 0]]
+    assert torch.equal(written, quantize_heads(qkv.view(-1, 4, dim)[slots >= 0, 3:]).values)
+
+
+def test_layouts_of_int8_are_inverses() -> None:
+    plain = quantize_heads(randn(3, 32, 2, 10))
+    keys, values = layout.pack_keys(plain), layout.pack_values(plain)
+    assert isinstance(keys, Int8)
+    assert isinstance(values, Int8)
+    assert keys.values.shape == layout.key_shape(3, 32, 2, 10, torch.int8)
+    assert values.values.shape == layout.value_shape(3, 32, 2, 10, torch.int8)
+    assert keys.scale.shape == values.scale.shape == layout.scale_shape(3, 32, 2)
+    for found in (layout.unpack_keys(keys), layout.unpack_values(values, 10)):
+        assert torch.equal(found.values, plain.values)
+        assert torch.equal(found.scale, plain.scale)

@@ -1,0 +1,192 @@
+"""config.json's quantization_config: what is read, what is refused, and by whose rules a layer is found."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npuserve.npu.quantization import W8A8, Quantization
+
+# As llm-compressor writes it: recipe QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]).
+W8A8_JSON: dict[str, Any] = {
+    "config_groups": {"group_0": {
+        "format": "int-quantized",
+        "input_activations": {
+            "actorder": None, "block_structure": None, "dynamic": True, "group_size": None, "num_bits": 8,
+            "observer": None, "observer_kwargs": {}, "strategy": "token", "symmetric": True, "type": "int"},
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": {
+            "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+            "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True, "type": "int"}}},
+    "format": "int-quantized", "global_compression_ratio": None, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors", "quantization_status": "compressed", "sparsity_config": {},
+    "transform_config": {}, "version": "0.12.2",
+}
+PLAIN = Quantization(((("Linear",), W8A8()),), ("lm_head",))
+
+
+def read(data: Any) -> Quantization | None:
+    return Quantization.from_config({"quantization_config": data})
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """W8A8_JSON with another value at a path of keys with dots; g is group_0."""
+    data = copy.deepcopy(W8A8_JSON)
+    *parts, last = path.replace("g.", "config_groups.group_0.").split(".")
+    place = data
+    for part in parts:
+        place = place[part]
+    place[last] = value
+    return data
+
+
+def test_what_llm_compressor_writes():
+    assert read(W8A8_JSON) == PLAIN
+    assert PLAIN.of("model.layers.0.mlp.up_proj") == W8A8()
+    assert PLAIN.of("lm_head") is None
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_a_checkpoint_without_quantization(nothing):
+    assert read(nothing) is None
+    assert Quantization.from_config({}) is None
+
+
+@pytest.mark.parametrize("harmless", [
+    changed("kv_cache_scheme", {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}),
+    changed("quantization_status", "frozen"),
+    changed("global_compression_ratio", 1.46),
+    changed("format", "naive-quantized"),
+    changed("g.format", None),
+    changed("g.weights.actorder", "static"),
+    changed("g.weights.actorder", "weight"),
+    changed("g.weights.observer", "mse"),
+    changed("g.weights.observer_kwargs", {"maxshrink": 0.2}),
+    changed("g.weights.group_size", -1),
+    changed("g.weights.strategy", "CHANNEL"),
+    changed("g.weights.scale_dtype", "torch.bfloat16"),
+    changed("g.weights.zp_dtype", "torch.int8"),
+    changed("sparsity_config", {"format": "dense", "global_sparsity": 0.15, "targets": [], "ignore": []}),
+    changed("transform_config", {"config_groups": {}}),
+    changed("moe_sparsity_config", None),
+    changed("unheard_of", None),
+    {"quantization_config": W8A8_JSON, "sparsity_config": None},
+    {"quantization_config": {k: v for k, v in W8A8_JSON.items() if k != "quant_method"},
+     "quant_method": "compressed-tensors"},
+])
+def test_what_changes_nothing_is_accepted(harmless):
+    assert read(harmless) == PLAIN
+    assert Quantization.from_config({"compression_config": harmless}) == PLAIN
+
+
+@pytest.mark.parametrize(("group", "scheme"), [
+    ({"weights": {"strategy": "tensor"}}, W8A8(per_channel=False)),
+    ({"weights": {"strategy": None}}, W8A8(per_channel=False)),
+    ({"weights": {"strategy": None, "group_size": -1}}, W8A8()),
+    ({"weights": {"symmetric": False}}, W8A8(symmetric=False)),
+    ({"input_activations": {"symmetric": False}}, W8A8(symmetric_inputs=False)),
+    ({"input_activations": {"strategy": "tensor", "dynamic": False}}, W8A8(dynamic=False)),
+    ({"input_activations": {"strategy": None, "dynamic": False, "symmetric": False}},
+     W8A8(dynamic=False, symmetric_inputs=False)),
+])
+def test_every_scheme_that_is_served(group, scheme):
+    data = copy.deepcopy(W8A8_JSON)
+    for part, changes in group.items():
+        data["config_groups"]["group_0"][part] |= changes
+    assert read(data) == Quantization(((("Linear",), scheme),), ("lm_head",))
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    ("w8a8", "quantization_config: must be an object, got 'w8a8'"),
+    ({"quant_method": "gptq", "bits": 4}, r"another method \(gptq\); supported: compressed-tensors"),
+    ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+    (changed("config_groups", []), "config_groups is missing"),
+    (changed("config_groups", {"W8A8": ["Linear"]}), "config_groups.W8A8: must be an object"),
+    (changed("format", "pack-quantized"), "format: 'pack-quantized' is not supported; supported: int-quantized"),
+    (changed("format", "float-quantized"), "format: 'float-quantized'"),
+    (changed("format", "mixed-precision"), "format: 'mixed-precision'"),
+    (changed("g.format", "pack-quantized"), "config_groups.group_0: format: 'pack-quantized'"),
+    (changed("quantization_status", "calibration"), "quantization_status: 'calibration' is not supported"),
+    (changed("g.weights.num_bits", 4), r"group_0.weights: num_bits: 4 is not supported; supported: 8"),
+    (changed("g.weights.num_bits", True), "num_bits: True"),
+    (changed("g.weights.type", "float"), "group_0.weights: type: 'float' is not supported; supported: int"),
+    (changed("g.input_activations.type", "float"), "group_0.input_activations: type: 'float'"),
+    (changed("g.weights.strategy", "group"), "group_0.weights: strategy: 'group' is not supported; .*channel, tensor"),
+    (changed("g.weights.strategy", "block"), "strategy: 'block'"),
+    (changed("g.weights.group_size", 128), "group_size: 128"),
+    (changed("g.weights.strategy", "token"), "weights: strategy: 'token' is not supported; supported: channel, tensor"),
+    (changed("g.weights.block_structure", [128, 128]), r"block_structure: \[128, 128\]"),
+    (changed("g.weights.actorder", "group"), "actorder: 'group'"),
+    (changed("g.weights.actorder", True), "actorder: True"),
+    (changed("g.weights.dynamic", True), "weights: dynamic: True"),
+    (changed("g.weights.symmetric", "yes"), "symmetric: 'yes'"),
+    (changed("g.weights.rotation", 3), "group_0.weights: rotation is not supported"),
+    (changed("g.input_activations.dynamic", "local"), "dynamic: 'local'"),
+    (changed("g.input_activations.dynamic", False), "strategy: 'token' is not supported; supported: tensor"),
+    (changed("g.input_activations.strategy", "tensor"), "strategy: 'tensor' is not supported; supported: token"),
+    (changed("g.input_activations.scale_dtype", "torch.uint8"), "scale_dtype: 'torch.uint8'"),
+    (changed("g.input_activations", None), "input_activations: is missing: only weights are quantized"),
+    (changed("g.weights", None), "weights: is missing: only inputs are quantized"),
+    (changed("g.output_activations", {"num_bits": 8}), "output_activations: {'num_bits': 8} is not supported"),
+    (changed("g.targets", "Linear"), "group_0.targets: must be a list of names, got 'Linear'"),
+    (changed("g.targets", ["re:("]), r"targets: 're:\(' is no regular expression"),
+    (changed("g.bias", {}) | {"ignore": [3]}, r"ignore: must be a list of names, got \[3\]"),
+    (changed("g.smooth", 0.5), "group_0: smooth is not supported; supported: format, input_activations"),
+    (changed("sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config: {'format': 'sparse-24-bitmask'}"),
+    (changed("transform_config", {"config_groups": {"v": {}}}), "transform_config: "),
+    (changed("moe_sparsity_config", {"method": "prune"}), "moe_sparsity_config: "),
+    (changed("unheard_of", 1), "quantization_config: unheard_of is not supported"),
+])
+def test_what_is_not_supported_is_named_with_what_is(data, message):
+    with pytest.raises(ValueError, match=message):
+        read(data)
+
+
+LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj")] + ["lm_head"]
+PATTERNS = [
+    "Linear", "lm_head", "re:.*lm_head", "re:model.layers.[1-9].*_proj", "re:.*down_proj$", "re:down_proj",
+    "mlp.up_proj", "model.layers.0.mlp.up_proj", "re:.*self_attn[.].*", "re:.*_proj", "LlamaMLP"]
+schemes = st.builds(W8A8, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+quantizations = st.builds(
+    Quantization,
+    st.lists(st.tuples(st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3).map(tuple), schemes), min_size=1,
+             max_size=3).map(tuple),
+    st.lists(st.sampled_from(PATTERNS), max_size=2).map(tuple))
+
+
+@given(quantizations)
+def test_what_is_written_is_read_again(quantization):
+    assert read(quantization.to_json()) == quantization
+
+
+def test_layers_are_found_by_the_rules_of_compressed_tensors():
+    """Its package applies what ours wrote to a model of transformers."""
+    package = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    from tests.npu.models import random_model
+
+    model = random_model("llama", num_hidden_layers=2)
+
+    @settings(max_examples=20, deadline=None)
+    @given(quantizations)
+    def check(quantization: Quantization) -> None:
+        config = package.QuantizationConfig.model_validate(quantization.to_json())
+        assert config.format == "int-quantized"
+        applied = copy.deepcopy(model)
+        package.apply_quantization_config(applied, config, show_progress=False)
+        modules = dict(applied.named_modules())
+        for name in LAYERS:
+            theirs, ours = getattr(modules[name], "quantization_scheme", None), quantization.of(name)
+            assert (ours is None) == (theirs is None), name
+            if ours:
+                weights, inputs = theirs.weights, theirs.input_activations
+                assert ours == W8A8(
+                    weights.strategy == "channel", weights.symmetric, inputs.dynamic, inputs.symmetric), name
+
+    check()

@@ -1,0 +1,53 @@
+"""Certificates made by the program openssl: authorities, what they sign, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no program openssl on PATH")
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def openssl(*arguments: object) -> str:
+    done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@dataclass
+class Pair:
+    """Paths of a certificate and its key, in PEM."""
+
+    cert: Path
+    key: Path
+
+    def install(self, cert: Path, key: Path) -> None:
+        """In the place of others, each at one go."""
+        for source, target in ((self.cert, cert), (self.key, key)):
+            shutil.copy(source, fresh := target.with_suffix(".new"))
+            os.replace(fresh, target)
+
+
+class Authority(Pair):
+    """Signs certificates for 127.0.0.1, and keeps all in `folder`."""
+
+    def __init__(self, folder: Path, name: str = "authority", days: int = 10):
+        super().__init__(folder / f"{name}.pem", folder / f"{name}.key")
+        self._folder = folder
+        openssl("req", "-x509", *NEW_KEY, "-keyout", self.key, "-out", self.cert, "-subj", f"/CN={name}", "-days", days)
+
+    def issue(self, name: str, days: int = 10, names: str = "DNS:localhost,IP:127.0.0.1") -> Pair:
+        """days: to its end, which may be past."""
+        made = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
+        request = self._folder / f"{name}.csr"
+        alternative = ("-addext", f"subjectAltName={names}") if names else ()
+        openssl("req", "-new", *NEW_KEY, "-keyout", made.key, "-out", request, "-subj", f"/CN={name}", *alternative)
+        openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self.key, "-copy_extensions", "copy",
+                "-days", days, "-out", made.cert)
+        return made

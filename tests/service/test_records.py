@@ -1,0 +1,218 @@
+"""What is kept of streams: bounded, for its time, for its owner, and across a stop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npuserve.npu.step import TokenLogprobs
+from npuserve.service import records as module
+from npuserve.service.messages import Finish, Output, Record, Request, Timing
+from npuserve.service.records import FILE, Records, load, new_token, save, size
+from tests.service.fake_engine import INFO
+
+TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
+
+
+def record(token: str, tokens: int = 3, client: str = "me", finish: bool = False) -> Record:
+    made = Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, client=client, resume_token=token))
+    made.add(Output(1, list(range(tokens)), Finish("length", 3, 0, tokens, TIMING) if finish else None))
+    return made
+
+
+def test_tokens_are_long_random_and_fit_metadata() -> None:
+    tokens = {new_token() for _ in range(1000)}
+    assert len(tokens) == 1000
+    assert all(len(token) >= 32 and token.replace("-", "a").replace("_", "a").isalnum() for token in tokens)
+
+
+def test_a_record_is_its_client_s_alone_and_for_its_time() -> None:
+    kept = Records(10.0)
+    one = record("t")
+    kept.begin(one)
+    assert kept.find("t", "me", 1e9) is one  # however long it lives
+    assert kept.find("t", "other", 0.0) is None
+    assert kept.find("", "me", 0.0) is None
+    kept.end(one, 100.0)
+    assert kept.find("t", "me", 109.9) is one
+    assert kept.find("t", "me", 110.0) is None
+    kept.check_integrity()
+
+
+def test_without_a_time_nothing_is_kept() -> None:
+    kept = Records(0.0)
+    one = record("t")
+    kept.begin(one)
+    kept.end(one, 0.0)
+    assert kept.find("t", "me", 0.0) is None
+    assert kept.ended(0.0) == []
+
+
+def test_without_a_token_nothing_is_kept() -> None:
+    kept = Records(10.0)
+    kept.begin(record(""))
+    kept.end(record(""), 0.0)
+    assert (kept.live, kept.ended(0.0)) == ({}, [])
+
+
+def test_the_oldest_go_first() -> None:
+    kept = Records(10.0, most=3)
+    for number in range(5):
+        kept.end(record(str(number)), float(number))
+    assert [one.request.resume_token for one in kept.ended(5.0)] == ["2", "3", "4"]
+    kept.begin(record("3"))
+    assert [one.request.resume_token for one in kept.ended(5.0)] == ["2", "4"]
+    kept.check_integrity()
+
+
+def test_bytes_are_bounded_and_the_live_stay() -> None:
+    kept = Records(10.0, most_bytes=3 * size(record("x", 100)))
+    kept.begin(live := record("live", 10_000))
+    for number in range(5):
+        kept.end(record(str(number), 100), float(number))
+    assert len(kept.ended(5.0)) == 3
+    kept.end(record("big", 10_000), 6.0)
+    assert kept.ended(6.0) == []
+    assert kept.find("live", "me", 6.0) is live
+
+
+def test_size_follows_what_python_takes() -> None:
+    """Within a factor of three, of a record with ids and reports that nobody else holds."""
+    import tracemalloc
+
+    tracemalloc.start()
+    one = Record(Request("r", [1000 + i for i in range(4000)], 5000, 0.0))
+    one.token_ids = [2000 + i for i in range(2000)]
+    one.logprobs = [
+        TokenLogprobs(3000 + i, float(i), i, [i + 9000 + k for k in range(5)], [i + k / 7 for k in range(5)])
+        for i in range(2000)]
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken / 3 < size(one) < taken * 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "restore", "find"]), st.sampled_from("abcd"),
+                          st.integers(0, 5)), max_size=40))
+def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
+    kept = Records(5.0, most=3, most_bytes=6000)
+    for now, (what, token, tokens) in enumerate(doings):
+        if what in ("begin", "end", "restore"):
+            one = kept.live.get(token) if what == "end" else None
+            one = one or record(token, tokens)
+            kept.begin(one) if what == "begin" else getattr(kept, what)(one, float(now))
+        elif what == "drop":
+            kept.drop(token)
+        else:
+            kept.find(token, "me", float(now))
+        kept.check_integrity()
+        assert len(kept.ended(float(now))) <= 3
+
+
+def test_of_two_the_one_that_tells_more_counts() -> None:
+    kept = Records(10.0)
+    kept.restore(record("t", 5), 1.0)
+    kept.restore(record("t", 3), 1.0)
+    kept.restore(record("u", 3, finish=True), 1.0)
+    kept.restore(record("u", 5), 1.0)
+    kept.begin(live := record("v", 1))
+    kept.restore(record("v", 9, finish=True), 1.0)
+    found = {token: kept.find(token, "me", 1.0) for token in "tuv"}
+    assert [len(found[token].token_ids) for token in "tu"] == [5, 3]  # type: ignore[union-attr]
+    assert found["v"] is live
+
+
+def test_saved_and_loaded_once(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "deep" / "state", Records(10.0)
+    kept.begin(record("live", 4))
+    kept.end(record("done", 2, finish=True), time.monotonic())
+    assert save(folder, INFO, "/m", kept) == 2
+    (file,) = folder.iterdir()
+    assert (file.name, stat.S_IMODE(file.stat().st_mode)) == (FILE, 0o600)
+    fresh = Records(10.0)
+    assert load(folder, INFO, "/m", fresh) == 2
+    now = time.monotonic()
+    live, done = fresh.find("live", "me", now), fresh.find("done", "me", now)
+    assert live
+    assert done
+    assert (live.token_ids, live.finish, done.finish) == ([0, 1, 2, 3], None, Finish("length", 3, 0, 2, TIMING))
+    assert load(folder, INFO, "/m", Records(10.0)) == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_of_another_model_it_is_dropped(tmp_path: Path) -> None:
+    for name, model in (("/other", INFO), ("/m", msgspec.structs.replace(INFO, vocabulary_size=5))):
+        kept = Records(10.0)
+        kept.end(record("t"), time.monotonic())
+        save(tmp_path, INFO, "/m", kept)
+        assert load(tmp_path, model, name, Records(10.0)) == 0
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_keep_leaves_no_file(tmp_path: Path) -> None:
+    assert save(tmp_path / "state", INFO, "/m", Records(10.0)) == 0
+    assert not (tmp_path / "state").exists()
+
+
+def test_garbage_is_removed_and_said(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"\xc1 no msgpack")
+    with pytest.raises(msgspec.MsgspecError):
+        load(tmp_path, INFO, "/m", Records(10.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Records(10.0)
+    kept.end(record("t"), time.monotonic())
+    save(tmp_path, INFO, "/m", kept)
+    before = (tmp_path / FILE).read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    kept.end(record("u"), time.monotonic())
+    with pytest.raises(OSError, match="space"):
+        save(tmp_path, INFO, "/m", kept)
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_after_a_reboot_clocks_begin_anew(tmp_path: Path) -> None:
+    kept = Records(10.0)
+    one = record("t")
+    one.request = msgspec.structs.replace(one.request, arrival=time.monotonic() + 1e6)
+    one.timing = TIMING
+    kept.end(one, time.monotonic())
+    save(tmp_path, INFO, "/m", kept)
+    fresh = Records(10.0)
+    load(tmp_path, INFO, "/m", fresh)
+    found = fresh.find("t", "me", time.monotonic())
+    assert found
+    assert found.request.arrival <= time.monotonic()
+    assert found.timing is None
+
+
+def test_what_is_left_of_a_request() -> None:
+    report = TokenLogprobs(1, -1.0, 1, [], [])
+    one = record("t", 4)
+    one.request = msgspec.structs.replace(
+        one.request, sampling=msgspec.structs.replace(one.request.sampling, prompt_logprobs=1))
+    one.add(Output(1, prompt_logprobs=[report]))
+    one.cached_tokens, one.timing, one.deaths = 2, TIMING, 1
+    rest = one.rest(accepted=True)
+    assert (rest.output_ids, rest.deaths, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1, 1)
+    assert (rest.past.num_reported, rest.past.cached_tokens, rest.past.timing) == (1, 2, TIMING)
+    one.add(Output(1, prompt_logprobs=[report]))
+    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all are reported
+    assert one.request.sampling.prompt_logprobs == 1
+    one.add(Output(1, [9, 9], Finish("stop_string", 3, 0, 5, TIMING)))
+    assert one.token_ids == [0, 1, 2, 3, 9]

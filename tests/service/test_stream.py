@@ -1,0 +1,220 @@
+"""Streams across the deaths of engines: nothing is lost, nothing comes twice, and who kills is found."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service.errors import EngineKiller, RequestNotFound, TakenOver, Unavailable
+from npuserve.service.messages import Cancel, Output, Outputs, Record, Request, Restore
+from npuserve.service.stream import Stream
+from npuserve.service.suspects import DEATHS
+from tests.service import fake_engine
+from tests.service.fake_engine import FakeEngine, until
+from tests.service.test_engine_client import connected, ids_of, request
+
+
+async def reborn(engine: FakeEngine, client: object) -> None:
+    await engine.die()
+    await until(lambda: client.state == "down")  # type: ignore[attr-defined]
+    engine.epoch += 1
+    engine.start()
+    await until(lambda: client.state == "ready")  # type: ignore[attr-defined]
+
+
+def asked(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: object) -> Request:
+    return Request(name, [prompt, prompt + 1], max_tokens, time.monotonic(), SamplingParams(**sampling),  # type: ignore[arg-type]
+                   resume_token=token, client="me")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(deaths=st.lists(st.integers(0, 25), max_size=4), batch=st.integers(1, 3), count=st.integers(1, 6))
+def test_whenever_engines_die_each_stream_is_whole(deaths: list[int], batch: int, count: int) -> None:
+    async def run() -> None:
+        async with connected(delay=0.001, batch=batch) as (client, engine):
+            streams = [client.submit(asked(str(i), i, 20 + i, logprobs=1, prompt_logprobs=0)) for i in range(count)]
+            reading = [asyncio.ensure_future(whole(stream)) for stream in streams]
+            for pause in deaths:
+                await asyncio.sleep(pause / 1000)
+                await reborn(engine, client)
+            for i, task in enumerate(reading):
+                outputs = await task
+                ids = [token for output in outputs for token in output.token_ids]
+                assert ids == [(i + 2 + k) % 26 for k in range(20 + i)]
+                assert [r.token_id for output in outputs for r in output.logprobs or []] == ids
+                assert [r.token_id for output in outputs for r in output.prompt_logprobs or []] == [i + 1]
+                finish = outputs[-1].finish
+                assert finish
+                assert (finish.reason, finish.generated_tokens) == ("length", 20 + i)
+                streams[i].close()
+            assert client._streams == {}
+
+    asyncio.run(run())
+
+
+async def whole(stream: Stream) -> list[Output]:
+    return [output async for outputs in stream for output in outputs]
+
+
+async def test_they_go_on_in_order_of_arrival() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        late, early = time.monotonic(), time.monotonic() - 10
+        for name, arrival in (("late", late), ("early", early)):
+            client.submit(Request(name, [0], 3, arrival))
+        await reborn(engine, client)
+        assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
+
+
+async def test_only_who_ran_alone_as_a_suspect_is_failed() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        killer, waiting = client.submit(request(5, "killer")), client.submit(request(5, "waiting"))
+        engine.alone = True
+
+        async def started() -> None:
+            """The killer is in a step, and the engine dies of it."""
+            await until(lambda: len(engine._live) >= 1)
+            (frontend, _), *_ = engine._live
+            from npuserve.service.messages import Load, Started
+            await engine.send(frontend, Outputs(engine.epoch, Load(), [], [Started(killer.key, True, 0)]))
+            await until(lambda: killer._began is not None)
+            await reborn(engine, client)
+
+        for deaths in range(1, DEATHS + 1):
+            await started()
+            assert (killer.record.deaths, waiting.record.deaths, killer.live) == (deaths, 0, True)
+        await started()
+        with pytest.raises(EngineKiller, match="3 times in a row"):
+            await ids_of(killer)
+        assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["waiting"]
+        engine.hold.set()
+        assert await ids_of(waiting) == [1, 2, 3, 4, 5]
+        killer.close()
+        assert client._records.ended(time.monotonic()) == []
+
+
+async def test_a_token_clears() -> None:
+    async with connected(delay=0.002) as (client, engine):
+        stream = client.submit(request(200))
+        for _ in range(4):
+            before = len(stream.record.token_ids)
+            await until(lambda before=before: len(stream.record.token_ids) > before)
+            await reborn(engine, client)
+            assert stream.record.deaths <= 1
+        assert stream.live
+        stream.close()
+
+
+async def test_a_lost_connection_is_nobody_s_fault() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        stream.started(fake_engine.Started(stream.key, True, 4), time.monotonic())
+        await engine.die()
+        await until(lambda: client.state == "down")
+        engine.start()  # of the same epoch
+        await until(lambda: client.state == "ready")
+        assert (stream.record.deaths, stream.record.cached_tokens) == (0, 4)
+
+
+async def test_a_stop_string_found_as_the_engine_dies_ends_the_answer() -> None:
+    async with connected(delay=0.002) as (client, engine):
+        stream = client.submit(request(1000))
+        await until(lambda: len(stream.record.token_ids) >= 5)
+        await stream.__anext__()
+        assert engine._task
+        engine._task.cancel()  # it hears nothing any more
+        await asyncio.sleep(0.01)
+        stopping = asyncio.ensure_future(stream.stop(4))
+        await asyncio.sleep(0.01)
+        assert not stopping.done()
+        await engine.die()
+        finish = await stopping
+        assert (finish.reason, finish.generated_tokens, finish.cached_tokens) == ("stop_string", 4, 3)
+        timing = finish.timing
+        assert timing.queue + sum(timing.prefill_chunks) + timing.decode == pytest.approx(
+            timing.last_step_end - stream.request.arrival)
+        assert stream.record.token_ids == [1, 2, 3, 4]
+        other = client._streams.get(stream.key)
+        assert other is stream
+        stream.close()
+        assert engine.got(Cancel) == []
+
+
+async def test_what_may_be_resumed_is_handed_to_the_next_engine() -> None:
+    async with fake_engine.engine(delay=0.001) as engine:
+        from npuserve.service.engine_client import EngineClient
+
+        client = EngineClient(engine.address, resume_seconds=60.0)
+        client.start()
+        await until(lambda: client.state == "ready")
+        done, left = client.submit(asked("done", 0, 3, "d")), client.submit(asked("left", 0, 500, "l"))
+        plain = client.submit(asked("plain", 0, 500))
+        assert len(await ids_of(done)) == 3
+        await until(lambda: len(left.record.token_ids) > 3)
+        for stream in (done, left, plain):
+            stream.close()
+        await reborn(engine, client)
+        ended = engine.got(Restore)[-1].ended
+        assert [record.request.resume_token for record in ended] == ["d", "l"]
+        assert [record.finish is None for record in ended] == [False, True]
+        assert ended[1].token_ids == left.record.token_ids
+        await client.close()
+
+
+async def test_resuming() -> None:
+    async with connected(delay=0.001) as (client, engine):
+        record = Record(asked("r", 0, 10, "t"))
+        record.add(Output(1, [2, 3, 4]))
+        engine.records["t"] = record
+        stream = await client.resume("t", 1, "me", None)
+        assert await ids_of(stream) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+        assert stream.first_token is None
+        stream.close()
+        with pytest.raises(RequestNotFound):
+            await client.resume("u", 0, "me", None)
+        assert client._resuming == {}
+        assert client._streams == {}
+
+
+async def test_a_taken_over_stream_is_not_kept() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(asked("r", 0, 10, "t"))
+        stream.push(Output(stream.key, error=("TakenOver", "elsewhere", 0.0)), 0.0)
+        with pytest.raises(TakenOver):
+            await stream.__anext__()
+        assert not stream.resumable
+
+
+async def test_who_leaves_before_the_answer_cancels() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        record = Record(asked("r", 0, 10, "t"))
+        engine.records["t"] = record
+        asking = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await until(lambda: engine.got(Cancel))
+        assert engine.live == 0
+        assert client._streams == {}
+
+
+async def test_resuming_fails_with_the_engine() -> None:
+    async with connected() as (client, engine):
+        assert engine._task
+        engine._task.cancel()
+        await asyncio.sleep(0.01)
+        asking = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        await asyncio.sleep(0.01)
+        await engine.die()
+        with pytest.raises(Unavailable):
+            await asking
+        with pytest.raises(Unavailable, match="restarting"):
+            await client.resume("t", 0, "me", None)
