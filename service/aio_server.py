@@ -34,7 +34,7 @@ async def _refuse(state: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-def server(interceptors: list[grpc.aio.ServerInterceptor[Any, Any]], options: list[tuple[str, int]]) -> grpc.aio.Server:
-    """As grpc.aio.server."""
+def server(interceptors: list[Any], options: list[tuple[str, int]]) -> grpc.aio.Server:
+    """As grpc.aio.server. interceptors: grpc.aio.ServerInterceptor."""
     cygrpc.AioServer = _AioServer
     return grpc.aio.server(interceptors=interceptors, options=options)
