@@ -150,8 +150,9 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
         Panel("Streams that went on", {"after {{after}}": rate("streams_continued_total", "after")}, "reqps",
               "After the death of their engine, or where their client resumed them."),
         Panel("Certificates", {
-            "{{instance}} {{certificate}}": f"{total(EXPIRY, 'instance, certificate', how='min')} - time()"},
-              "s", "Time until the first of the certificates in use ends; empty without TLS."),
+            "{{instance}} {{certificate}}":
+                f"{total(EXPIRY, 'instance, certificate', how='min')} - time() or vector(0)"},
+              "s", "Time until the first of the certificates in use ends; 0 without TLS."),
         *LIFE,
     ]),
 ])

@@ -212,7 +212,10 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
         # its norm stand beside both.
         attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
         floats = (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
-        return floats + max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(c, i))
+        # Of products in float64 there is one at a time, and the LM head's is counted with the logits.
+        head = _in_float64(tables(c, backend.vocabulary_tile)[-1], backend, 0)
+        layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(c, i))
+        return floats + max(0, layers - head)
     # Outputs of all kernels have their places, those of the layer before too until they are written anew; and attention
     # merges what threads computed of parts of a context.
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)

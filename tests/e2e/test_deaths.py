@@ -199,7 +199,7 @@ def test_a_killed_front_end(kills: ModuleType) -> None:
         for reader, call in zip(readers, calls, strict=True):
             read(reader.answer, call, 5)
         os.kill(front_ends(server)[0], signal.SIGKILL)
-        time.sleep(0.5)  # for who read there to hear of it
+        time.sleep(1.0)  # for who read there to hear of it
         cut = 0
         for number, reader in enumerate(readers):
             if not calls[number].is_active():  # type: ignore[attr-defined]
