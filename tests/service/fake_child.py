@@ -2,7 +2,7 @@
 
 It writes what it lives through to the journal, a JSON array a line. The n-th life takes the n-th behaviour, later
 ones the last: live, live:SECONDS (how long it takes to leave), deaf (to SIGTERM and orders), exit:CODE, hang (after its
-first beats), drain:SECONDS (asks its parent for it).
+first beats), drain:SECONDS (asks its parent for it, once the engine has been started).
 """
 
 import contextlib
@@ -59,6 +59,11 @@ else:
     print("a library's chatter", flush=True)
     print(json.dumps({"event": "ready", "seconds": 0.1, "kv_cache_tokens": 77, "backend": "cpu"}), flush=True)
 if behaviour == "drain":
+    said = ""
+    while '["engine", "started"' not in said:
+        time.sleep(0.01)
+        with open(journal) as file:
+            said = file.read()
     print(json.dumps({"event": "drain", "seconds": float(argument)}), flush=True)
     argument = ""
 for turn in itertools.count(1):
