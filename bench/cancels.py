@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from serving import Serving, percentile, serving
+from serving import Serving, arguments, percentile, report, serving
 
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
@@ -126,12 +125,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args = parser.parse_args(sys.argv[1:cut])
-    figures = measure(args, sys.argv[cut + 1 :])
-    print(json.dumps(figures, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    args, flags = arguments(parser)
+    figures = measure(args, flags)
+    report(figures, args.json)
     return 1 if figures["wrong"] else 0
 
 

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import contextlib
-import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +28,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import arguments, engine_of, report, serving
 
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
@@ -145,14 +142,6 @@ def serves(health: health_pb2_grpc.HealthStub) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def engine_of(supervisor: int) -> int:
-    """The engine's process, 0 where there is none."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(supervisor)],
-                             capture_output=True, text=True, check=False).stdout
-    found = [line.split() for line in listing.splitlines() if re.search(r"engine_process|brittle engine", line)]
-    return next((int(pid) for pid, state, *_ in found if not state.startswith("Z")), 0)
-
-
 def disturbed(target: str, killer: Killer, wanted: Sequence[pb.GenerateRequest], alone: Sequence[Answer],
               ) -> tuple[list[str], list[Answer]]:
     """All requests at the same time, each again and again until the last kill is over: (what went wrong, answers)."""
@@ -201,44 +190,19 @@ def pauses(killed: Sequence[float], answers: Sequence[Answer]) -> list[float]:
     return sorted(found)
 
 
-@contextlib.contextmanager
-def serving(model: str, flags: Sequence[str]) -> Iterator[tuple[str, int, Path]]:
-    """(host:port, the supervisor's process, its log) of a server that is ready."""
-    with tempfile.TemporaryDirectory(prefix="npuserve-kills-") as folder:
-        path = Path(folder) / "log"
-        command = [sys.executable, "-m", "npuserve.service.cli", "serve", *([model] if model else []), *flags,
-                   "--port", "0", "--metrics-port", "0"]
-        with path.open("w") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            while not re.search(r"ready in ([\d.]+) s", text := path.read_text()):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server did not start:\n{text}")
-                time.sleep(0.05)
-            found = re.search(r"listening on (\S+:\d+)", text)
-            assert found
-            yield found[1], process.pid, path
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
-    wanted = asks(arguments.streams, arguments.tokens, arguments.seed)
-    low, high = map(float, arguments.gap.split(","))
-    with serving(arguments.model, flags) as (target, pid, log):
-        with grpc.insecure_channel(target) as channel:
+def measure(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    wanted = asks(args.streams, args.tokens, args.seed)
+    low, high = map(float, args.gap.split(","))
+    with serving(args.model, flags) as server:
+        with grpc.insecure_channel(server.target) as channel:
             stub = rpc.InferenceServiceStub(channel)
             with ThreadPoolExecutor(8) as threads:
                 alone = list(threads.map(lambda ask: stream(stub, ask), wanted))
-        killer = Killer(target, pid, arguments.kills, (low, high), arguments.seed)
+        killer = Killer(server.target, server.pid, args.kills, (low, high), args.seed)
         began = time.monotonic()
-        wrong, answers = disturbed(target, killer, wanted, alone)
+        wrong, answers = disturbed(server.target, killer, wanted, alone)
         seconds = time.monotonic() - began
-        said = log.read_text()
+        said = server.log
     found = pauses(killer.killed, answers)
     starts = sorted(float(at) for at in re.findall(r"engine ready\W.*?seconds\W+([\d.]+)", said))
 
@@ -246,7 +210,7 @@ def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
         return round(found[min(int(of * len(found)), len(found) - 1)], 4) if found else None
 
     return {
-        "kills": len(killer.killed), "streams": arguments.streams, "answers": len(answers),
+        "kills": len(killer.killed), "streams": args.streams, "answers": len(answers),
         "tokens": sum(len(answer.ids) for answer in answers), "seconds": round(seconds, 1), "wrong": wrong,
         "paused_streams": len(found), "kill_to_next_token_seconds": {
             "p50": share(0.5), "p90": share(0.9), "p99": share(0.99), "longest": share(1.0)},
@@ -262,13 +226,9 @@ def main() -> int:
     parser.add_argument("--gap", default="0.1,3", help="seconds that an engine serves, least and most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    own, flags = sys.argv[1:], []
-    if "--" in own:
-        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
-    result = measure(parser.parse_args(own), flags)
-    print(json.dumps(result, indent=2, ensure_ascii=False))
-    if json_file := parser.parse_args(own).json:
-        json_file.write_text(json.dumps(result))
+    args, flags = arguments(parser)
+    result = measure(args, flags)
+    report(result, args.json)
     return 1 if result["wrong"] else 0
 
 

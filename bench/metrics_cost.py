@@ -34,6 +34,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from serving import arguments
+
 from npuserve.service.bench_load import Load
 from npuserve.service.bench_workload import Ask, Prompts
 
@@ -181,17 +183,13 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    own, flags = sys.argv[1:], []
-    if "--" in own:
-        at = own.index("--")
-        own, flags = own[:at], own[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="as of npuserve serve (default: the built-in model)")
     parser.add_argument("--streams", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=300, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="of a window (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(own)
+    args, flags = arguments(parser)
     with server([*([args.model] if args.model else []), *flags]) as one:
         rounds = asyncio.run(measure(one, args.streams, args.rounds, args.seconds))
         before = one.supervisor_seconds()

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from serving import Serving, serving
+from serving import Serving, arguments, report, serving
 
 from npuserve.service import bench_report
 from npuserve.service.bench_load import Load, Outcome
@@ -63,10 +63,11 @@ async def run(
 
 
 def arrivals(asks: Sequence[Ask], rate: float, seconds: float) -> list[Ask]:
-    """The trace's first requests, so much faster that they come at this rate, of so many seconds."""
-    count = min(len(asks), max(2, round(rate * seconds)))
-    scale = seconds / asks[count - 1].at
-    return [replace(ask, at=ask.at * scale) for ask in asks[:count]]
+    """The trace's first requests, so much faster that they come at this rate, of so many seconds. A trace that has not
+    so many begins anew at its end."""
+    count, length = max(2, round(rate * seconds)), asks[-1].at
+    times = [asks[n % len(asks)].at + n // len(asks) * length for n in range(count)]
+    return [replace(asks[n % len(asks)], at=at * seconds / times[-1]) for n, at in enumerate(times)]
 
 
 def refusals(server: Serving, before: int) -> list[float]:
@@ -132,12 +133,9 @@ def main() -> int:
     parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
     parser.add_argument("--length-scale", type=float, default=0.25, help="of the trace (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args = parser.parse_args(sys.argv[1:cut])
-    figures = measure(args, sys.argv[cut + 1 :])
-    print(json.dumps({name: value for name, value in figures.items() if name != "rounds"}, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    args, flags = arguments(parser)
+    figures = measure(args, flags)
+    report(figures, args.json)
     return 0 if figures["kept"] else 1
 
 

@@ -25,6 +25,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from serving import arguments
+
 from npuserve.npu.launched import Launched
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
@@ -115,17 +117,14 @@ def served(address: str, streams: int, prompt: int, output: int, requests: int) 
 
 
 def main() -> None:
-    own, serve = sys.argv[1:], ["--no-prefix-cache"]  # prompts that come again are computed again
-    if "--" in own:
-        at = own.index("--")
-        own, serve = own[:at], [*serve, *own[at + 1 :]]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--streams", default="1,8,32")
     for name, value in (("prompt", 128), ("output", 64), ("requests", 4), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--alone", type=int, metavar="STREAMS", help=argparse.SUPPRESS)
-    args = parser.parse_args(own)
+    args, flags = arguments(parser)
+    serve = ["--no-prefix-cache", *flags]  # prompts that come again are computed again
     sizes = args.prompt, args.output, args.requests
     if args.alone:
         print(json.dumps(engine(args.model, serve, args.alone, *sizes)))

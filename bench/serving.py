@@ -1,7 +1,8 @@
-"""A server for benchmarks: started, looked at, stopped."""
+"""What benchmarks of a server share: it is started, looked at, stopped; their arguments and figures."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,11 +18,12 @@ from typing import Any
 
 
 class Serving:
-    """target: host:port. processes: module name and number, as in frontend 0 -> pid, of the supervisor's children."""
+    """target: host:port. pid: the supervisor's. processes: module name and number, as in frontend 0 -> pid, of its
+    children when it was ready."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path):
         self._log = log
-        self._process = process
+        self.pid = process.pid
         while '"ready"' not in log.read_text() and "ready in" not in log.read_text():
             if process.poll() is not None:
                 raise SystemExit(f"the server did not start:\n{log.read_text()}")
@@ -29,11 +31,9 @@ class Serving:
         text = log.read_text()
         self.target = re.findall(r"listening on ([\w.:\[\]]+:\d+)", text)[0]
         self._page = re.findall(r"http://\S+/metrics", text)[0]
-        found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)],
-                               capture_output=True, text=True, check=True)
-        children = re.findall(r"^\s*(\d+) .*npuserve\.service\.(\w+)", found.stdout, re.MULTILINE)
-        self.processes = {f"{name} {sum(other == name for _, other in children[:place])}": int(pid)
-                          for place, (pid, name) in enumerate(children)}
+        born = list(children(process.pid).items())
+        self.processes = {f"{name} {sum(other == name for _, other in born[:place])}": pid
+                          for place, (pid, name) in enumerate(born)}
 
     def lines(self) -> list[dict[str, Any]]:
         """Of its log, as far as they are JSON."""
@@ -45,7 +45,7 @@ class Serving:
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text(errors="replace")
 
     def samples(self, name: str) -> dict[str, float]:
         """Labels, as they are written -> value, of a metric."""
@@ -70,6 +70,19 @@ class Serving:
                 for name, pid in self.processes.items()}
 
 
+def children(supervisor: int) -> dict[int, str]:
+    """pid -> module, of a supervisor's living children."""
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(supervisor)],
+                             capture_output=True, text=True, check=False).stdout
+    return {int(match[1]): match[2] for match in re.finditer(
+        r"^\s*(\d+) [^Z\s]\S* .*npuserve\.service\.(\w+)", listing, re.MULTILINE)}
+
+
+def engine_of(supervisor: int) -> int:
+    """The engine's process, 0 where there is none."""
+    return next((pid for pid, module in children(supervisor).items() if module == "engine_process"), 0)
+
+
 def percentile(histogram: dict[float, float], share: float) -> float:
     """The bound below which this share of the samples lies."""
     counts = list(histogram.values())
@@ -88,9 +101,29 @@ def serving(model: str, flags: Sequence[str]) -> Iterator[Serving]:
         try:
             yield Serving(process, log)
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """The program's own, which stand before `--`, and what follows it: settings of the server."""
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    return parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+
+
+def report(figures: dict[str, Any], file: Path | None) -> None:
+    """Print figures but for those of single rounds, and write them all."""
+    def text(shown: dict[str, Any]) -> str:
+        return json.dumps(shown, indent=1, ensure_ascii=False)
+
+    print(text({name: value for name, value in figures.items() if name != "rounds"}))
+    if file:
+        file.write_text(text(figures) + "\n")

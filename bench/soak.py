@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -34,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from kills import serving
+from serving import arguments, children, report, serving
 
 from npuserve.client import AsyncClient, ClientError, DeadlineExceeded, Overloaded, StreamLost
 from npuserve.service.bench_workload import Ask, Prompts, fitted, poisson, read_trace
@@ -45,8 +43,10 @@ POOL = 192
 """Different requests. The trace's rows take one after the other."""
 CLIENTS = 6
 SAMPLE_SECONDS = 5.0
-YOUNG_SECONDS = 30.0
-"""Of a process's life that are not looked at: caches fill."""
+YOUNG_SECONDS = 90.0
+"""Of a process's life that are not looked at: caches fill, and ended streams are kept for `resume_seconds`."""
+SMALL = ["--frontends", "2", "--max-num-seqs", "16", "--max-queue", "64", "--kv-cache-memory", "64MiB"]
+"""The pool is soon full: until then the books of the prefix cache grow with each block that is first written."""
 TOLERATED = 32.0
 """MiB that a process may grow by in the whole run, above its slope's noise: caches, records of ended streams."""
 BUGS = re.compile(r"internal error|IntegrityError|Traceback|giving up|no message; connecting")
@@ -216,14 +216,6 @@ def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> float:
     return over / under if under else 0.0
 
 
-def children(supervisor: int) -> dict[int, str]:
-    """pid -> module, of a supervisor's living children."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(supervisor)],
-                             capture_output=True, text=True, check=False).stdout
-    return {int(match[1]): match[2] for match in re.finditer(
-        r"^\s*(\d+) [^Z\s]\S* .*npuserve\.service\.(\w+)", listing, re.MULTILINE)}
-
-
 def requests(asks: Sequence[Ask], prompts: Prompts) -> list[pb.GenerateRequest]:
     """Greedy and seeded in turn; every third begins as its neighbours do."""
     shared = prompts.token_ids(10**6, Ask(0.0, 64, 1))
@@ -280,9 +272,6 @@ async def soak(args: argparse.Namespace, target: str, supervisor: int) -> dict[s
 
 
 def main() -> int:
-    own, flags = sys.argv[1:], []
-    if "--" in own:
-        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="", help="as of npuserve serve (default: the built-in model)")
     parser.add_argument("--minutes", type=float, default=60.0, help="of the run (default: %(default)s)")
@@ -294,17 +283,13 @@ def main() -> int:
     parser.add_argument("--gap", default="20,90", help="seconds from one kill to the next (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there too")
-    args = parser.parse_args(own)
-    settings = ["--frontends", "2", "--max-num-seqs", "16", "--max-queue", "64", "--log-format", "text", *flags]
-    with serving(args.model, settings) as (target, supervisor, log):
-        verdict = asyncio.run(soak(args, target, supervisor))
-        said = log.read_text(errors="replace").splitlines()
+    args, flags = arguments(parser)
+    with serving(args.model, [*SMALL, *flags]) as server:
+        verdict = asyncio.run(soak(args, server.target, server.pid))
+        said = server.log.splitlines()
     bugs = [line for line in said if BUGS.search(line)]
     verdict["bugs"] = len(bugs)
-    text = json.dumps(verdict, indent=1, ensure_ascii=False)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    report(verdict, args.json)
     print("\n".join(bugs[:40]), file=sys.stderr)
     return int(bool(verdict["wrong"] or bugs))
 

@@ -42,6 +42,7 @@ from typing import Any
 
 import grpc
 from panels import ask, draw, fetch, values
+from serving import arguments, engine_of, stop
 
 from npuserve.service.bench_load import Load
 from npuserve.service.bench_workload import Ask, Prompts, fitted, poisson, read_trace
@@ -80,12 +81,7 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         try:
             yield process
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
 
 
 def wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> str:
@@ -95,14 +91,6 @@ def wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> str:
             raise SystemExit(log.read_text())
         time.sleep(0.1)
     return found[1]
-
-
-def children(pid: int) -> dict[str, int]:
-    """Module -> pid, of a supervisor's children."""
-    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)],
-                           capture_output=True, text=True, check=True)
-    return {match[2]: int(match[1])
-            for match in re.finditer(r"^\s*(\d+) .*npuserve\.service\.(\w+)", found.stdout, re.MULTILINE)}
 
 
 def page(url: str) -> str:
@@ -217,10 +205,6 @@ def judge(base: str, begin: float, end: float, interval: float, args: argparse.N
 
 
 def main() -> int:
-    own, flags = sys.argv[1:], []
-    if "--" in own:
-        at = own.index("--")
-        own, flags = own[:at], own[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="as of npuserve serve (default: the built-in model)")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the run (default: %(default)s)")
@@ -231,7 +215,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the main panels there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there too")
     parser.add_argument("--prometheus", default="prometheus", help="the program (default: %(default)s)")
-    args = parser.parse_args(own)
+    args, flags = arguments(parser)
     if not shutil.which(args.prometheus):
         parser.error(f"there is no {args.prometheus}: apt-get install prometheus")
     args.title = f"{args.seconds:.0f} s of {'the trace ' + args.trace.stem if args.trace else 'Poisson arrivals'}"
@@ -254,7 +238,7 @@ def main() -> int:
         wait_for(r"(ready to receive web requests)", folder / "prometheus.log", prometheus)
         wait_for(r"(ready in)", folder / "server.log", server)
         begin = time.time()
-        outcome = asyncio.run(load_it(args, target, children(server.pid)["engine_process"]))
+        outcome = asyncio.run(load_it(args, target, engine_of(server.pid)))
         time.sleep(2 * interval)
         checked = subprocess.run(
             ["promtool", "check", "metrics"], input=page(url), capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.kv_cache import Cache, block_size, quantize_heads, read
 from npuserve.kernels.native import layout
@@ -31,7 +31,8 @@ class AttentionMetadata:
     block_tables: [R, maxB] int32, the row's blocks in order; what lies past its context is not read.
     context_lens: [R] int32, the row's tokens in the cache, this step's included.
     cu_seqlens_q: [R + 1] int32: queries of row r are [cu_seqlens_q[r], cu_seqlens_q[r + 1]), its context's last ones.
-    host_context_lens, host_cu_seqlens_q: the same numbers on the host.
+    host_context_lens, host_cu_seqlens_q: the same numbers on the host; empty where a captured step takes rows of any
+    lengths, whose numbers are then on the device alone.
     """
 
     block_tables: Tensor
@@ -225,3 +226,15 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, 
     )
     out = out.view(-1, q_heads, dim)[..., :own].reshape(-1, q_heads * own)
     return out if len(out) == tokens else torch.cat([out, out.new_zeros(tokens - len(out), q_heads * own)])
+
+
+@triton.implementation(paged_attention)
+def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """Reads all lengths on the device. That each row has one query, which spares a launch, it takes from the host: a
+    captured step whose rows have one each stays so."""
+    from npuserve.kernels.triton import launch_attention
+
+    starts = metadata.host_cu_seqlens_q
+    one_each = len(q) == len(metadata.context_lens) and starts == list(range(len(q) + 1))
+    return launch_attention.paged_attention(
+        q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, scale, one_each)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from npuserve.kernels import native
+from npuserve.kernels.registry import HostSpan, Span
 
 Peak = Literal["bf16", "int8", "fp32"]
 """Whose products and sums: those of the fastest instruction that the kernels have for them."""
@@ -19,40 +19,93 @@ READ_BYTES = 1 << 30
 _PIECE = 1 << 20
 _PASS_SECONDS = 0.01
 _PASSES = 7
-_TORCH_SIZE = 1024  # of the square matrices that torch multiplies
+_TORCH_SIZES = 1024, 16384  # the least and the largest of the square matrices that torch multiplies
+
+
+class Machine(Protocol):
+    """Where kernels are timed. device: of their arguments."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def span(self) -> Span:
+        """Begins a stretch of time on its clock."""
+
+    def synchronize(self) -> None:
+        """Return once all queued work is done."""
+
+    def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
+        """What does the kernel calls of `calls` again as one dispatch; None if that cannot be."""
+
+
+class Host:
+    """The processor, with its native kernels where they are built."""
+
+    device = torch.device("cpu")
+
+    def span(self) -> Span:
+        return HostSpan()
+
+    def synchronize(self) -> None:
+        return
+
+    def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
+        if native.available() and len((program := native.record(calls))._ops):
+            return lambda: program.replay(-1)
+        return None
+
+
+HOST = Host()
+
+
+def timed(machine: Machine, run: Callable[[], object]) -> float:
+    """Seconds on the machine's clock."""
+    span = machine.span()
+    run()
+    span.stop()
+    machine.synchronize()
+    return span.read()
 
 
 class Ceilings:
-    """The ceilings of all threads that the kernels have now, on the instruction set in use.
+    """The ceilings of a machine: of the host with all threads that the kernels have now, on the instruction set in use.
 
-    A pass takes 10 to 50 ms, so that a benchmark can take one between its own: the machine may be another a minute
-    later. Without the native kernels torch's own sums and products stand for the loops.
+    A pass takes 1 to 50 ms, so that a benchmark can take one between its own: the machine may be another a minute
+    later. But for the native kernels on the host, torch's own copies, sums and products stand for the loops, the
+    fastest sum of several.
 
     read_bytes: of the memory that is read, in large pages where there are such; beyond what caches hold.
     """
 
-    def __init__(self, read_bytes: int = READ_BYTES):
+    def __init__(self, read_bytes: int = READ_BYTES, *, machine: Machine = HOST):
         self.read_bytes = read_bytes = -(-read_bytes // _PIECE) * _PIECE
-        if native.available():
-            self._memory = native.library().allocate(read_bytes)
+        self._machine, self._native = machine, machine is HOST and native.available()
+        if self._native:
+            self._memory = native.library().allocate(read_bytes).fill_(1)
         else:
-            self._memory = torch.empty(read_bytes, dtype=torch.uint8)
-        self._memory.fill_(1)
+            # Numbers that float32 sums without leaving its range, and no two alike beside each other.
+            self._memory = torch.rand(read_bytes // 4, device=machine.device).view(torch.uint8)
         self._reading = self._reader()
         self._computing = {kind: self._computer(dtype) for kind, dtype in DTYPES.items()}
 
     def read(self) -> float:
         """Bytes a second of one pass over the memory."""
-        return self.read_bytes / _seconds(self._reading)
+        return self.read_bytes / timed(self._machine, self._reading)
+
+    def copy(self) -> float:
+        """Bytes a second, both those read and those written, of torch's copy of half the memory to the other."""
+        source, target = self._memory.chunk(2)
+        return self.read_bytes / timed(self._machine, lambda: target.copy_(source))
 
     def peak(self, kind: Peak) -> float:
         """Operations a second of one pass; a product and its sum are two."""
         run, operations = self._computing[kind]
-        return operations / _seconds(run)
+        return operations / timed(self._machine, run)
 
     def peak_of(self, dtype_name: str) -> float:
         """`peak` of the products of a model of that dtype."""
-        return self.peak(next(kind for kind, dtype in DTYPES.items() if dtype == getattr(torch, dtype_name)))
+        dtype = {torch.float16: torch.bfloat16}.get(found := getattr(torch, dtype_name), found)  # the same units
+        return self.peak(next(kind for kind, own in DTYPES.items() if own == dtype))
 
     def best(self) -> dict[str, float]:
         """Of several passes: read_gbs, bf16_gflops, int8_gops, fp32_gflops, each in 10**9 a second."""
@@ -62,25 +115,41 @@ class Ceilings:
         return {name: max(one() for _ in range(_PASSES)) / 1e9 for name, one in names.items()}
 
     def _reader(self) -> Callable[[], object]:
-        if not native.available():
-            return self._memory.view(torch.int64).sum
+        if not self._native:
+            floats = self._memory.view(torch.float32)
+            ways: list[Callable[[], object]] = [self._memory.view(torch.int64).sum, floats.sum, floats.amax]
+            seconds = [min(timed(self._machine, way) for _ in range(2)) for way in ways]
+            return ways[seconds.index(min(seconds))]
         pieces = self.read_bytes // _PIECE
         found = torch.empty(pieces, dtype=torch.int32)
         return _program("read", torch.int8, [self._memory, found], [pieces, _PIECE])
 
     def _computer(self, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
         """What runs one pass, and its operations."""
-        if not native.available():
-            a, b = (torch.ones(_TORCH_SIZE, _TORCH_SIZE, dtype=dtype) for _ in "ab")
-            product = torch._int_mm if dtype == torch.int8 else torch.mm
-            return lambda: product(a, b), 2 * _TORCH_SIZE**3
+        if not self._native:
+            return self._multiplier(dtype)
         pieces, iterations = 16 * native.library().threads, 100
         while True:
             done = torch.zeros(pieces, dtype=torch.int64)
             run = _program("peak", dtype, [done], [pieces, iterations])
-            if (taken := min(_seconds(run), _seconds(run))) >= _PASS_SECONDS / 2:
+            if (taken := min(timed(HOST, run), timed(HOST, run))) >= _PASS_SECONDS / 2:
                 return run, int(done.sum())
             iterations = int(iterations * min(10, _PASS_SECONDS / taken)) + 1
+
+    def _multiplier(self, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+        """Random matrices: what multiplies zeros and ones is faster than it is in use."""
+        product = torch.mm if dtype.is_floating_point else torch._int_mm
+        size, largest = _TORCH_SIZES
+        while True:
+            a, b = (torch.randn(size, size, device=self._machine.device) for _ in "ab")
+            a, b = (x.to(dtype) if dtype.is_floating_point else (40 * x).clamp(-127, 127).to(dtype) for x in (a, b))
+
+            def run(a: torch.Tensor = a, b: torch.Tensor = b) -> object:
+                return product(a, b.t())
+
+            if size >= largest or min(timed(self._machine, run) for _ in range(3)) >= _PASS_SECONDS / 10:
+                return run, 2 * size**3
+            size *= 2
 
 
 def ceilings(read_bytes: int = READ_BYTES) -> dict[str, float]:
@@ -95,9 +164,3 @@ def _program(name: str, dtype: torch.dtype, tensors: list[torch.Tensor], sizes: 
 
     program = native.record(call)
     return lambda: program.replay(sizes[0])
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began

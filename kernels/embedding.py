@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.native.packed import PackedWeight, dense
 from npuserve.kernels.quantized import Int8Weight, Weight, from_nz, packed, weight_of
 from npuserve.kernels.registry import Case, kernel
@@ -71,3 +71,11 @@ def _(ids: Tensor, table: Weight) -> Tensor:
         raise ValueError("zero: on Ascend an int8 table has no zeros")
     scale = F.embedding(ids, table.scale.unsqueeze(1))
     return (F.embedding(ids, dense(table.values).t()).to(scale.dtype) * scale).to(table.dtype)
+
+
+@triton.implementation(embedding)
+def _(ids: Tensor, table: Weight) -> Tensor:
+    """An int8 table's values: [V, H]."""
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.embedding(ids, dense(table) if isinstance(table, PackedWeight) else table)

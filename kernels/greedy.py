@@ -53,6 +53,6 @@ def _(logits: Tensor, vocabulary: int) -> Tensor:
 
 @triton.implementation(greedy)
 def _(logits: Tensor, vocabulary: int) -> Tensor:
-    from npuserve.kernels.triton import launch
+    from npuserve.kernels.triton import launch_vocabulary
 
-    return launch.greedy(logits, vocabulary)
+    return launch_vocabulary.greedy(logits, vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -50,6 +50,20 @@ def keep_ids(ids: Tensor, last: Tensor) -> None:
 @native.implementation(keep_ids)
 def _(ids: Tensor, last: Tensor) -> None:
     native.call("keep_ids", ("keep_ids", torch.int64, [ids, last], [*ids.shape]))
+
+
+@triton.implementation(take_ids)
+def _(ids: Tensor, last: Tensor) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.take_ids(ids, last)
+
+
+@triton.implementation(keep_ids)
+def _(ids: Tensor, last: Tensor) -> None:
+    from npuserve.kernels.triton import launch_rows
+
+    launch_rows.keep_ids(ids, last)
 
 
 ascend.implementation(take_ids)(take_ids.golden)

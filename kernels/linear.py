@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight, dense
@@ -259,3 +259,41 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | No
 def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
     """The product runs over the padded rows too, whose number suits the cube unit; the choice does not."""
     return greedy.implementations[ascend.LABEL].function(_ascend_linear(x, weight, bias), vocabulary)
+
+
+def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
+    """x as the CUDA kernels take it: in int8 beside a weight that is."""
+    if not isinstance(weight, Int8Weight):
+        return _floats(x)
+    return x if isinstance(x, Int8) else quantize.implementations[triton.LABEL].function(x, weight.inputs)
+
+
+@triton.implementation(linear)
+def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    """An int8 weight's values: [N, K], without zeros."""
+    from npuserve.kernels.triton import launch_linear
+
+    return launch_linear.linear(_given(x, weight), weight, bias)
+
+
+@triton.implementation(linear_swiglu)
+def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+    """The gated numbers are quantized by a launch of their own, since a dynamic scale is that of a whole row."""
+    from npuserve.kernels.triton import launch_linear
+
+    given = _given(x, weight)
+    gated = launch_linear.linear_swiglu(given, weight, bias)
+    if gated is None:
+        gated = swiglu.implementations[triton.LABEL].function(_cuda_linear(given, weight, bias))
+    return gated if scheme is None else quantize.implementations[triton.LABEL].function(gated, scheme)
+
+
+@triton.implementation(linear_argmax)
+def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
+    from npuserve.kernels.triton import launch_linear
+
+    given = _given(x, weight)
+    ids = launch_linear.linear_argmax(given, weight, bias, vocabulary)
+    if ids is None:
+        return greedy.implementations[triton.LABEL].function(_cuda_linear(given, weight, bias), vocabulary)
+    return ids

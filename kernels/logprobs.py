@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend
+from npuserve.kernels import ascend, triton
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.sample import largest
 
@@ -38,10 +38,18 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
 
 
 @ascend.implementation(logprobs)
-def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_sorting(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     real = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     logarithms = real.log_softmax(dim=-1)
     chosen = ids.unsqueeze(1)
     rank = (real > real.gather(1, chosen)).sum(dim=-1) + 1
     top_ids = real.sort(dim=-1, descending=True, stable=True).indices[:, :n] if n else chosen[:, :0]
     return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)
+
+
+@triton.implementation(logprobs)
+def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from npuserve.kernels.triton import launch_vocabulary
+
+    report = launch_vocabulary.logprobs if n <= launch_vocabulary.REPORTED else _by_sorting
+    return report(logits, vocabulary, ids, n)

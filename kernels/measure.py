@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.ceilings import Ceilings
+from npuserve.kernels.ceilings import HOST, Ceilings, Machine, timed
 from npuserve.kernels.costs import cost, nbytes
 from npuserve.kernels.quantized import Int8
-from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel
+from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel, moved
 
 COLD_BYTES = 256 << 20
 """Weights and KV caches stand there in copies of so many bytes together, used in turn: more than processors cache."""
@@ -45,11 +46,13 @@ class Accuracy:
     other_ids: how many whole numbers, which are ids, ranks and counts, are others than the golden function's.
     excess: the largest difference by what is tolerated, above 1 for what is wrong: by `TOLERANCE`; of quantized numbers
     by 1 in place of its absolute part, since a half rounds either way.
+    relative: the largest || difference || / || golden || of a tensor, those of whole numbers apart.
     """
 
     error: float
     other_ids: int
     excess: float
+    relative: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,19 @@ class Measured:
 
 
 class Oracle:
-    """One case of a kernel: its arguments, and the golden function's results for them in float64."""
+    """One case of a kernel: its arguments, and the golden function's results for them in float64.
 
-    def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype):
+    seed: of the arguments. device: where the golden function computes.
+    """
+
+    def __init__(
+        self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype, *, seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
         self._kernel = kernel
         self._tolerance = max(TOLERANCE[dtype], case.tolerance)
-        self._args = case.make(torch.Generator().manual_seed(0), dtype)
-        wide = tuple(widened(x) for x in self._args)
+        self._args = case.make(torch.Generator().manual_seed(seed), dtype)
+        wide = tuple(widened(x) for x in moved(self._args, str(device)))
         versions = [_versions(x) for x in wide]
         results = tensors(kernel.golden(*wide))
         self._changed = [i for i, x in enumerate(wide) if _versions(x) != versions[i]]
@@ -92,11 +101,11 @@ class Oracle:
         made = self._implementation(label)
         args = made.adapt(_copies(self._args, self._changed))
         results = tensors(made.function(*args))
-        after = made.restore(args)
+        after = made.restore(args) if self._changed else ()
         results += [tensor for i in self._changed for tensor in tensors(after[i])]
-        error, other_ids, excess = 0.0, 0, 0.0
+        error, other_ids, excess, relative = 0.0, 0, 0.0, 0.0
         for result, want in zip(results, self._expected, strict=True):
-            got = result.cpu()
+            got = result.to(want.device)
             if not want.is_floating_point() and want.dtype not in QUANTIZED:
                 other_ids += int((got != want).sum())
             elif want.numel():
@@ -105,21 +114,26 @@ class Oracle:
                 error = max(error, float(difference.max()))
                 tolerated = self._tolerance * want.double().abs() + (self._tolerance if want.is_floating_point() else 1)
                 excess = max(excess, float((difference / tolerated).max()))
-        return Accuracy(error, other_ids, excess)
+                whole = float(want.double().nan_to_num(posinf=0, neginf=0).norm())
+                relative = max(relative, float(difference.norm()) / (whole or 1.0))
+        return Accuracy(error, other_ids, excess, relative)
 
     def _implementation(self, label: str) -> Implementation[..., Any]:
         return Implementation(self._kernel.golden) if label == GOLDEN else self._kernel.implementations[label]
 
 
 class Bench(Oracle):
-    """An oracle that times calls, too."""
+    """An oracle that times calls, too, on a machine. seed: of the arguments."""
 
-    def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype):
-        super().__init__(kernel, case, dtype)
+    def __init__(
+        self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype, machine: Machine = HOST, *, seed: int = 0
+    ):
+        super().__init__(kernel, case, dtype, seed=seed, device=machine.device)
         self.cost = cost(kernel.name, self._args)
+        self._machine = machine
 
     def measure(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> Measured:
-        """On the CPU. ceilings, best: of the machine, and its `best()` of this run."""
+        """ceilings, best: of the machine, and its `best()` of this run."""
         accuracy = self.accuracy(label)
         bound, seconds, share, others = self._time(label, ceilings, best)
         return Measured(accuracy.error, accuracy.other_ids, seconds, self.cost.nbytes / seconds,
@@ -127,12 +141,29 @@ class Bench(Oracle):
 
     def seconds(self, label: str, synchronize: Callable[[], None], passes: int = _LEAST_PASSES) -> float:
         """Of a call on any device, the median; launches included. synchronize: returns once the device is done."""
-        one_pass = self._passes(label, recorded=False, synchronize=synchronize)
+
+        def clock(run: Callable[[], object]) -> float:
+            synchronize()
+            began = time.perf_counter()
+            run()
+            synchronize()
+            return time.perf_counter() - began
+
+        one_pass = self._passes(label, None, clock)
         one_pass()
         return statistics.median(one_pass() for _ in range(passes))
 
-    def _passes(self, label: str, recorded: bool, synchronize: Callable[[], None]) -> Callable[[], float]:
-        """What runs a pass of calls, each of them on cold arguments, and returns the seconds of a call."""
+    def alone(self, label: str, passes: int = _LEAST_PASSES) -> float:
+        """Seconds of a call on the machine, the median; launches left out where it records them."""
+        one_pass = self._passes(label, self._machine, partial(timed, self._machine))
+        one_pass()
+        return statistics.median(one_pass() for _ in range(passes))
+
+    def _passes(
+        self, label: str, recorder: Machine | None, clock: Callable[[Callable[[], object]], float]
+    ) -> Callable[[], float]:
+        """What runs a pass of calls, each of them on cold arguments, and returns the seconds of a call. recorder: makes
+        one dispatch of a pass, where it can."""
         made = self._implementation(label)
         args = made.adapt(_copies(self._args, self._changed))
         cold = nbytes(*(self._args[i] for i in self.cost.cold))
@@ -140,16 +171,12 @@ class Bench(Oracle):
         fresh = [pair for i in self._changed for pair in zip(tensors(args[i]), tensors(_copy(args[i])), strict=True)]
 
         def run(count: int) -> Callable[[], float]:
-            calls = _calls(made.function, [turns[i % len(turns)] for i in range(count)], recorded)
+            calls = _calls(made.function, [turns[i % len(turns)] for i in range(count)], recorder)
 
             def one_pass() -> float:
                 for tensor, before in fresh:
                     tensor.copy_(before)
-                synchronize()
-                began = time.perf_counter()
-                calls()
-                synchronize()
-                return (time.perf_counter() - began) / count
+                return clock(calls) / count
 
             return one_pass
 
@@ -160,7 +187,7 @@ class Bench(Oracle):
 
     def _time(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> tuple[Bound, float, float, float]:
         """(bound, seconds of a call, share, others)."""
-        one_pass = self._passes(label, recorded=label != GOLDEN, synchronize=lambda: None)
+        one_pass = self._passes(label, None if label == GOLDEN else self._machine, partial(timed, self._machine))
         cold = nbytes(*(self._args[i] for i in self.cost.cold))
         peak = next(value for name, value in best.items() if name.startswith(self.cost.kind)) * 1e9
         c = self.cost
@@ -183,19 +210,15 @@ class Bench(Oracle):
         return bound, seconds, share, max(others, 0.0)
 
 
-def _calls(function: Callable[..., Any], turns: Sequence[Args], recorded: bool) -> Callable[[], object]:
-    """What calls `function` with each of `turns`. recorded: as one program, where it can be one."""
+def _calls(function: Callable[..., Any], turns: Sequence[Args], recorder: Machine | None) -> Callable[[], object]:
+    """What calls `function` with each of `turns`. recorder: makes it one dispatch, where it can."""
 
     def all_of_them() -> Tensor:
         for args in turns:
             function(*args)
         return torch.empty(0)
 
-    if recorded and native.available():
-        program = native.record(all_of_them)
-        if len(program._ops):
-            return lambda: program.replay(-1)
-    return all_of_them
+    return (recorder and recorder.record(all_of_them)) or all_of_them
 
 
 def _taken_by_others() -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.quantized import (
     SCHEMES,
@@ -119,3 +119,19 @@ def _(
         return Int8(values, scale), total
     out, _, total = torch_npu.npu_add_rms_norm(x, residual, gamma, epsilon=eps)
     return out if scheme is None else ascend_quantize(out, scheme), total
+
+
+@triton.implementation(rms_norm)
+def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.rms_norm(x, gamma, eps, scheme)
+
+
+@triton.implementation(add_rms_norm)
+def _(
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+) -> tuple[Tensor | Int8, Tensor]:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.add_rms_norm(x, residual, gamma, eps, scheme)

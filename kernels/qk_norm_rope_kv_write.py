@@ -186,12 +186,12 @@ def _(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    from npuserve.kernels.triton import launch
+    from npuserve.kernels.triton import launch_attention
 
-    return launch.qk_norm_rope_kv_write(
+    return launch_attention.qk_norm_rope_kv_write(
         qkv, q_gamma, k_gamma, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.native.packed import Matrix, PackedWeight
 from npuserve.kernels.registry import Case, kernel
@@ -222,6 +222,13 @@ def _(x: Tensor, scheme: Scheme) -> Int8:
     by = ascend.table_as(scheme.scale, x.dtype)
     values = torch_npu.npu_quantize(x, by, None, torch.qint8, -1)
     return Int8(values, ascend.table_as(by, torch.float32).expand(len(x)).contiguous())
+
+
+@triton.implementation(quantize)
+def _(x: Tensor, scheme: Scheme) -> Int8:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.quantize(x, scheme)
 
 
 ascend_quantize = quantize.implementations[ascend.LABEL].function

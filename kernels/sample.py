@@ -127,9 +127,9 @@ def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    from npuserve.kernels.triton import launch
+    from npuserve.kernels.triton import launch_vocabulary
 
-    return launch.sample(logits, vocabulary, temperature, top_k, top_p, min_p, uniform)
+    return launch_vocabulary.sample(logits, vocabulary, temperature, top_k, top_p, min_p, uniform, cut)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

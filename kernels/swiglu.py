@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.registry import Case, kernel
 
@@ -37,3 +37,10 @@ def _(gate_up: Tensor) -> Tensor:
 def _(gate_up: Tensor) -> Tensor:
     out: Tensor = torch_npu.npu_swiglu(gate_up, dim=-1)
     return out
+
+
+@triton.implementation(swiglu)
+def _(gate_up: Tensor) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.swiglu(gate_up)

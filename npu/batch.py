@@ -108,7 +108,7 @@ class BatchBuffers:
 
     padding_block: of the KV cache, where padding writes to, of at most max_rows further rows; None where no batch is
     padded. `tokens` and `decode` are where the first part's numbers lie, so that a step captured on these reads what
-    was uploaded last; until then these are of padding.
+    was uploaded last; until then these are of padding, for `decode`, or with `clear` for `tokens`.
     """
 
     def __init__(
@@ -164,6 +164,21 @@ class BatchBuffers:
         return self._batch(
             part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
             index)
+
+    def clear(self) -> None:
+        """What a captured step of any tokens reads becomes one of tokens of no row."""
+        self._on["slots"].fill_(-1)
+        for name in ("contexts", "cu_seqlens"):
+            self._on[name].zero_()
+
+    def pad(self, part: Part, tokens: int) -> None:
+        """Have `self.tokens(tokens)` be the step that was filled last, whose first part is `part`: tokens beyond those
+        of the part belong to no row and are not cached, and further rows have neither queries nor keys."""
+        at, rows, beyond = self._at[self._turn], len(part.rows), slice(part.tokens, tokens)
+        at["ids"][beyond] = at["positions"][beyond] = 0
+        at["slots"][beyond] = -1
+        at["contexts"][rows : self._limits[1]] = 0
+        at["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
 
     def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
         """(rows, size) of each of the one or two parts: at least one row; padded to `size` rows if these are more. All

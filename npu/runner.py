@@ -5,8 +5,8 @@
    runs after that of the step before. Nobody waits.
 3. The decoder was captured when the runner was made, where the backend can: it runs as one dispatch that reads the
    batch where it lies. LM head and sampler follow; of rows that all decode their likeliest tokens they are part of the
-   dispatch. Where only such decode rows can be captured, a step with chunks is one dispatch for its decode rows and
-   then the chunks' kernels.
+   dispatch. A step with chunks is one dispatch too, up to as many tokens as are captured. Where only decode rows can
+   be, it is one dispatch for those and then the chunks' kernels.
 4. The sampled ids stay on the device: step n + 1 takes from there those of step n (its PENDING tokens). Their copy goes
    to one of two host buffers while step n + 1 runs.
 5. `collect` waits for that copy.
@@ -112,12 +112,27 @@ class Runner:
         self._prefill = HostPrefill(
             *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
+        self._pads = backend.padding_blocks > 0
         with torch.inference_mode():
             self._likeliest = backend.capture(self._decode, rows, decode=True)
+            self._decoding = backend.capture(
+                lambda rows: self._hidden(self._buffers.decode(rows)), rows, decode=True) if self._pads else None
+            if self._pads:
+                self._buffers.clear()
             self._any = backend.capture(
                 lambda tokens: self._hidden(self._buffers.tokens(tokens)), max_num_batched_tokens, decode=False)
-            self._decoding = self._any or backend.capture(
-                lambda rows: self._hidden(self._buffers.decode(rows)), rows, decode=True)
+            self._decoding = self._decoding or self._any
+            if self._any and self._any.largest < max_num_batched_tokens:
+                # What the largest steps compile and take is compiled and taken now, or not at all.
+                self._hidden(self._buffers.tokens(max_num_batched_tokens))
+                backend.synchronize()
+            if backend.compiles:
+                self._rehearse(rows, dtype)
+
+    @property
+    def backend(self) -> Backend:
+        """The device, for whoever measures on it."""
+        return self._backend
 
     @property
     def fallbacks(self) -> list[str]:
@@ -205,12 +220,12 @@ class Runner:
 
     def _parts(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], int]]:
         """Rows that are computed together, and to how many they are padded."""
-        graphs = self._decoding if self._decoding is not self._any else None
+        graphs = self._decoding if self._pads else None
         if graphs is None and self._prefill is None:
             return [(rows, len(rows))]
         decodes = [row for row in rows if _decodes(row)]
         captured = graphs is not None and 0 < len(decodes) <= graphs.largest
-        if not captured and self._prefill is None:
+        if self._prefill is None and (not captured or (self._any and len(decodes) < len(rows))):
             return [(rows, len(rows))]
         others = [row for row in rows if not _decodes(row)]
         size = graphs.size(len(decodes)) if graphs and captured else len(decodes)
@@ -222,15 +237,18 @@ class Runner:
     def _plan(self, part: Part, first: int, staged: Staged) -> Work:
         plan = self._sampler.plan(part.samples, staged.put)
         prompt = self._prompt_rows(part, staged) if self._prompts else []
-        return Work(part, first, plan, self._captured(part, plan.likeliest), prompt)
+        captured = self._captured(part, plan.likeliest)
+        if self._pads and captured and captured is self._any:
+            self._buffers.pad(part, captured.size(part.tokens))
+        return Work(part, first, plan, captured, prompt)
 
     def _captured(self, part: Part, likeliest: bool) -> Captured | None:
         """What serves it. A captured step reads from the beginning of the buffers."""
         if part.first or self._on_host(part):
             return None
         decode = len(part.samples) == len(part.rows) == part.tokens
-        found = ((likeliest and self._likeliest) or self._decoding) if decode else self._any
-        return found if found and part.tokens <= found.largest else None
+        found = (likeliest and self._likeliest, self._decoding) if decode else ()
+        return next((each for each in (*found, self._any) if each and part.tokens <= each.largest), None)
 
     def _prompt_rows(self, part: Part, staged: Staged) -> list[PromptRows]:
         """The row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length))."""
@@ -322,6 +340,15 @@ class Runner:
         ids = self._model.likeliest(self._hidden(self._buffers.decode(rows)))
         self._kernels.keep_ids(ids, self._last[:rows])
         return ids
+
+    def _rehearse(self, most: int, dtype: torch.dtype) -> None:
+        """Call what follows the last norm, of all numbers of rows that differ in what is compiled for them, so that no
+        request waits for that."""
+        hidden = self._backend.empty((most, self.config.hidden_size), dtype).zero_()
+        for rows in {most, *(1 << n for n in range(most.bit_length()))}:
+            self._model.likeliest(hidden[:rows])
+            self._sampler.rehearse(self._model.logits(hidden[:rows]))
+        self._backend.synchronize()
 
     def _hidden(self, batch: Batch) -> Tensor:
         ids = self._kernels.take_ids(batch.ids, self._last)

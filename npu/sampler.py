@@ -244,6 +244,23 @@ class Sampler:
         where = plan.report_rows
         return SampledIds(ids, self._logprobs(logits[where], ids[where, 0], list(plan.report_counts)))
 
+    def rehearse(self, logits: Tensor) -> None:
+        """Call each kernel that `sample` may call for logits [R, Vp]."""
+        def made(value: float, dtype: torch.dtype, *more: int) -> Tensor:
+            return torch.full((len(logits), *more), value, dtype=dtype, device=logits.device)
+
+        shaping = [made(1, torch.float32), made(0, torch.int64), made(1, torch.float32), made(0, torch.float32),
+                   made(0, torch.float64)]
+        edited = logits[:, : self._vocabulary].float()
+        for choices in (logits, edited):
+            ids = self._k.greedy(choices, self._vocabulary)
+            for cut in (False, True):
+                self._k.sample(choices, self._vocabulary, *shaping, cut)
+        for n in (0, 1, 20):
+            self._logprobs(logits, ids[:, 0], [n])
+        width = edited.shape[1]
+        self._k.penalize(edited, made(0, torch.bool, width), made(0, torch.int32, width), *shaping[:1] * 3)
+
     def prompt_logprobs(self, logits: Tensor, next_ids: Tensor, n: int) -> Logprobs:
         """Reports of the prompt's tokens next_ids [T] int64, which logits [T, Vp] predict, with n likeliest ones."""
         return self._logprobs(logits, next_ids, [n] * len(next_ids))

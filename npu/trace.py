@@ -111,16 +111,20 @@ class Trace:
         buffers = BatchBuffers(
             self.rows * self.prompt, self.rows, blocks, size, total if self.backend.padding_blocks else None,
             self.backend)
+        captured_decode: Captured | None = None
         with torch.no_grad():
+            if self.backend.padding_blocks:
+                captured_decode = self.backend.capture(
+                    lambda rows: self.model.hidden(buffers.decode(rows), captured_cache), self.rows, decode=True)
+                buffers.clear()
             captured = self.backend.capture(
                 lambda tokens: self.model.hidden(buffers.tokens(tokens), captured_cache), self.rows * self.prompt,
                 decode=False)
-            captured_decode = captured or self.backend.capture(
-                lambda rows: self.model.hidden(buffers.decode(rows), captured_cache), self.rows, decode=True)
         for step, rows in self._steps(blocks):
             calls, hidden = self.backend.enqueue(partial(self._single, step, rows, golden_cache, cache)).wait()
             yield from calls
-            if replayed := captured if step == "prompt" else captured_decode:
+            replayed = captured if step == "prompt" else captured_decode or captured
+            if replayed and sum(len(row.token_ids) for row in rows) <= replayed.largest:
                 yield self._replay(step, rows, hidden, buffers, replayed)
             else:  # what a replay would have left there
                 for own, other in zip(captured_cache.tensors, cache.tensors, strict=True):
@@ -144,8 +148,10 @@ class Trace:
         self, step: str, rows: list[Row], hidden: Tensor, buffers: BatchBuffers, captured: Captured
     ) -> Replay:
         count = sum(len(row.token_ids) for row in rows)
-        staged = buffers.fill([(rows, captured.size(count) if count == len(rows) else len(rows))])
+        staged = buffers.fill([(rows, captured.size(count) if step == "decode" else len(rows))])
         part = staged.parts[0]
+        if step == "prompt" and self.backend.padding_blocks:
+            buffers.pad(part, captured.size(count))
 
         def replay() -> tuple[bool, list[Span], list[tuple[str, float]]]:
             staged.upload()

@@ -170,18 +170,11 @@ def kernels(backend: Backend) -> Iterator[Finding]:
 def _cases(kernel: Kernel[..., Any], backend: Backend, *, benchmark: bool) -> Iterator[Case]:
     """Those that the device takes."""
     from npuserve.kernels.quantized import with_levels
-    from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.machine import takes_case
 
     for case in kernel.cases:
-        if (case.benchmark != benchmark or case.int8_cache > backend.int8_cache
-                or case.zeros > backend.int8_zeros):
-            continue
-        try:
-            if case.head_dim:
-                backend.check_heads(case.head_dim)
-        except BackendError:
-            continue
-        yield with_levels(case, backend.int8_levels)
+        if case.benchmark == benchmark and takes_case(backend, case):
+            yield with_levels(case, backend.int8_levels)
 
 
 def _kernel(kernel: Kernel[..., Any], dtype: torch.dtype, backend: Backend) -> Finding:

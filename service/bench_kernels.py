@@ -2,8 +2,9 @@
 
 First the ceilings of the run. Then, for each case and implementation, the error against the golden function in
 float64, the time of a call, and its share of the ceiling that binds it, which is measured in turn with the kernel. One
-JSON object a line with --json, the ceilings being the first; else a table. Kernels of an NPU are timed by
-`npuserve check --accept`, against its own memory.
+JSON object a line with --json, the ceilings being the first; else a table. With --device the kernels are those of that
+device, on its clock, and as one dispatch where it captures steps. Kernels of an NPU are timed by `npuserve check
+--accept`, against its own memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npuserve.service.arguments import number
@@ -32,45 +34,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="", metavar="NAME", help="only implementations of this backend, or golden")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="of activations and weights, where a kernel takes it (default: %(default)s)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels (default: %(default)s)")
+    add("--emulate", action="store_true", help="on an emulated device: proves that it works, no speed")
     add("--isa", metavar="NAME", help="instruction set of the native kernels (default: the widest of this processor)")
     add("--threads", type=number(int, 0), default=0, metavar="N", help="0: as many as there are cores")
     add("--json", action="store_true", help="print one JSON object a line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """ConfigError for a kernel, case or instruction set that is not there."""
+    """ConfigError for a device, kernel, case or instruction set that is not there."""
     import torch
 
-    from npuserve.kernels import ascend, native
-    from npuserve.kernels.ceilings import Ceilings
+    from npuserve.kernels import native
+    from npuserve.kernels.ceilings import HOST, Ceilings
     from npuserve.kernels.measure import Bench
-    from npuserve.kernels.registry import GOLDEN
+    from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.machine import machine_of, takes_case
 
-    cases = list(_cases(args.kernel, args.case, getattr(torch, args.dtype)))
+    try:
+        backend = select(args.device, () if args.emulate else None)
+    except BackendError as error:
+        raise ConfigError(str(error)) from error
+    machine = machine_of(backend)
+    cases = [(kernel, case, dtype) for kernel, case, dtype in _cases(args.kernel, args.case, getattr(torch, args.dtype))
+             if takes_case(backend, case)]
     isas = native.library().isas if native.available() else []
-    labels = {GOLDEN, *(label for kernel, _, _ in cases for label in kernel.implementations)} - {ascend.LABEL}
+    served = partial(_labels, backend.kernels, machine is HOST)
+    labels = {label for kernel, _, _ in cases for label in served(kernel)}
     if args.backend and args.backend not in labels:
         raise ConfigError(f"backend: {args.backend!r} is not one of {', '.join(sorted(labels))}")
     if args.isa and args.isa not in isas:
         raise ConfigError(f"isa: {args.isa!r} is not one of {', '.join(isas) or 'those of this build, which has none'}")
     set_threads(args.threads)
     with native.using(args.isa) if args.isa else nullcontext():
-        ceilings = Ceilings()
+        ceilings = Ceilings(machine=machine)
         best = ceilings.best()
         print(json.dumps(best) if args.json else _ceilings_line(best))
         if not args.json:
             print(f"\n{'kernel':22}{'case':42}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
                   f"{'share':>7} of     {'others':>9}", flush=True)
         for kernel, case, dtype in cases:
-            bench = Bench(kernel, case, dtype)
-            for label in (*kernel.implementations, GOLDEN):
-                if args.backend not in ("", label) or label == ascend.LABEL:
+            bench = Bench(kernel, case, dtype, machine)
+            for label in served(kernel):
+                if args.backend not in ("", label):
                     continue
                 measured = bench.measure(label, ceilings, best)
                 row: dict[str, Any] = {"kernel": kernel.name, "case": case.name,
                                        "dtype": str(dtype).removeprefix("torch."), "backend": label, **asdict(measured)}
                 print(json.dumps(row) if args.json else _line(row), flush=True)
     return 0
+
+
+def _labels(own: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:
+    """Of the implementations that are timed: those that run on the host, and the golden function; or the device's."""
+    from npuserve.kernels import ascend, triton
+    from npuserve.kernels.registry import GOLDEN
+
+    if host:
+        return [*(label for label in kernel.implementations if label not in (ascend.LABEL, triton.LABEL)), GOLDEN]
+    return [own] if own in kernel.implementations else []
 
 
 def set_threads(count: int) -> None:

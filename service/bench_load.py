@@ -53,10 +53,13 @@ class Load:
 
     def __init__(
         self, target: str, channels: int, temperature: float, seed: int,
-        timeout: Callable[[Ask], float | None] = lambda ask: None,
+        timeout: Callable[[Ask], float | None] = lambda ask: None, security: client.Security = client.PLAIN,
     ):
         options = [*client.OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else channels share one connection
-        self._channels = [grpc.aio.insecure_channel(target, options) for _ in range(channels)]
+        self._channels = [
+            grpc.aio.secure_channel(target, security.credentials, options) if security.credentials
+            else grpc.aio.insecure_channel(target, options) for _ in range(channels)]
+        self._sent = security.sent
         self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(c) for c in self._channels]
         self._temperature = temperature
         self._seed = seed
@@ -66,7 +69,8 @@ class Load:
 
     async def model_info(self, timeout: float = 10.0) -> model_pb2.GetModelInfoResponse:
         """What is served, asked over every connection, so that all are there. Raises grpc.aio.AioRpcError."""
-        infos = [stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=timeout) for stub in self._stubs]
+        ask = model_pb2.GetModelInfoRequest()
+        infos = [stub.GetModelInfo(ask, timeout=timeout, metadata=self._sent) for stub in self._stubs]
         return (await asyncio.gather(*infos))[0]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -88,7 +92,7 @@ class Load:
     ) -> None:
         outcome = Outcome(due, self._now())
         try:
-            call = self._stubs[number % len(self._stubs)].StreamGenerate(message, timeout=timeout)
+            call = self._stubs[number % len(self._stubs)].StreamGenerate(message, timeout=timeout, metadata=self._sent)
             async for answer in call:
                 if answer.token_ids:
                     outcome.arrivals.append((self._now(), len(answer.token_ids)))

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo-tpot-ms", type=positive, help="target for goodput: time per output token")
     add("--json", type=Path, metavar="FILE", help="write all figures and every request's outcome")
     add("--plot", type=Path, metavar="FILE", help="draw latencies and the time line (pip install 'npuserve[bench]')")
+    client.add_connection_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_outputs(args)
         return asyncio.run(_run(args, _asks(args)))
-    except (BenchError, TraceError) as error:
+    except (BenchError, TraceError, client.CallFailed) as error:
         print(f"npuserve bench serve: {error}", file=sys.stderr)
         return 1
 
@@ -94,7 +95,7 @@ def _asks(args: argparse.Namespace) -> list[Ask]:
 
 
 async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
-    load = Load(args.target, args.channels, args.temperature, args.seed)
+    load = Load(args.target, args.channels, args.temperature, args.seed, security=client.security(args))
     console = Console(stderr=True)
     try:
         try:

@@ -72,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     rss, ceilings = _peak_rss(), None
     if args.ceilings:
         from npuserve.kernels.ceilings import Ceilings
+        from npuserve.npu.machine import machine_of
 
-        ceilings = Ceilings()
+        ceilings = Ceilings(machine=machine_of(bench.runner.backend))
     if not args.json:
         print(f"{'batch':>6}{'context':>9}{'decode tok/s':>14}{'step ms':>9}{'GB/s':>7}{'share':>7}{'host us':>9}"
               f"{'kernels':>9} |{'prompt':>7}{'prefill tok/s':>15}{'TTFT ms':>9}{'GFLOP/s':>9}{'share':>7}")

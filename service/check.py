@@ -27,6 +27,7 @@ CPU_FEATURES = (
 # Module: what it is for. Their names are those of the extras in pyproject.toml.
 OPTIONAL = {
     "torch_npu": "Ascend NPUs (npuserve[npu])",
+    "triton": "NVIDIA GPUs (npuserve[cuda])",
     "transformers": "tokenizers that only it can load (npuserve[transformers])",
     "matplotlib": "bench serve --plot (npuserve[bench])",
 }

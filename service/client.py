@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.client.channel import Tls, metadata
 from npuserve.service.config import MAX_MESSAGE_BYTES
+
+Metadata = tuple[tuple[str, str], ...]
 
 READINESS = "npuserve.readiness"
 OPTIONS = [
@@ -39,26 +42,44 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="the file that holds the API key")
 
 
-def open_channel(args: argparse.Namespace) -> grpc.Channel:
-    """To --target, as the options of `add_connection_arguments` say. CallFailed if a file is unusable."""
+@dataclass(frozen=True, slots=True)
+class Security:
+    """credentials: of the connection, None for plain text. sent: metadata of each call."""
+
+    credentials: grpc.ChannelCredentials | None = None
+    sent: Metadata = ()
+
+
+PLAIN = Security()
+
+
+def secured(tls: Tls | None = None, api_key: str | None = None) -> Security:
+    """OSError or ValueError for unusable files or key."""
+    return Security(tls.credentials() if tls else None, metadata(api_key))
+
+
+def security(args: argparse.Namespace) -> Security:
+    """As the options of `add_connection_arguments` say. CallFailed if a file is unusable."""
     try:
         key = Path(args.api_key_file).read_text("utf-8").strip() if args.api_key_file else None
         own = args.tls_ca, args.tls_cert, args.tls_key
-        return connect(args.target, Tls(*own) if args.tls or any(own) else None, key)
+        return secured(Tls(*own) if args.tls or any(own) else None, key)
     except OSError as error:
         raise CallFailed(f"{error.filename}: {error.strerror}") from None
     except ValueError as error:
         raise CallFailed(str(error)) from None
 
 
-def connect(target: str, tls: Tls | None = None, api_key: str | None = None) -> grpc.Channel:
-    """A channel to host:port; it connects with the first call. OSError or ValueError for unusable files or key."""
-    sent = metadata(api_key)
-    if tls:
-        channel = grpc.secure_channel(target, tls.credentials(), OPTIONS)
-    else:
-        channel = grpc.insecure_channel(target, options=OPTIONS)
-    return grpc.intercept_channel(channel, _Sends(sent)) if sent else channel
+def open_channel(args: argparse.Namespace) -> grpc.Channel:
+    """To --target, as the options of `add_connection_arguments` say. CallFailed if a file is unusable."""
+    return connect(args.target, security(args))
+
+
+def connect(target: str, how: Security = PLAIN) -> grpc.Channel:
+    """A channel to host:port; it connects with the first call."""
+    channel = (grpc.secure_channel(target, how.credentials, OPTIONS) if how.credentials
+               else grpc.insecure_channel(target, options=OPTIONS))
+    return grpc.intercept_channel(channel, _Sends(how.sent)) if how.sent else channel
 
 
 class _Details(
@@ -70,7 +91,7 @@ class _Details(
 class _Sends(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
     """Adds metadata to each call."""
 
-    def __init__(self, sent: tuple[tuple[str, str], ...]):
+    def __init__(self, sent: Metadata):
         self._sent = sent
 
     def _call(self, go_on: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:

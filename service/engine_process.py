@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npuserve.service import child, logs, metrics
+from npuserve.service import child, logs, metrics, short_slice
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine import Engine
@@ -160,6 +160,7 @@ def serve(args: EngineArgs) -> int:
         print(f"npuserve: {error}", file=sys.stderr)
         return child.UNUSABLE
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+    short_slice.ask_for_it()  # this thread plans and listens; those that compute are there already
     gc.freeze()  # what is here stays: no collection need look at it between two steps
     engine.run()
     kept(engine, args)

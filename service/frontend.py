@@ -28,7 +28,7 @@ import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from npuserve.service import aio_server, child, logs
+from npuserve.service import aio_server, child, logs, short_slice
 from npuserve.service.admin import AdminServicer
 from npuserve.service.auth import Guard
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
@@ -302,6 +302,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's
     args = child.read_arguments(FrontendArgs)
     logs.setup(args.config, f"frontend-{args.index}")
+    short_slice.ask_for_it()
     try:
         asyncio.run(serve(args))
     except ConfigError as error:

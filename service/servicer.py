@@ -177,11 +177,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> Ask:
         """token: to resume it with; "" for none."""
         arrival, deadline = time.monotonic(), _deadline(context)
+        whose = caller(context)
+        fields["client"] = whose.name
         name = fields["id"] = validation.request_id(message)
         await context.send_initial_metadata(_metadata(name, token))
         folder, info = self._require_folder(), self._engine.require()
         ask = await _run(_size(message), validation.check, message, folder, info, name, arrival)
-        whose = caller(context)
         limit = whose.limits.max_requests
         if limit is None:
             limit = self._config.max_requests_per_client

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.npu.backends.ascend_graphs import default_buckets
 from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.graphs import default_buckets
 from npuserve.service import accept
 from npuserve.service.config import ServerConfig
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "ascend.md").read_text()
 
 
-def rows(section: str) -> Iterator[list[str]]:
+def rows(section: str, page: str = PAGE) -> Iterator[list[str]]:
     """The cells of the lines of the tables in a section, without their heads."""
-    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
     for line in re.findall(r"^\| .*\|$", text, re.MULTILINE):
         yield [cell.strip() for cell in line.strip("|").split(" | ")]
 

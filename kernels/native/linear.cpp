@@ -41,14 +41,16 @@ struct Split {
             panels_per_unit = tile_panels * std::max<int64_t>(1, UNIT_BYTES / bytes);
             rows_per_unit = rows;
         } else {
-            // Blocks of rows share a panel in the cache. Where there are too few columns for all threads to end together,
-            // units are narrower, and cut by rows too if there are many.
-            int64_t wanted = UNITS_PER_THREAD * threads;
-            bool wide = panels >= wanted * panels_for(BLOCK_ROWS) || rows > NARROW_ROWS;
-            tile_rows = wide ? BLOCK_ROWS : MAX_ROWS;
+            // Blocks of rows, of one size if there are few, share a panel in the cache. Where there are too few columns
+            // for all threads to end together, units are narrower, and cut by rows too if there are many.
+            bool few = rows <= NARROW_ROWS;
+            int most = few && !paired ? FEW_ROWS : BLOCK_ROWS;
+            if (few && panels < LEAST_UNITS_PER_THREAD * threads * panels_for(most)) most = MAX_ROWS;
+            tile_rows = few ? int(ceil_div(rows, ceil_div<int64_t>(rows, most))) : most;
             tile_panels = tile_panels_of(tile_rows, paired);
             panels_per_unit = tile_panels;
-            int64_t groups = ceil_div(panels, panels_per_unit), cuts = rows > NARROW_ROWS ? ceil_div(wanted, groups) : 1;
+            int64_t groups = ceil_div(panels, panels_per_unit);
+            int64_t cuts = few ? 1 : ceil_div(UNITS_PER_THREAD * threads, groups);
             rows_per_unit = ceil_div(ceil_div(rows, cuts), int64_t(tile_rows)) * tile_rows;
         }
         rows_per_unit = std::max<int64_t>(rows_per_unit, 1);
@@ -59,7 +61,7 @@ struct Split {
     static int tile_panels_of(int rows, bool paired) { return panels_for(rows) / (paired ? 2 : 1) * (paired ? 2 : 1); }
 
     static constexpr int64_t UNIT_BYTES = 64 << 10;
-    static constexpr int64_t UNITS_PER_THREAD = 16;
+    static constexpr int64_t UNITS_PER_THREAD = 16, LEAST_UNITS_PER_THREAD = 10;
     static constexpr int64_t NARROW_ROWS = 64;
 };
 
@@ -74,7 +76,8 @@ struct Tile {
     const char *x;  // of the tile's first row
     int64_t x_stride, words, tail_bytes;
     const char *const *panels;
-    const char *const *next;  // ONCE: the panels that follow these; else a run of words that this thread reads later
+    const char *const *next;  // ONCE: the panels that follow these; else two runs of words that this thread reads
+                              // later, of which the second may be null
     typename Dot::Acc *out;
 
     // With few rows the processor follows the panels by itself, and faster than with our help. With more it does not
@@ -86,12 +89,12 @@ struct Tile {
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
         const char *w[P], *ahead[P];
-        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = ONCE ? panels[p] + AHEAD : *next;
+        for (int p = 0; p < P; p++) w[p] = panels[p], ahead[p] = panels[p] + AHEAD;
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        constexpr int FETCHED = !ONCE ? 1 : R > FOLLOWED_ROWS ? P : 0;
+        constexpr int FETCHED = !ONCE ? 2 : R > FOLLOWED_ROWS ? P : 0;
         int64_t last = ONCE && FETCHED ? std::min(words, AHEAD / 64) : 0;
-        tile<Dot, R, P, FETCHED, !ONCE>(acc, x, x_stride, w, 64, words - last, ahead);
+        tile<Dot, R, P, FETCHED, !ONCE>(acc, x, x_stride, w, 64, words - last, ONCE ? ahead : next);
         if (last) {
             for (int p = 0; p < P; p++) w[p] += (words - last) * 64;
             tile<Dot, R, P, FETCHED, !ONCE>(acc, x + (words - last) * 4, x_stride, w, 64, last, next);
@@ -105,9 +108,9 @@ struct Tile {
     }
 };
 
-// Runs a unit of a product. take(row, column, accumulators, n) stores the n columns from there on.
-// Where Take::PAIRED, panel p of the first half of the columns and that of the second are neighbours in a tile, and take
-// gets the accumulators of both.
+// Runs a unit of a product. take(row, rows, column, accumulators, stride, n) stores the n columns from there on of some
+// rows, `stride` accumulators apart. Where Take::PAIRED, panel p of the first half of the columns and that of the
+// second are neighbours in a tile, and take gets the accumulators of both.
 template <class Of, class Take>
 INLINE void product_unit(const Call &call, const Split &split, int64_t unit, const Take &take) {
     typedef typename Of::Dot Dot;
@@ -125,6 +128,7 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, con
     auto address = [&](int64_t panel) {
         return w + (Take::PAIRED ? panel / 2 + panel % 2 * (split.panels / 2) : panel) * panel_bytes;
     };
+    int64_t blocks = ceil_div<int64_t>(row_end - row, split.tile_rows);
     typename Dot::Acc out[MAX_ROWS * MAX_PANELS];
     for (int64_t panel = first; panel < end;) {
         int p = int(std::min<int64_t>(split.tile_panels, end - panel));
@@ -134,19 +138,19 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, con
         bool whole = (panel + p) * LANES <= op.n[2];
         for (int64_t r = row, block = 0; r < row_end; block++) {
             int rows = int(std::min<int64_t>(split.tile_rows, row_end - r));
-            const char *from = x + r * x_stride, *run = block < p ? next[block] : from + rows * x_stride;
+            const char *from = x + r * x_stride;
+            const char *runs[2] = {block < p ? next[block] : from + rows * x_stride,
+                                   block + blocks < p ? next[block + blocks] : nullptr};
             if (split.once)
                 with_rows(rows, p, Tile<Dot, true>{from, x_stride, words, tail, panels, next, out});
             else
-                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, &run, out});
-            for (int i = 0; i < rows; i++) {
-                for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
-                    int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
-                    if (whole)
-                        take(r + i, column, out + i * p + j, LANES);
-                    else
-                        take(r + i, column, out + i * p + j, std::min<int64_t>(LANES, op.n[2] - column));
-                }
+                with_rows(rows, p, Tile<Dot, false>{from, x_stride, words, tail, panels, runs, out});
+            for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
+                int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
+                if (whole)
+                    take(r, rows, column, out + j, p, LANES);
+                else
+                    take(r, rows, column, out + j, p, std::min<int64_t>(LANES, op.n[2] - column));
             }
             r += rows;
         }
@@ -154,7 +158,7 @@ INLINE void product_unit(const Call &call, const Split &split, int64_t unit, con
     }
 }
 
-// What a product is of, and how an accumulator becomes numbers of D: the output but for its rounding.
+// What a product is of, and by its columns how an accumulator becomes numbers of D: the output but for its rounding.
 template <class D>
 struct Floats {
     typedef D Out;
@@ -163,8 +167,14 @@ struct Floats {
     const X *bias;
 
     explicit Floats(const Op &op) : bias(op.at<X>(2)) {}
-    INLINE F operator()(int64_t, int64_t column, const F &acc, int64_t n) const {
-        return bias ? acc + get_n<D>(bias + column, n) : acc;
+
+    struct Columns {
+        bool biased;
+        F bias;
+        INLINE F operator()(int64_t, const F &acc) const { return biased ? acc + bias : acc; }
+    };
+    INLINE Columns columns(int64_t column, int64_t n) const {
+        return {bias != nullptr, bias ? get_n<D>(bias + column, n) : zero()};
     }
 };
 
@@ -182,13 +192,25 @@ struct Int8s {
         : bias(op.at<typename D::type>(2)), x_scale(op.at<float>(5)), w_scale(op.at<float>(6)),
           w_sum(op.at<int32_t>(7)), x_zero(op.at<int32_t>(8)), w_zero(op.at<int32_t>(9)), x_sum(op.at<int32_t>(10)),
           k(op.n[1]) {}
-    // The sum of (x - x_zero) * (w - w_zero), exactly, times both scales, plus bias.
-    INLINE F operator()(int64_t row, int64_t column, const Dot::Acc &acc, int64_t n) const {
-        int32_t zero = x_zero ? x_zero[row] : 0;
-        I sum = acc - get_n(w_sum + column, n) * (Dot::X_OFFSET + zero);
-        if (w_zero) sum = sum - get_n(w_zero + column, n) * (x_sum[row] - int32_t(k) * zero);
-        F x = to_float(sum) * (get_n<Float32>(w_scale + column, n) * set1(x_scale[row]));
-        return bias ? x + get_n<D>(bias + column, n) : x;
+
+    struct Columns {
+        const Int8s &of;
+        F scale, bias;
+        I sum, offset, zeros;
+        // The sum of (x - x_zero) * (w - w_zero), exactly, times both scales, plus bias.
+        INLINE F operator()(int64_t row, const Dot::Acc &acc) const {
+            int32_t zero = of.x_zero ? of.x_zero[row] : 0;
+            I total = acc - offset;
+            if (of.x_zero) total = total - sum * zero;
+            if (of.w_zero) total = total - zeros * (of.x_sum[row] - int32_t(of.k) * zero);
+            F x = to_float(total) * (scale * set1(of.x_scale[row]));
+            return of.bias ? x + bias : x;
+        }
+    };
+    INLINE Columns columns(int64_t column, int64_t n) const {
+        I sum = get_n(w_sum + column, n);
+        return {*this, get_n<Float32>(w_scale + column, n), bias ? get_n<D>(bias + column, n) : zero(), sum,
+                sum * Dot::X_OFFSET, w_zero ? get_n(w_zero + column, n) : I{}};
     }
 };
 
@@ -205,8 +227,10 @@ struct Store {
     Of value;
     typename D::type *out;
     int64_t columns;
-    INLINE void operator()(int64_t row, int64_t column, const Acc *acc, int64_t n) const {
-        put_n<D>(out + row * columns + column, value(row, column, *acc, n), n);
+    INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *acc, int stride, int64_t n) const {
+        auto made = value.columns(column, n);
+        for (int i = 0; i < rows; i++)
+            put_n<D>(out + (row + i) * columns + column, made(row + i, acc[i * stride]), n);
     }
 };
 
@@ -228,9 +252,12 @@ struct StoreSwiglu {
     Of value;
     typename D::type *out;
     int64_t columns;  // of out
-    INLINE void operator()(int64_t row, int64_t column, const Acc *accs, int64_t n) const {
-        F gate = value(row, column, accs[0], n), up = value(row, columns + column, accs[1], n);
-        put_n<D>(out + row * columns + column, silu<D>(D::round(gate)) * D::round(up), n);
+    INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *accs, int stride, int64_t n) const {
+        auto gates = value.columns(column, n), ups = value.columns(columns + column, n);
+        for (int i = 0; i < rows; i++) {
+            F gate = gates(row + i, accs[i * stride]), up = ups(row + i, accs[i * stride + 1]);
+            put_n<D>(out + (row + i) * columns + column, silu<D>(D::round(gate)) * D::round(up), n);
+        }
     }
 };
 
@@ -252,15 +279,18 @@ struct KeepLargest {
     float *best;   // [rows, 16]
     int32_t *ids;  // [rows, 16]
     int64_t counting, first_row;
-    INLINE void operator()(int64_t row, int64_t column, const Acc *acc, int64_t n) const {
-        float *b = best + (row - first_row) * LANES;
-        int32_t *id = ids + (row - first_row) * LANES;
-        float lanes[LANES];
-        store(lanes, Of::Out::round(value(row, column, *acc, n)));
-        for (int64_t i = 0; i < std::min<int64_t>(LANES, counting - column); i++) {
-            bool larger = lanes[i] > b[i];
-            b[i] = larger ? lanes[i] : b[i];
-            id[i] = larger ? int32_t(column + i) : id[i];
+    INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *acc, int stride, int64_t n) const {
+        auto made = value.columns(column, n);
+        for (int i = 0; i < rows; i++) {
+            F x = first(Of::Out::round(made(row + i, acc[i * stride])), counting - column, set1(-INFINITY));
+            int64_t at = (row + i - first_row) * LANES;
+            EACH(j) {
+                fvec_u &most = *reinterpret_cast<fvec_u *>(best + at + j * WIDTH);
+                ivec_u &id = *reinterpret_cast<ivec_u *>(ids + at + j * WIDTH);
+                ivec larger = x.v[j] > most;
+                most = larger ? x.v[j] : most;
+                id = larger ? places(j) + int32_t(column) : id;
+            }
         }
     }
 };

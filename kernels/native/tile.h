@@ -132,14 +132,14 @@ INLINE uint32_t word_at(const char *p) {
 }
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * w_stride. ahead: A <= P runs of words that are needed next, which are fetched into the nearest cache, or if
-// FAR into the one after it.
+// w[p] + k * w_stride. ahead: A runs of words that are needed next, which are fetched into the nearest cache; if FAR
+// into the one after it, and all but the first may be null.
 template <class Dot, int R, int P, int A, bool FAR>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                  int64_t w_stride, int64_t words, const char *const *ahead) {
     for (int64_t k = 0; k < words; k++) {
         _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
-            __builtin_prefetch(ahead[a] + k * w_stride, 0, FAR ? 2 : 3);
+            if (!FAR || a == 0 || ahead[a]) __builtin_prefetch(ahead[a] + k * w_stride, 0, FAR ? 2 : 3);
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
             uint32_t word = word_at(x + r * x_stride + k * 4);
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], Dot::get(w[p] + k * w_stride), Dot::spread(word));
@@ -197,6 +197,8 @@ constexpr int panels_for(int rows, int widest = MAX_PANELS) {
 }
 // Rows of a tile where there are more than MAX_ROWS of them.
 constexpr int BLOCK_ROWS = MAX_ACC >= 24 ? 6 : MAX_ACC / 2 > 0 ? MAX_ACC / 2 : 1;
+// The same where there are few enough that each panel meets them but a few times.
+constexpr int FEW_ROWS = MAX_ACC >= 24 ? 8 : BLOCK_ROWS;
 
 template <int R, int P, class Function>
 INLINE void with_panels(int p, const Function &f) {

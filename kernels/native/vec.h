@@ -74,6 +74,10 @@ INLINE F operator-(F a, F b) {
     EACH(i) a.v[i] = a.v[i] - b.v[i];
     return a;
 }
+INLINE F operator-(F a) {
+    EACH(i) a.v[i] = -a.v[i];
+    return a;
+}
 INLINE F operator*(F a, F b) {
     EACH(i) a.v[i] = a.v[i] * b.v[i];
     return a;
@@ -116,14 +120,15 @@ INLINE F min(F a, F b) {
 #endif
     return a;
 }
+// The number of each lane.
+INLINE ivec places(int part) {
+    static const int32_t PLACE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return *reinterpret_cast<const ivec_u *>(PLACE + part * WIDTH);
+}
 // The first n lanes of x, the others of other.
 INLINE F first(F x, int64_t n, F other) {
-    static const int32_t PLACE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     ivec most = ivec{} + int32_t(n < LANES ? n : LANES);
-    EACH(i) {
-        ivec place = *reinterpret_cast<const ivec_u *>(PLACE + i * WIDTH);
-        x.v[i] = place < most ? x.v[i] : other.v[i];
-    }
+    EACH(i) x.v[i] = places(i) < most ? x.v[i] : other.v[i];
     return x;
 }
 
@@ -211,7 +216,7 @@ INLINE F exp(F x) {
     // relative error is then 4e-8 |x|.)
     x = min(max(x, set1(-88.0f)), set1(88.7228394f));
     F high = set1(1.44269502f), low = set1(1.92596299e-8f), whole = nearest(x * high);
-    return exp2_of(whole, fma(x, low, fma(x, high, zero() - whole)));
+    return exp2_of(whole, fma(x, low, fma(x, high, -whole)));
 }
 
 // 1 / x for x of at least 1, relative error below 2e-7; 0 where x is above 2**120.
@@ -220,7 +225,7 @@ INLINE F reciprocal(F x) {
     // An estimate of 14 bits and a step of Newton's method, which would make NaN of an infinite x.
     F most = set1(0x1p120f), near = min(x, most), r;
     r.v[0] = (fvec)_mm512_rcp14_ps((__m512)near.v[0]);
-    r = fma(fma(zero() - near, r, set1(1.0f)), r, r);
+    r = fma(fma(-near, r, set1(1.0f)), r, r);
     return where_at_least(most, x, r, zero());
 #else
     return set1(1.0f) / x;
@@ -342,7 +347,7 @@ INLINE F to_float(const int8_t *p) {
 // x * sigmoid(x), rounded.
 template <class D>
 INLINE F silu(F x) {
-    return D::round(x * reciprocal(set1(1.0f) + exp(zero() - x)));
+    return D::round(x * reciprocal(set1(1.0f) + exp(-x)));
 }
 
 // Calls body(i, n) for the lanes [i, i + n) that a line of `length` falls into: n is 16, but for the last.

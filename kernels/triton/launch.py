@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from npuserve.kernels.triton.common import INT32, check, matrix, power, within
 from npuserve.kernels.triton.qk_norm_rope_kv_write import qk_norm_rope_kv_write_kernel
 from npuserve.kernels.triton.sample_embed import sample_embed_kernel
 
@@ -17,8 +18,6 @@ BLOCK = 2048
 """Elements that a program takes of a row or a token at a time. Ascend's unified buffer does not hold four times as many
 where a row is sampled."""
 
-_INT32 = 2**31 - 1
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHAPING = {
     "temperature": (torch.float32,),
     "top_k": (torch.int64,),
@@ -53,29 +52,29 @@ def sample_embed(logits: Tensor, vocabulary: int, table: Tensor, *shaping: Tenso
 def _choose(
     logits: Tensor, vocabulary: int, table: Tensor | None, shaping: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    _matrix("logits", logits, logits.device)
+    matrix("logits", logits, logits.device)
     rows = len(logits)
-    _within("rows of logits", rows, 0, _INT32 - PROGRAMS)
+    within("rows of logits", rows, 0, INT32 - PROGRAMS)
     named: dict[str, Tensor | None] = dict.fromkeys(_SHAPING)
     if len(shaping) not in (0, len(_SHAPING)):
         raise ValueError(f"shaping: {len(shaping)} tensors are not {', '.join(_SHAPING)}")
     for (name, dtypes), tensor in zip(_SHAPING.items(), shaping, strict=False):
-        _check(name, tensor, (rows,), dtypes, logits.device)
+        check(name, tensor, (rows,), dtypes, logits.device)
         named[name] = tensor
     uniform = named["uniform"]
     double = uniform is not None and uniform.dtype == torch.float64
     if uniform is not None and not double:
         named["uniform"] = uniform.clamp(max=1 - 2**-24)
     # float32 counts to 2**24.
-    most = _INT32 - BLOCK if uniform is None or double else 2**24
-    _within("vocabulary", vocabulary, 1, min(logits.shape[1], most))
+    most = INT32 - BLOCK if uniform is None or double else 2**24
+    within("vocabulary", vocabulary, 1, min(logits.shape[1], most))
 
     ids = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
     embedded = None
     if table is not None:
-        _matrix("table", table, logits.device)
-        _within("rows of table", len(table), vocabulary, _INT32)
-        _within("columns of table", table.shape[1], 1, _INT32 - BLOCK)
+        matrix("table", table, logits.device)
+        within("rows of table", len(table), vocabulary, INT32)
+        within("columns of table", table.shape[1], 1, INT32 - BLOCK)
         embedded = torch.empty(rows, table.shape[1], dtype=table.dtype, device=table.device)
     if rows:
         sample_embed_kernel[(min(rows, PROGRAMS),)](
@@ -99,62 +98,33 @@ def qk_norm_rope_kv_write(
     num_q_heads: int,
 ) -> Tensor:
     """As the kernel of that name; positions and slots that are out of range are not noticed. ValueError."""
-    _matrix("qkv", qkv, qkv.device)
+    matrix("qkv", qkv, qkv.device)
     if k_cache.dim() != 4:
         raise ValueError(f"k_cache: {list(k_cache.shape)} is not [blocks, block_size, KV heads, head_dim]")
     tokens, width = qkv.shape
     kv_heads, head_dim = k_cache.shape[2:]
-    _within("tokens of qkv", tokens, 0, _INT32 - PROGRAMS)
-    _within("columns of qkv", width, 1, _INT32 // 4)
-    _within("num_q_heads", num_q_heads, 1, width)
+    within("tokens of qkv", tokens, 0, INT32 - PROGRAMS)
+    within("columns of qkv", width, 1, INT32 // 4)
+    within("num_q_heads", num_q_heads, 1, width)
     if head_dim % 2 or not 2 <= head_dim <= 2 * BLOCK:
         raise ValueError(f"k_cache: heads of {head_dim} are not even, from 2 to {2 * BLOCK}")
     if width != (num_q_heads + 2 * kv_heads) * head_dim:
         raise ValueError(f"qkv: {width} columns are not ({num_q_heads} + 2 * {kv_heads}) heads of {head_dim}")
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check(name, tensor, k_cache.shape, (qkv.dtype,), qkv.device)
+        check(name, tensor, k_cache.shape, (qkv.dtype,), qkv.device)
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
         if gamma is not None:
-            _check(name, gamma, (head_dim,), (qkv.dtype,), qkv.device)
-    _check("cos_sin", cos_sin, (len(cos_sin), head_dim), (torch.float32,), qkv.device)
+            check(name, gamma, (head_dim,), (qkv.dtype,), qkv.device)
+    check("cos_sin", cos_sin, (len(cos_sin), head_dim), (torch.float32,), qkv.device)
     for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
-        _check(name, tensor, (tokens,), (torch.int64,), qkv.device)
+        check(name, tensor, (tokens,), (torch.int64,), qkv.device)
     q = torch.empty(tokens, num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        half_block = _power(head_dim // 2)
+        half_block = power(head_dim // 2)
         qk_norm_rope_kv_write_kernel[(min(tokens, PROGRAMS),)](
             qkv=qkv, q_gamma=q_gamma, k_gamma=k_gamma, cos_sin=cos_sin, positions=positions, slot_mapping=slot_mapping,
             k_cache=k_cache, v_cache=v_cache, q_out=q, tokens=tokens, eps=eps,
             qkv_stride=qkv.stride(0), q_stride=q.stride(0),
             Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_BLOCK=half_block,
-            HEADS=min(BLOCK // half_block, _power(max(num_q_heads, kv_heads))))
+            HEADS=min(BLOCK // half_block, power(max(num_q_heads, kv_heads))))
     return q
-
-
-def _power(number: int) -> int:
-    """The least power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def _within(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name}: {value} is not from {least} to {most}")
-
-
-def _matrix(name: str, tensor: Tensor, device: torch.device) -> None:
-    rows_apart = tensor.dim() == 2 and (tensor.shape[1] <= 1 or tensor.stride(1) == 1)
-    if not rows_apart or tensor.dtype not in _DTYPES or tensor.device != device:
-        raise ValueError(f"{name}: not a matrix of {_names(_DTYPES)} on {device} whose rows are contiguous: "
-                         f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}")
-
-
-def _check(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != device:
-        raise ValueError(f"{name}: not a contiguous {list(shape)} of {_names(dtypes)} on {device}: "
-                         f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,9 +1,6 @@
-"""Decode steps captured as graphs, one for each bucket of rows.
+"""Decode steps captured as graphs, whose attention takes its lengths from the host.
 
-A graph computes as many rows as its bucket has; smaller batches are padded to it. All graphs share one memory pool,
-since only one of them runs at a time, and the largest is captured first, so that the others fit into what it took.
-
-Attention takes the context lengths from the host, so those of a captured call must be replaced before each replay:
+The context lengths of a captured call must be replaced before each replay:
 
     launching thread   replay n     replay n + 1                       in the queue of steps
     lengths' thread    lengths n    lengths n + 1                      in a queue of their own
@@ -17,9 +14,7 @@ Attention takes the context lengths from the host, so those of a captured call m
 
 from __future__ import annotations
 
-import bisect
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -30,15 +25,10 @@ from torch import Tensor
 
 from npuserve.kernels.ascend import BLOCK, LABEL
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.npu.backends.graphs import Graphs
 
 MARKS = 4
 """Ends of replays of one graph that are kept: more than may be launched before their lengths are on their way."""
-
-
-def default_buckets(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 beyond, and `largest` itself."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 64)]
-    return *(size for size in sizes if size < largest), largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +92,14 @@ class Lengths:
                 self._progress.notify_all()
 
 
-class Graphs:
-    """A `Captured`. seconds, nbytes: what the capture took, of time and of the device's memory."""
-
+class AscendGraphs(Graphs[_Graph]):
     def __init__(self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: Lengths, stream: Any, pool: Any):
-        self._lengths = lengths
-        self._stream = stream
-        self._buckets = sorted(set(buckets))
+        self._lengths, self._stream, self._pool = lengths, stream, pool
         self._last: dict[int, int] = {}
-        began, free = time.perf_counter(), torch.npu.mem_get_info()[0]
-        self._graphs = {rows: self._capture(step, rows, pool) for rows in reversed(self._buckets)}
-        self.seconds = time.perf_counter() - began
-        self.nbytes = max(0, free - torch.npu.mem_get_info()[0])
-
-    @property
-    def buckets(self) -> Sequence[int]:
-        """Rows of each graph, ascending."""
-        return self._buckets
-
-    @property
-    def largest(self) -> int:
-        return self._buckets[-1]
-
-    def size(self, rows: int) -> int:
-        return self._buckets[bisect.bisect_left(self._buckets, rows)]
+        super().__init__(torch.npu, step, buckets)
 
     def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
-        if rows > self.largest:
-            raise ValueError(f"{rows} rows, where the largest graph has {self.largest}")
-        made = self._graphs[self.size(rows)]
+        made = self._graph(rows)
         if len(context_lens) != made.rows:
             raise ValueError(f"{len(context_lens)} context lengths for a graph of {made.rows} rows")
         count = self._last.get(made.rows)
@@ -140,14 +109,10 @@ class Graphs:
         made.ends[count % MARKS].record(self._stream)
         return made.output[:rows]
 
-    def replay_timed(self, rows: int, context_lens: Sequence[int]) -> None:
-        """A graph is one dispatch: it cannot be taken apart."""
-        return
-
-    def _capture(self, step: Callable[[int], Tensor], rows: int, pool: Any) -> _Graph:
+    def _capture(self, step: Callable[[int], Tensor], rows: int) -> _Graph:
         step(rows)  # operators that set up something at their first call do so now
         graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph, pool=pool, stream=self._stream, auto_dispatch_capture=True):
+        with torch.npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True):
             output = step(rows)
         return _Graph(graph, rows, output, [torch.npu.Event() for _ in range(MARKS)])
 
@@ -162,7 +127,7 @@ def takes_lengths(lengths: Lengths, stream: Any, pool: Any, device: torch.device
     tables = torch.zeros(1, 1, dtype=torch.int32).to(device)
     attend = paged_attention.implementations[LABEL].function
     metadata = AttentionMetadata.from_lengths(tables, [1], [1])
-    graphs = Graphs(lambda rows: attend(query, keys, values, metadata, 1.0), [1], lengths, stream, pool)
+    graphs = AscendGraphs(lambda rows: attend(query, keys, values, metadata, 1.0), [1], lengths, stream, pool)
     for context in (1, 3, 2):
         out = graphs.replay(1, [context])
         lengths.check(lengths.given)

@@ -71,7 +71,8 @@ class Captured(Protocol):
     def largest(self) -> int: ...
 
     def size(self, rows: int) -> int:
-        """Rows that a replay for `rows` of them computes: the batch must be padded to so many, at most `largest`."""
+        """Rows that a replay for `rows` of them computes: the batch must be padded to so many, at most `largest`. Of a
+        step that was captured for any batch, these are tokens; its rows are all that the buffers have."""
 
     def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
         """What the step returns, of its first `rows` rows: [rows, ...], until the next replay.
@@ -93,8 +94,10 @@ class Backend(ABC):
     padded to a multiple of it. block_size: tokens of a KV-cache block if nobody asks for another. block_multiple: what
     that must be a multiple of. kernels: the label of its kernels. deterministic: a row's numbers depend neither on the
     batch nor on chunking. threads: of the host, for the device's work. padding_blocks: KV-cache blocks beyond those
-    that are given to requests, the first of them for the rows that pad a captured batch. decode_buckets: rows of the
-    decode steps that are captured; () for the device's own choice. sampling_bytes: what `sample` takes for a logit.
+    that are given to requests, the first of them for the rows that pad a captured batch; 0 where captured steps take
+    batches as they are. decode_buckets: rows of the decode steps that are captured; () for the device's own choice.
+    sampling_bytes: what `sample` takes for a logit.
+    compiles: kernels are compiled at their first call with arguments of a kind, which takes seconds.
     int8_levels: of the schemes by which activations become int8 (`quantized.Scheme`).
     int8_cache: the kernels take a KV cache in int8, too. int8_zeros: they take zero points of int8.
     """
@@ -107,6 +110,7 @@ class Backend(ABC):
     int8_zeros: ClassVar[bool] = False
     block_multiple: int = 1
     padding_blocks: int = 0
+    compiles: bool = False
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5

@@ -62,15 +62,15 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
             assert answer.status == SERVING
         key = key_file.read_text().strip()
         tls = client.Tls(authority.cert, own.cert, own.key)
-        with client.connect(server.target, tls, key) as channel:
+        with client.connect(server.target, client.secured(tls, key)) as channel:
             expected = streamed(rpc.InferenceServiceStub(channel), request("Once upon a time", 8))[0]
             with pytest.raises(grpc.RpcError) as denied:
                 admin_service_pb2_grpc.AdminServiceStub(channel).GetServerInfo(admin_service_pb2.GetServerInfoRequest())
             assert denied.value.code() == grpc.StatusCode.PERMISSION_DENIED
-        for wrong, code in ((client.connect(server.target, tls), "UNAUTHENTICATED"),
-                            (client.connect(server.target, client.Tls(authority.cert), key), "UNAVAILABLE"),
-                            (client.connect(server.target, None, key), "UNAVAILABLE")):
-            with wrong as channel, pytest.raises(grpc.RpcError) as refused:
+        for wrong, code in ((client.secured(tls), "UNAUTHENTICATED"),
+                            (client.secured(client.Tls(authority.cert), key), "UNAVAILABLE"),
+                            (client.secured(None, key), "UNAVAILABLE")):
+            with client.connect(server.target, wrong) as channel, pytest.raises(grpc.RpcError) as refused:
                 rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=10)
             assert refused.value.code().name == code
         files = ("--tls-ca", str(authority.cert), "--tls-cert", str(own.cert), "--tls-key", str(own.key))
@@ -78,6 +78,10 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
         done = command(*ask, *files, "--api-key-file", str(key_file), "--wait", "10")
         assert (done.returncode, done.stdout.rstrip("\n")) == (0, expected), done.stderr
         assert "UNAUTHENTICATED" in command(*ask, *files).stderr
+        load = (*cli, "bench", "serve", "--requests=4", "--output-tokens=4", f"--target={server.target}", *files)
+        assert "4 ok" in command(*load, "--api-key-file", str(key_file)).stdout
+        assert "UNAUTHENTICATED" in command(*load).stderr
+        assert re.search(r'"client": ?"alice"', server.log)
         program = shutil.which("grpcurl", path=str(Path(sys.executable).parent)) or shutil.which("grpcurl")
         if program:
             body = {"text": "Once upon a time", "sampling": {"temperature": 0}, "stopping": {"maxTokens": 8}}

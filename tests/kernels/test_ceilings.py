@@ -17,7 +17,7 @@ needs_library = pytest.mark.skipif(not native.available(), reason="the native ke
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the native kernels and without; passes as short as can be."""
     monkeypatch.setattr(module, "_PASS_SECONDS", 1e-4)
-    monkeypatch.setattr(module, "_TORCH_SIZE", 64)
+    monkeypatch.setattr(module, "_TORCH_SIZES", (64, 64))
     if not request.param:
         monkeypatch.setattr(native, "_LIBRARY", None)
 

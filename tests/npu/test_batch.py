@@ -207,3 +207,30 @@ def test_what_is_too_large_for_the_memory(rows):
     buffers.fill([([Row(0, [1], 31, [0, 1], True)] * 2, 2)])
     with pytest.raises(ValueError, match="where there is room for 4, 2, 2"):
         buffers.fill([(rows, len(rows))])
+
+
+def test_tokens_of_no_row_and_rows_of_no_token():
+    """Whatever longer steps have left there."""
+    r = random.Random(3)
+    buffers = BatchBuffers(40, 4, 8, 16, 300, CPU)
+    buffers.clear()
+    whole = buffers.tokens(7)
+    assert whole.slot_mapping.tolist() == [-1] * 7
+    assert whole.attention.context_lens.tolist() == [0] * 4
+    assert whole.attention.cu_seqlens_q.tolist() == [0] * 5
+    for _ in range(30):
+        rows = random_rows(r, r.randint(1, 4), 9)
+        staged = buffers.fill([(rows, len(rows))])
+        (part,) = staged.parts
+        size = min(40, part.tokens + r.randint(0, 9))
+        buffers.pad(part, size)
+        staged.upload()
+        same(buffers.batch(part), make_batch(rows, 16, CPU))
+        whole, beyond = buffers.tokens(size), slice(part.tokens, size)
+        assert len(whole.ids) == len(whole.positions) == len(whole.slot_mapping) == size
+        assert set(whole.ids[beyond].tolist() + whole.positions[beyond].tolist()) <= {0}
+        assert set(whole.slot_mapping[beyond].tolist()) <= {-1}
+        assert set(whole.attention.context_lens[len(rows) :].tolist()) <= {0}
+        assert whole.attention.cu_seqlens_q.tolist() == part.cu_seqlens + [part.tokens] * (4 - len(rows))
+        assert len(whole.attention.block_tables) == 4
+        assert whole.attention.host_context_lens == whole.attention.host_cu_seqlens_q == []

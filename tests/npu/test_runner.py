@@ -10,11 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from npuserve.kernels.native import available
+from npuserve.kernels.registry import KernelSet
 from npuserve.npu import runner as runner_module
 from npuserve.npu.backends import BackendError
+from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model_config import ModelError
 from npuserve.npu.runner import Runner, load_runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
+from tests.npu.backends.small import ids_of
 from tests.npu.models import FAMILIES, greedy, random_model, saved
 from tests.real_models import model_folder
 
@@ -85,10 +88,6 @@ class Driver:
         while len(self.generated(0)) < count:
             self.step(chunk)
         return self.end(0)
-
-
-def ids_of(length: int, seed: int = 0, vocabulary: int = 100) -> list[int]:
-    return random.Random(seed).choices(range(vocabulary), k=length)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -243,3 +242,29 @@ def test_real_models_answer_as_under_transformers(name: str):
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1,
                               pad_token_id=0)[0].tolist()
     assert Driver(runner).answer(prompt, 64, chunk=16) == expected[len(prompt) :]
+
+
+def test_what_compiles_at_a_first_call_is_called_before_any_request(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that may follow the last norm, of one row, of powers of two and of the largest number."""
+    folder = saved(random_model("qwen3"), tmp_path / "model")
+    called: list[tuple[str, int]] = []
+    monkeypatch.setattr(CpuBackend, "compiles", True)
+    load_set = KernelSet.__init__
+
+    def watched(self: KernelSet, *args, **kwargs) -> None:
+        load_set(self, *args, **kwargs)
+
+        def watching(name: str):
+            def call(*args, **kwargs):
+                called.append((name, len(args[0])))
+                return self._functions[name](*args, **kwargs)
+
+            return call
+
+        self.__dict__.update({name: watching(name) for name in self._functions})
+
+    monkeypatch.setattr(KernelSet, "__init__", watched)
+    load(folder, max_num_seqs=6)
+    ends = {name: {rows for other, rows in called if other == name} for name in
+            ("linear_argmax", "greedy", "sample", "logprobs", "penalize")}
+    assert ends == {name: {1, 2, 4, 6} for name in ends}

@@ -98,11 +98,11 @@ def test_programs_of_calls_count_each_call() -> None:
         seen.append(1)
         return KERNELS["swiglu"].implementations["cpu"].function(value)
 
-    calls = measure._calls(function, [(x,)] * 6, recorded=True)
+    calls = measure._calls(function, [(x,)] * 6, ceilings.HOST)
     assert len(seen) == 6
     calls()
     assert len(seen) == 6  # nothing of Python is left in it
-    measure._calls(function, [(x,)] * 6, recorded=False)()
+    measure._calls(function, [(x,)] * 6, None)()
     assert len(seen) == 12
 
 

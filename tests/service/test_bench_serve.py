@@ -419,6 +419,8 @@ def test_run_refuses_what_cannot_work(
     assert "--requests" in capsys.readouterr().err
     assert bench_serve.run(parsed("--trace", str(tmp_path / "absent"))) == 1
     assert "absent" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--tls-ca", str(tmp_path / "absent.pem"))) == 1
+    assert "absent.pem: No such file" in capsys.readouterr().err
     monkeypatch.setattr(bench_serve.importlib.util, "find_spec", lambda name: None)
     assert bench_serve.run(parsed("--plot", str(tmp_path / "x.png"))) == 1
     assert "npuserve[bench]" in capsys.readouterr().err

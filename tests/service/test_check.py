@@ -48,7 +48,7 @@ def test_the_machine(folder: Path, capsys: Capture) -> None:
     if platform.machine() == "x86_64":
         assert ("avx2" in it["cpu_features"]) == torch.cpu._is_avx2_supported()
         assert ("avx512f" in it["cpu_features"]) == torch.cpu._is_avx512_supported()
-    assert set(report["optional"]) == {"torch_npu", "transformers", "matplotlib"}
+    assert set(report["optional"]) == {"torch_npu", "triton", "transformers", "matplotlib"}
 
 
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}

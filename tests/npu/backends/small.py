@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,10 @@ def saved_w8a8(folder: Path, **sizes: Any) -> Path:
     """The same in W8A8, as `npuserve quantize` rounds it."""
     quantize_checkpoint(saved(folder / "floats", **sizes), folder / "w8a8")
     return folder / "w8a8"
+
+
+def ids_of(length: int, seed: int = 0, vocabulary: int = 100) -> list[int]:
+    return random.Random(seed).choices(range(vocabulary), k=length)
 
 
 @dataclass

@@ -15,8 +15,9 @@ import torch
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.ascend import AscendBackend
-from npuserve.npu.backends.ascend_graphs import Graphs, Lengths, default_buckets
+from npuserve.npu.backends.ascend_graphs import AscendGraphs, Lengths
 from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.model_config import ModelError
 from npuserve.npu.runner import Runner, load_runner
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
@@ -98,12 +99,15 @@ def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> No
     rows, here = range(3), threading.get_native_id()
     flying = runner.launch(Step([Row(i, [5, 7, 9], 0, [i], True) for i in rows],
                                 [NewRequest(i, [5, 7, 9], [], GREEDY) for i in rows]))
+    lengths = runner.backend._lengths
     for step in range(12):
+        lengths.check(lengths.given)  # its thread has told of the step before
         emulator.clear_calls()
         following = runner.launch(Step([Row(i, [PENDING], 3 + step, [i], True) for i in rows]))
         emulator.mark("launched")
         result = runner.collect(flying)
         flying = following
+    lengths.check(lengths.given)
     calls = emulator.calls()
     assert result.captured_decodes == 3
     own = [call.name for call in calls if call.thread == here]
@@ -113,8 +117,8 @@ def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> No
     assert not [name for name in launch if "Synchronize" in name]
     # The host waits for the copy of the ids and reads two events that are past: no stream, no device.
     assert {name for name in collect if "Synchronize" in name} == {"aclrtSynchronizeEvent"}
-    lengths = Counter(call.name for call in calls if call.thread != here and "TaskUpdate" in call.name)
-    assert lengths == {"aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS}
+    updates = Counter(call.name for call in calls if call.thread != here and "TaskUpdate" in call.name)
+    assert updates == {"aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS}
     runner.collect(flying)
 
 
@@ -147,7 +151,7 @@ class Attention:
             paged_attention.implementations["ascend"].function, AttentionMetadata.from_lengths(tables, [1], [1]))
         made = backend.capture(lambda rows: attend(q, keys, values, metadata, 1.0), 1, decode=True)
         self._keep = keys, values, q, metadata
-        assert isinstance(made, Graphs)
+        assert isinstance(made, AscendGraphs)
         self.backend, self.lengths, self.graph = backend, backend._lengths, made._graphs[1].graph
         self.replay = made.replay
 

@@ -1,0 +1,153 @@
+"""The process that runs parts: one JSON object a line on stdout for what begins, each row, what fails and what ends."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cuda_parts import stand_in
+
+if TYPE_CHECKING:
+    from npuserve.kernels.ceilings import Ceilings, Machine
+    from npuserve.npu.backends.base import Backend
+
+T = TypeVar("T")
+Units = Iterator[tuple[str, Callable[[], Iterator[dict[str, Any]]]]]
+
+LOST = 4
+"""Exit code: the device does no more for this process."""
+
+
+@dataclass
+class Context:
+    """What parts share. toy: nothing is as large as it is on a GPU."""
+
+    args: argparse.Namespace
+    backend: Backend
+    machine: Machine
+    out: Path
+    _kept: dict[Any, Any] = field(default_factory=dict)
+    _ceilings: tuple[Ceilings, dict[str, float]] | None = None
+
+    @property
+    def toy(self) -> bool:
+        return bool(self.args.shape == "toy")
+
+    @property
+    def quick(self) -> bool:
+        return bool(self.args.quick)
+
+    @property
+    def gpu(self) -> bool:
+        """Whether there is one, with clocks, streams and profiles of its own."""
+        return self.backend.device.type == "cuda"
+
+    def ceilings(self) -> tuple[Ceilings, dict[str, float]]:
+        """Of this process, and the best of several passes: read_gbs, copy_gbs, bf16_gflops, int8_gops, fp32_gflops."""
+        if self._ceilings is None:
+            from npuserve.kernels import ceilings
+
+            if self.toy:
+                ceilings._TORCH_SIZES = (64, 64)
+                ceilings._PASS_SECONDS = 1e-3
+            made = ceilings.Ceilings((8 << 20) if self.toy else (4 << 30), machine=self.machine)
+            best = made.best()
+            best["copy_gbs"] = max(made.copy() for _ in range(7)) / 1e9
+            self._ceilings = made, best
+        return self._ceilings
+
+    def only(self, key: Any, make: Callable[[], T]) -> T:
+        """What was made for that key, which is kept until another is asked for: models are large."""
+        if key not in self._kept:
+            self.release()
+            self._kept[key] = make()
+        found: T = self._kept[key]
+        return found
+
+    def release(self) -> None:
+        self._kept.clear()
+        gc.collect()
+        if self.gpu:
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def run(args: argparse.Namespace, parts: list[str], done: list[str], seconds: float, out: str, shard: list[int]
+        ) -> int:
+    """shard: of the units those whose number is the first of it modulo the second."""
+    # What libraries print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def tell(event: str, **facts: Any) -> None:
+        try:
+            print(json.dumps({"event": event, **facts}), file=answers, flush=True)
+        except BrokenPipeError:  # nobody is there any more
+            os._exit(1)
+
+    ends = time.monotonic() + seconds
+    tell("start")
+    context = start(args, Path(out))
+    for part in parts:
+        tell("part", part=part)
+        deadline = min(time.monotonic() + args.budgets[part], ends)
+        try:
+            units = list(importlib.import_module(f"cuda_parts.{part}").units(context))[shard[0] :: shard[1]]
+        except Exception:
+            tell("note", part=part, unit="all", said=traceback.format_exc())
+            units = []
+        left_out = []
+        for name, unit in units:
+            if f"{part}/{name}" in done:
+                continue
+            if time.monotonic() > deadline:
+                left_out.append(name)
+                continue
+            tell("begin", part=part, unit=name)
+            try:
+                for row in unit():
+                    tell("row", part=part, **row)
+            except Exception as error:
+                tell("note", part=part, unit=name, said=traceback.format_exc())
+                if lost(error):
+                    return LOST
+                del error
+                context.release()
+        if left_out:
+            tell("note", part=part, unit=", ".join(left_out), said="left out: the part's budget is spent")
+        context.release()
+        tell("end", part=part)
+    return 0
+
+
+def start(args: argparse.Namespace, out: Path) -> Context:
+    if importlib.util.find_spec("msgspec") is None:
+        sys.modules["msgspec"] = stand_in.msgspec()
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    import npuserve.kernels  # noqa: F401  fills the registry
+    from npuserve.npu.backends import select
+    from npuserve.npu.machine import machine_of
+
+    backend = select(args.device, () if args.emulate else None)
+    backend.set_threads(0)
+    return Context(args, backend, machine_of(backend), out)
+
+
+def lost(error: Exception) -> bool:
+    """Whether what the process has on the device is gone."""
+    from npuserve.npu.backends import fault
+    from npuserve.npu.backends.base import Fault
+
+    return fault(error) in (Fault.ENGINE, Fault.NODE)

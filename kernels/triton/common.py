@@ -1,0 +1,38 @@
+"""Checks of arguments, which the calls of the Triton kernels share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT32 = 2**31 - 1
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def power(number: int) -> int:
+    """The least power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {value} is not from {least} to {most}")
+
+
+def matrix(name: str, tensor: Tensor, device: torch.device) -> None:
+    rows_apart = tensor.dim() == 2 and (tensor.shape[1] <= 1 or tensor.stride(1) == 1)
+    if not rows_apart or tensor.dtype not in FLOATS or tensor.device != device:
+        raise ValueError(f"{name}: not a matrix of {_names(FLOATS)} on {device} whose rows are contiguous: "
+                         f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}")
+
+
+def check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(f"{name}: not a contiguous {list(shape)} of {_names(dtypes)} on {device}: "
+                         f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

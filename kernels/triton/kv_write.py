@@ -1,0 +1,115 @@
+"""Queries, keys and values between their projection and attention on CUDA, where one token is to meet many
+multiprocessors, and where the cache may be in int8. Ascend has that of qk_norm_rope_kv_write.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kv_write_kernel(
+    qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, k_scale, v_scale, q_out,
+    eps, qkv_stride: tl.int64,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As the kernel qk_norm_rope_kv_write takes and gives them; k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of
+    caches in int8, or None. HALF: of a head. HALF_BLOCK: the power of two that is at least HALF.
+
+    A program takes HEADS, a power of two, heads of a token: of its queries, its keys or its values, in that order; so
+    many programs a token as that makes."""
+    Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    KV_GROUPS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    token = tl.program_id(0) // (Q_GROUPS + 2 * KV_GROUPS)
+    group = tl.program_id(0) % (Q_GROUPS + 2 * KV_GROUPS)
+    # What the host copied, and what never changes, may be read before the kernel ahead is done.
+    slot = tl.load(slot_mapping + token)
+    places = tl.arange(0, HALF_BLOCK)
+    angles = cos_sin + tl.load(positions + token) * (2 * HALF) + places
+    cos = tl.load(angles, mask=places < HALF, other=0.0)
+    sin = tl.load(angles + HALF, mask=places < HALF, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    source = qkv + token * qkv_stride
+    if group < Q_GROUPS:
+        a, b, offsets, inside = _turned(source, q_gamma, eps, cos, sin, group * HEADS, Q_HEADS, HALF, HALF_BLOCK, HEADS)
+        target = q_out + token.to(tl.int64) * (Q_HEADS * 2 * HALF) + offsets
+        tl.store(target, a.to(q_out.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, b.to(q_out.dtype.element_ty), mask=inside)
+    elif slot >= 0:
+        if group < Q_GROUPS + KV_GROUPS:
+            first = (group - Q_GROUPS) * HEADS
+            a, b, offsets, inside = _turned(
+                source + Q_HEADS * 2 * HALF, k_gamma, eps, cos, sin, first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
+            _keep(a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty), offsets, inside, k_cache, k_scale, slot,
+                  first, KV_HEADS, HALF, HEADS)
+        else:
+            first = (group - Q_GROUPS - KV_GROUPS) * HEADS
+            offsets, inside = _own(first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
+            values = source + (Q_HEADS + KV_HEADS) * 2 * HALF + offsets
+            _keep(tl.load(values, mask=inside, other=0.0), tl.load(values + HALF, mask=inside, other=0.0), offsets,
+                  inside, v_cache, v_scale, slot, first, KV_HEADS, HALF, HEADS)
+
+
+@triton.jit
+def _own(first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr):
+    """Where the first halves of heads from `first` on lie, [HEADS, HALF_BLOCK], and which of it is there."""
+    heads = first + tl.arange(0, HEADS)
+    places = tl.arange(0, HALF_BLOCK)
+    return heads[:, None] * (2 * HALF) + places[None, :], (heads[:, None] < COUNT) & (places[None, :] < HALF)
+
+
+@triton.jit
+def _turned(
+    source, gamma, eps, cos, sin, first,
+    COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):
+    """Both halves of the heads in float32, normalized if there is a gamma, and turned."""
+    offsets, inside = _own(first, COUNT, HALF, HALF_BLOCK, HEADS)
+    a = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
+    if gamma is not None:
+        places = tl.arange(0, HALF_BLOCK)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
+        a = _scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
+        b = _scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+    return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], offsets, inside
+
+
+@triton.jit
+def _scaled(x, scale, gamma):
+    """x [HEADS, HALF_BLOCK] float32 times scale [HEADS], times gamma [HALF_BLOCK]: each product rounded to gamma's
+    dtype."""
+    x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
+    return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)
+
+
+@triton.jit
+def _keep(
+    a, b, offsets, inside, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):
+    """Both halves into the cache; into int8 as `quantize_heads` does it, to the bit."""
+    target = cache + slot * (KV_HEADS * 2 * HALF) + offsets
+    if scales is None:
+        tl.store(target, a, mask=inside)
+        tl.store(target + HALF, b, mask=inside)
+    else:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        exact = tl.div_rn(largest, tl.full((HEADS,), 127.0, tl.float32))
+        above = ((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16) << 16
+        scale = tl.where(exact > 0, above.to(tl.float32, bitcast=True), 1.0)
+        heads = first + tl.arange(0, HEADS)
+        tl.store(scales + slot * KV_HEADS + heads, scale.to(tl.bfloat16), mask=heads < KV_HEADS)
+        tl.store(target, _rounded(a, scale), mask=inside)
+        tl.store(target + HALF, _rounded(b, scale), mask=inside)
+
+
+@triton.jit
+def _rounded(x, scale):
+    """x / scale as int8, halves to even: next to 1.5 * 2**23 floats are 1 apart."""
+    shifted = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)) + 12582912.0
+    return tl.clamp(shifted - 12582912.0, -127.0, 127.0).to(tl.int8)

@@ -1,0 +1,242 @@
+"""Calls of the Triton kernels of attention and of what comes before it: arguments are checked here, and cut into
+programs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels import triton
+from npuserve.kernels.kv_cache import Cache
+from npuserve.kernels.quantized import Int8
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
+from npuserve.kernels.triton.dependent import dependent
+from npuserve.kernels.triton.kv_write import kv_write_kernel
+from npuserve.kernels.triton.paged_attention import paged_attention_kernel
+
+_MERGED = 8192
+"""Float32 numbers that a program merges at a time: 64 registers of each of 128 threads."""
+
+_ARRIVED = 1 << 14
+"""Counters of a device: of parts of work that may be there at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a launch is cut.
+
+    queries: rows of a tile, of queries by the query heads that share a KV head; a power of two. keys: taken at a time,
+    a power of two, 16 at least. programs: for each multiprocessor, which that many parts of the work are made for.
+    least: tokens of a part at least. warps, stages: of a program.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    least: int
+
+
+def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int) -> Config:
+    """What a call takes.
+
+    Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us, and with 800 ns of latency 26 KB are to be under way. The
+    number of a block comes before the block, so that of five stages two are turns under way, of seven three: with heads
+    of 128 two programs have 2 turns x 32 KB each, 128 KB together, and a turn may last 2 us; in int8 3 x 16 KB each, 96
+    KB together. Chunks: 128 rows make the two groups of four warps that wgmma takes; few tokens make smaller tiles, so
+    that there are more of them. Keys are as many as registers hold without spilling.
+    """
+    wide, exact = power(max(head_dim, 16)), activations == torch.float32
+    keys = max(16, min(128, (2048 if exact else 8192) // wide))
+    if not chunks:
+        return Config(16, keys, 4, 3 if exact else 7 if cached == torch.int8 else 5, 2, 128)
+    if exact:
+        return Config(16, keys, 4, 2, 2, 256)
+    if wide > 128:
+        return Config(64, keys, 8, 3, 1, 256)
+    return Config(128, 64, 8, 3, 1, 256) if tokens > 512 else Config(64, 64, 4, 3, 2, 256)
+
+
+CONFIGS = {
+    False: [Config(16, *numbers) for numbers in (
+        (64, 4, 5, 2, 128), (64, 4, 5, 2, 64), (64, 4, 5, 2, 256), (64, 4, 5, 3, 128), (64, 4, 5, 4, 128),
+        (64, 4, 3, 4, 128), (64, 4, 7, 2, 128), (64, 4, 7, 3, 128), (32, 4, 5, 4, 128), (32, 4, 7, 4, 128),
+        (128, 8, 5, 1, 128), (64, 8, 5, 2, 128), (64, 8, 7, 2, 128))],
+    True: [Config(*numbers, 256) for numbers in (
+        (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 5, 1),
+        (128, 128, 8, 3, 1), (128, 32, 8, 3, 1))],
+}
+"""By `chunks`: what is worth measuring in place of `config`, on heads of 128 in two bytes or int8."""
+
+
+def paged_attention(
+    q: Tensor, k_cache: Cache, v_cache: Cache, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor,
+    scale: float, one_each: bool, decode: Config | None = None, chunks: Config | None = None,
+) -> Tensor:
+    """As the kernel of that name. one_each: each row has one query, and each query a row. decode, chunks: in place of
+    `config`. ValueError."""
+    if q.dim() != 3:
+        raise ValueError(f"q: {list(q.shape)} is not [tokens, query heads, head_dim]")
+    tokens, q_heads, dim = q.shape
+    check("q", q, q.shape, FLOATS, q.device)
+    (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, q), _parts("v_cache", v_cache, q)
+    if values.shape != keys.shape or values.dtype != keys.dtype:
+        raise ValueError(f"v_cache: {list(values.shape)} {values.dtype} is not {list(keys.shape)} {keys.dtype}")
+    size, kv_heads, cached_dim = keys.shape[1:]
+    if cached_dim != dim:
+        raise ValueError(f"k_cache: heads of {cached_dim} beside queries of {dim}")
+    if dim % 2 or not 8 <= dim <= 256:
+        raise ValueError(f"q: heads of {dim} are not even, from 8 to 256")
+    if not q_heads or q_heads % kv_heads:
+        raise ValueError(f"q: {q_heads} heads are not a multiple of {kv_heads} KV heads")
+    if k_scale is not None and size % 2:
+        raise ValueError(f"k_cache: blocks of {size} are not even, as int8 asks")
+    group = q_heads // kv_heads
+    within("query heads of a KV head", group, 1, 64)
+    rows = len(context_lens)
+    within("rows", rows, 0, 1 << 14)
+    within("tokens", tokens, 0, INT32 // q_heads)
+    check("context_lens", context_lens, (rows,), (torch.int32,), q.device)
+    check("cu_seqlens_q", cu_seqlens_q, (rows + 1,), (torch.int32,), q.device)
+    if (block_tables.dim() != 2 or len(block_tables) != rows or block_tables.dtype != torch.int32
+            or (block_tables.shape[1] > 1 and block_tables.stride(1) != 1) or block_tables.device != q.device):
+        raise ValueError(f"block_tables: not {rows} rows of int32 on {q.device}, each contiguous: "
+                         f"{list(block_tables.shape)} {block_tables.dtype} on {block_tables.device}")
+    if not (0 < scale < math.inf):
+        raise ValueError(f"scale: {scale} is not above 0 and finite")
+    if one_each and tokens != rows:
+        raise ValueError(f"one_each: {tokens} queries of {rows} rows")
+    out = torch.empty(tokens, q_heads * dim, dtype=q.dtype, device=q.device)
+    if not rows:
+        return out.zero_()
+
+    scales = [None if scale is None else scale.view(-1).view(torch.int32) for scale in (k_scale, v_scale)]
+    for chunked, chosen in ((False, decode), (True, chunks)):
+        if not tokens or (chunked and one_each):
+            continue
+        made = cut(
+            chosen or config(chunked, dim, q.dtype, keys.dtype, tokens), chunked, tokens, rows, q_heads, kv_heads, dim,
+            size, block_tables.shape[1] * size, _processors(q.device))
+        lines = made.constants["BLOCK_M"] // group * group if chunked else group
+        partial = torch.empty(made.slots, lines, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(made.slots, 2, lines, dtype=torch.float32, device=q.device)
+        paged_attention_kernel[(made.programs,)](
+            q, keys, values, *scales, block_tables, context_lens, cu_seqlens_q, out, partial, stats,
+            _arrived(q.device, made.slots), tokens, rows, block_tables.stride(0), scale * math.log2(math.e),
+            **made.constants, **made.options, **dependent(q))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A launch's programs, slots for parts that are merged, and what it is compiled with."""
+
+    programs: int
+    slots: int
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+def cut(
+    chosen: Config, chunks: bool, tokens: int, rows: int, q_heads: int, kv_heads: int, dim: int, size: int, reach: int,
+    processors: int,
+) -> Cut:
+    """reach: tokens of the longest context that a row's blocks can hold. Depends on shapes alone."""
+    group, wide = q_heads // kv_heads, power(max(dim, 16))
+    height = max(16, chosen.queries if chunks else 0, power(group))
+    a_tile = height // group if chunks else 1
+    parts = chosen.programs * processors
+    longer = min(rows, tokens // 2)
+    tiles = (tokens + longer * (a_tile - 1)) // a_tile if chunks else min(rows, tokens)
+    # A tile has no more parts than its share of the work gives, and one more; and none is far below `least`.
+    items = min(parts // kv_heads + tiles, tiles * max(1, (reach + chosen.least // 2) // chosen.least))
+    merged_rows = min(8, power(a_tile * group))
+    return Cut(
+        (items + chunks) * kv_heads, min(4 * parts // 3, items * kv_heads),
+        {"CHUNKS": chunks, "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "D_BLOCK": wide, "SIZE": size,
+         "ROWS": _rows(rows), "BLOCK_M": height, "BLOCK_N": chosen.keys, "PROGRAMS": parts,
+         "LEAST_PART": chosen.least, "MERGED_ROWS": merged_rows, "MERGED": max(1, _MERGED // (merged_rows * wide)),
+         "WIDE": triton.DEVICE == "cpu"},
+        {"num_warps": chosen.warps, "num_stages": chosen.stages})
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    num_q_heads: int,
+) -> Tensor:
+    """As the kernel of that name; positions and slots that are out of range are not noticed. ValueError."""
+    matrix("qkv", qkv, qkv.device)
+    tokens, width = qkv.shape
+    (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, qkv), _parts("v_cache", v_cache, qkv)
+    if values.shape != keys.shape or values.dtype != keys.dtype:
+        raise ValueError(f"v_cache: {list(values.shape)} {values.dtype} is not {list(keys.shape)} {keys.dtype}")
+    kv_heads, dim = keys.shape[2:]
+    within("columns of qkv", width, 1, INT32 // 4)
+    within("num_q_heads", num_q_heads, 1, width)
+    if dim % 2 or not 2 <= dim <= 256:
+        raise ValueError(f"k_cache: heads of {dim} are not even, from 2 to 256")
+    if width != (num_q_heads + 2 * kv_heads) * dim:
+        raise ValueError(f"qkv: {width} columns are not ({num_q_heads} + 2 * {kv_heads}) heads of {dim}")
+    for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
+        if gamma is not None:
+            check(name, gamma, (dim,), (qkv.dtype,), qkv.device)
+    check("cos_sin", cos_sin, (len(cos_sin), dim), (torch.float32,), qkv.device)
+    for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check(name, tensor, (tokens,), (torch.int64,), qkv.device)
+    # A thread has 16 bytes of each half of a head of 128. Where tokens are many, programs need not be.
+    heads = 4 if tokens <= 64 else 8
+    programs = -(-num_q_heads // heads) + 2 * -(-kv_heads // heads)
+    within("tokens of qkv", tokens, 0, INT32 // programs)
+    q = torch.empty(tokens, num_q_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        kv_write_kernel[(tokens * programs,)](
+            qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, keys, values, k_scale, v_scale, q,
+            eps, qkv.stride(0), Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=dim // 2, HALF_BLOCK=power(dim // 2),
+            HEADS=heads, num_warps=heads // 4, **dependent(qkv))
+    return q
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+_counters: dict[torch.device, Tensor] = {}
+
+
+def _arrived(device: torch.device, count: int) -> Tensor:
+    """Zeros, which each launch leaves as such; one launch of a device at a time uses them."""
+    within("parts of a launch", count, 0, _ARRIVED)
+    if device not in _counters:
+        _counters[device] = torch.zeros(_ARRIVED, dtype=torch.int32, device=device)
+    return _counters[device]
+
+
+def _rows(rows: int) -> int:
+    """A power of two that is at least `rows`; few different ones, each of which is compiled."""
+    return next((n for n in (1, 16, 64, 256) if rows <= n), power(rows))
+
+
+def _parts(name: str, cache: Cache, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(numbers, scales or None), checked."""
+    numbers, scale = (cache.values, cache.scale) if isinstance(cache, Int8) else (cache, None)
+    if numbers.dim() != 4:
+        raise ValueError(f"{name}: {list(numbers.shape)} is not [blocks, block_size, KV heads, head_dim]")
+    check(name, numbers, tuple(numbers.shape), (torch.int8,) if scale is not None else (q.dtype,), q.device)
+    if scale is not None:
+        check(f"scale of {name}", scale, tuple(numbers.shape[:3]), (torch.bfloat16,), q.device)
+    return numbers, scale

@@ -1,0 +1,173 @@
+"""Calls of the products with weights: arguments are checked here, and cut into tiles (see `linear_tiles`)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels.quantized import Int8, Int8Weight, Weight
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
+from npuserve.kernels.triton.dependent import dependent
+from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
+from npuserve.kernels.triton.linear_tiles import Kind, Tiles, choose, takes_int8
+
+TILES = 1 << 16
+"""Whose K is split, at most."""
+
+_GROUP = 8
+_MERGED = 4096
+_FINISHED = 1024
+
+
+def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
+    """As the kernel of that name, both x and weight in int8 or neither; tiles: other ones than the table's.
+    TypeError, ValueError."""
+    values, numbers = _operands(x, weight, bias)
+    tiles = tiles or _choose("linear", values, numbers)
+    if tiles is None and not isinstance(weight, Int8Weight):
+        return F.linear(values, numbers, bias)
+    return _outputs("linear", x, weight, bias, tiles)
+
+
+def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor | None:
+    """As the kernel of that name without a scheme; None where the table says that `linear` and `swiglu` are faster."""
+    values, numbers = _operands(x, weight, bias)
+    if len(numbers) % 2:
+        raise ValueError(f"weight: {len(numbers)} rows are not as many of gate and up")
+    tiles = tiles or _choose("linear_swiglu", values, numbers)
+    if tiles is None and not isinstance(weight, Int8Weight):
+        return None
+    return _outputs("linear_swiglu", x, weight, bias, tiles)
+
+
+def linear_argmax(
+    x: Tensor | Int8, weight: Weight, bias: Tensor | None, vocabulary: int, tiles: Tiles | None = None
+) -> Tensor | None:
+    """As the kernel of that name; None where the table says that `linear` and `greedy` are faster."""
+    values, numbers = _operands(x, weight, bias)
+    within("vocabulary", vocabulary, 1, len(numbers))
+    tiles = tiles or _choose("linear_argmax", values, numbers)
+    if tiles is None:
+        return None
+    if tiles.split != 1:
+        raise ValueError(f"tiles: {tiles.split} parts of K; a choice is made of whole sums")
+    count = -(-vocabulary // tiles.n)
+    best = torch.empty(len(values), count, dtype=torch.float32, device=values.device)
+    places = torch.empty(len(values), count, dtype=torch.int32, device=values.device)
+    ids = torch.empty(len(values), 1, dtype=torch.int64, device=values.device)
+    nothing = torch.empty(0, dtype=weight.dtype, device=values.device)
+    _product("linear_argmax", x, weight, bias, nothing, tiles, vocabulary, best, places)
+    if len(values):
+        argmax_merge_kernel[(len(values),)](
+            best=best, places=places, ids=ids, tiles=count, BLOCK=min(_MERGED, power(count)), **dependent(values))
+    return ids
+
+
+def library(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    """`linear` or `linear_swiglu` of int8 by the library, which makes sums [T, N] in memory. ValueError where it takes
+    no such shape."""
+    values, numbers = _operands(x, weight, bias)
+    if not isinstance(x, Int8) or not takes_int8(len(values), *numbers.shape):
+        raise ValueError(f"x: {list(values.shape)} and a weight {list(numbers.shape)} are no product of the library's")
+    return _outputs(kind, x, weight, bias, None)
+
+
+def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
+    """Of operands that were checked. Without tiles: of int8, by the library."""
+    gated = kind == "linear_swiglu"
+    shape = len(x), weight.shape[0] // (1 + gated)
+    out = torch.empty(shape, dtype=weight.dtype, device=x.values.device if isinstance(x, Int8) else x.device)
+    if tiles is not None:
+        _product(kind, x, weight, bias, out, tiles)
+        return out
+    assert isinstance(x, Int8)
+    assert isinstance(weight, Int8Weight)
+    assert isinstance(weight.values, Tensor)
+    sums = torch._int_mm(x.values, weight.values.t())
+    finish_kernel[(shape[0], -(-shape[1] // _FINISHED))](
+        sums=sums, x_scale=x.scale, weight_scale=weight.scale, bias=bias, out=out, tokens=shape[0], n=shape[1],
+        GATED=gated, BLOCK=_FINISHED, **dependent(sums))
+    return out
+
+
+def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The numbers of x [T, K] and weight [N, K], checked with all that comes with them."""
+    if isinstance(x, Int8) != isinstance(weight, Int8Weight):
+        raise TypeError("x and weight: one is int8, the other is not")
+    values = x.values if isinstance(x, Int8) else x
+    numbers = weight.values if isinstance(weight, Int8Weight) else weight
+    if not isinstance(numbers, Tensor) or numbers.dim() != 2:
+        raise TypeError("weight: not a matrix of a tensor")
+    device, (n, k) = values.device, numbers.shape
+    within("rows of weight", n, 1, INT32 // 4)
+    within("columns of weight", k, 1, 1 << 15 if isinstance(weight, Int8Weight) else 1 << 20)
+    if values.dim() != 2 or values.shape[1] != k:
+        raise ValueError(f"x: {list(values.shape)} is not [rows, {k}]")
+    within("rows of x", len(values), 0, 1 << 22)
+    if isinstance(x, Int8) and isinstance(weight, Int8Weight):
+        if x.zero is not None or weight.zero is not None:
+            raise ValueError("zero: on CUDA int8 activations and weights have no zeros")
+        check("values of x", values, (len(values), k), (torch.int8,), device)
+        check("scale of x", x.scale, (len(values),), (torch.float32,), device)
+        check("values of weight", numbers, (n, k), (torch.int8,), device)
+        check("scale of weight", weight.scale, (n,), (torch.float32,), device)
+        if weight.dtype not in FLOATS:
+            raise ValueError(f"weight: products of {weight.dtype}")
+    else:
+        matrix("x", values, device)
+        check("weight", numbers, (n, k), (values.dtype,), device)
+    if bias is not None:
+        check("bias", bias, (n,), FLOATS, device)
+    return values, numbers
+
+
+def _choose(kind: Kind, values: Tensor, numbers: Tensor) -> Tiles | None:
+    n, k = numbers.shape
+    return choose(kind, numbers.itemsize, len(values), n, k, processors(values.device))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; where Triton interprets, of the one that the tables were made for."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def _arrived(device: torch.device) -> Tensor:
+    """[TILES] int32, 0 between launches. All products of a device go through one stream, one after the other."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first product of a process cannot be captured: run a step before")
+    return torch.zeros(TILES, dtype=torch.int32, device=device)
+
+
+def _product(
+    kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    vocabulary: int = 0, best: Tensor | None = None, places: Tensor | None = None,
+) -> None:
+    """Fills out or, of which out is the type then, best and places. Of operands that were checked."""
+    values, x_scale = (x.values, x.scale) if isinstance(x, Int8) else (x, None)
+    numbers, weight_scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
+    assert isinstance(numbers, Tensor)
+    gated = kind == "linear_swiglu"
+    (rows, k), n = values.shape, len(numbers) // (1 + gated)
+    if not rows:
+        return
+    columns = n if best is None else vocabulary  # padded rows of a head are not read
+    heights, widths = -(-rows // tiles.m), -(-columns // tiles.n)
+    within("tiles", heights * widths * tiles.split, 1, INT32)
+    partial, arrived = None, None
+    if tiles.split > 1:
+        within("tiles whose K is split", heights * widths, 1, TILES)
+        size = heights * widths * tiles.split * (1 + gated) * tiles.n * tiles.m
+        whole = torch.int32 if weight_scale is not None else torch.float32
+        partial, arrived = torch.empty(size, dtype=whole, device=values.device), _arrived(values.device)
+    product_kernel[(heights * widths * tiles.split,)](
+        x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
+        places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
+        GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP,
+        EVEN=k % tiles.k == 0, ONCE=heights == 1, AHEAD=tiles.stages if k * numbers.itemsize % 16 == 0 else 0,
+        WIDE=not values.is_cuda and values.dtype == torch.bfloat16, num_warps=tiles.warps, num_stages=tiles.stages,
+        **dependent(values))

@@ -1,0 +1,163 @@
+"""Calls of the kernels in rows.py: arguments are checked here, and cut into blocks and programs.
+
+A row that has to be seen as a whole (normalized, quantized) is one program's, 16 numbers to a thread, so that a single
+row of 5120 takes 320 threads' loads of 16 bytes and no second pass; others are cut into columns, 8 numbers to a thread.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.quantized import Int8, Int8Weight, Scheme
+from npuserve.kernels.triton.common import INT32, check, matrix, power, within
+from npuserve.kernels.triton.dependent import dependent
+from npuserve.kernels.triton.rows import (
+    embedding_kernel,
+    keep_ids_kernel,
+    quantize_kernel,
+    rms_norm_kernel,
+    swiglu_kernel,
+    take_ids_kernel,
+)
+
+WIDTH = 32768
+"""Numbers of a row that one program sees, at most."""
+
+COLUMNS = 1024
+"""Of a row that is cut into columns, and ids, that a program takes."""
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+    """As the kernel of that name, of rows of at most `WIDTH`. ValueError."""
+    return _rms_norm(x, None, None, gamma, eps, scheme)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+) -> tuple[Tensor | Int8, Tensor]:
+    """As the kernel of that name, of rows of at most `WIDTH`. ValueError."""
+    _rows("residual", residual, x)
+    _same_shape("residual", residual, x)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _rms_norm(x, residual, total, gamma, eps, scheme), total
+
+
+def _rms_norm(
+    x: Tensor, residual: Tensor | None, total: Tensor | None, gamma: Tensor, eps: float, scheme: Scheme | None
+) -> Tensor | Int8:
+    _rows("x", x, x)
+    rows, width = x.shape
+    within("columns of x", width, 1, WIDTH)
+    check("gamma", gamma, (width,), (x.dtype,), x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if scheme is None else _int8(x, scheme)
+    if rows:
+        block = power(width)
+        rms_norm_kernel[(rows,)](
+            x=x, residual=residual, gamma=gamma, out=out if isinstance(out, Tensor) else None, total=total,
+            **_targets(out, scheme), width=width, x_stride=x.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0), eps=eps,
+            levels=scheme.levels if scheme else 0.0, BLOCK=block, num_warps=_warps(block), **dependent(x))
+    return out
+
+
+def quantize(x: Tensor, scheme: Scheme) -> Int8:
+    """As the kernel of that name, of rows of at most `WIDTH`. ValueError."""
+    _rows("x", x, x)
+    rows, width = x.shape
+    within("columns of x", width, 1, WIDTH)
+    out = _int8(x, scheme)
+    if rows:
+        block = power(width)
+        quantize_kernel[(rows,)](
+            x=x, **_targets(out, scheme), width=width, x_stride=x.stride(0), levels=scheme.levels, BLOCK=block,
+            num_warps=_warps(block), **dependent(x))
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """As the kernel of that name. ValueError."""
+    _rows("gate_up", gate_up, gate_up)
+    rows, both = gate_up.shape
+    if both % 2:
+        raise ValueError(f"gate_up: {both} columns are not those of a gate and of as many more")
+    width = both // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        swiglu_kernel[(rows, -(-width // COLUMNS))](
+            gate_up=gate_up, out=out, width=width, stride=gate_up.stride(0), BLOCK=COLUMNS, **dependent(gate_up))
+    return out
+
+
+def embedding(ids: Tensor, table: Tensor | Int8Weight) -> Tensor:
+    """As the kernel of that name; ids that are out of range are not noticed. ValueError."""
+    values, scale, zero = (table, None, None) if isinstance(table, Tensor) else (table.values, table.scale, table.zero)
+    if not isinstance(values, Tensor) or values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
+        raise ValueError("table: not a matrix whose rows are contiguous")
+    if values.device != ids.device:
+        raise ValueError(f"table: on {values.device}, and ids on {ids.device}")
+    check("ids", ids, (ids.numel(),), (torch.int64,), values.device)
+    if isinstance(table, Int8Weight):
+        check("scale of table", table.scale, (len(values),), (torch.float32,), values.device)
+        if table.zero is not None:
+            check("zero of table", table.zero, (len(values),), (torch.int32,), values.device)
+    rows, width = len(ids), values.shape[1]
+    out = torch.empty(rows, width, dtype=table.dtype, device=ids.device)
+    if out.numel():
+        embedding_kernel[(rows, -(-width // COLUMNS))](
+            ids=ids, table=values, scales=scale, zeros=zero, out=out, width=width, table_stride=values.stride(0),
+            BLOCK=COLUMNS, **dependent(ids))
+    return out
+
+
+def take_ids(ids: Tensor, last: Tensor) -> Tensor:
+    """As the kernel of that name; ids below -R are not noticed. ValueError."""
+    check("ids", ids, (ids.numel(),), (torch.int64,), ids.device)
+    check("last", last, (last.numel(),), (torch.int64,), ids.device)
+    out = torch.empty_like(ids)
+    if count := len(ids):
+        take_ids_kernel[(-(-count // COLUMNS),)](
+            ids=ids, last=last, out=out, count=count, BLOCK=COLUMNS, **dependent(ids))
+    return out
+
+
+def keep_ids(ids: Tensor, last: Tensor) -> None:
+    """As the kernel of that name. ValueError."""
+    if ids.dim() != 2 or ids.dtype != torch.int64 or not ids.shape[1]:
+        raise ValueError(f"ids: {list(ids.shape)} {ids.dtype} is not [R, W] int64 with a first column")
+    check("last", last, (len(ids),), (torch.int64,), ids.device)
+    if count := len(ids):
+        keep_ids_kernel[(-(-count // COLUMNS),)](
+            ids=ids, last=last, count=count, stride=ids.stride(0), BLOCK=COLUMNS, **dependent(ids))
+
+
+def _int8(x: Tensor, scheme: Scheme) -> Int8:
+    """Uninitialized, for x [T, K]."""
+    for name, static, dtype in (("scale", scheme.scale, torch.float32), ("zero", scheme.zero, torch.int32)):
+        if static is not None:
+            check(f"{name} of scheme", static, (1,), (dtype,), x.device)
+    zero = torch.empty(len(x), dtype=torch.int32, device=x.device) if scheme.has_zero else None
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    return Int8(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, zero)
+
+
+def _targets(out: Tensor | Int8, scheme: Scheme | None) -> dict[str, Tensor | None]:
+    if isinstance(out, Tensor) or scheme is None:
+        return dict.fromkeys(("values", "scales", "zeros", "static_scale", "static_zero"))
+    return {"values": out.values, "scales": out.scale, "zeros": out.zero, "static_scale": scheme.scale,
+            "static_zero": scheme.zero if scheme.scale is not None else None}
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+def _rows(name: str, tensor: Tensor, beside: Tensor) -> None:
+    matrix(name, tensor, beside.device)
+    within(f"rows of {name}", len(tensor), 0, INT32)
+    within(f"columns of {name}", tensor.shape[1], 1, INT32 // 4)
+
+
+def _same_shape(name: str, tensor: Tensor, beside: Tensor) -> None:
+    if tensor.shape != beside.shape or tensor.dtype != beside.dtype:
+        raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} is not {list(beside.shape)} {beside.dtype}")

@@ -1,0 +1,211 @@
+"""Products with weights for CUDA, and what follows one in the same launch: bias, scales of int8, the gated unit, the
+choice of the largest.
+
+A program makes a tile [BLOCK_N, BLOCK_M] of the transposed result. The weight is the left operand: on Hopper 64 of its
+rows are the least that a warpgroup multiplies, the fewest rows of x 8, so that a decode step pads x and not the weight,
+and the tensor cores read the weight where it arrives in shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_kernel(
+    x, x_scale, weight, weight_scale, bias, out, best, places, partial, arrived,
+    tokens, n, k, x_stride,
+    GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
+):
+    """x [tokens, k], rows x_stride apart, weight [n, k] -> out [tokens, n].
+
+    x_scale [tokens], weight_scale [n] float32: of both in int8, or None. bias: [n] or None. GATED: the weight is
+    [2 n, k] of gate and up, and so are weight_scale and bias; out is silu(gate) * up.
+    best, places: [tokens, tiles of n] float32 and int32, or None: then, in place of out, the largest number of each
+    tile, rounded to out's type, and the first column that has it; see `argmax_merge_kernel`.
+    WIDE: operands become float32 first, since Triton's interpreter multiplies no bfloat16.
+    SPLIT: programs among which k is cut for a tile. partial: float32, or int32 of int8, [tiles, SPLIT, 1 or 2 if GATED,
+    BLOCK_M, BLOCK_N]. arrived: [tiles] int32, 0 between launches: the program that comes last adds up the parts in
+    their order, so that a result does not depend on who that was. GROUP: tiles of tokens that go over the weight
+    together. EVEN: BLOCK_K divides k. ONCE: the weight is read by one tile of tokens alone.
+    PDL: the launch may begin before the one before has ended, and brings the first AHEAD blocks of its weight to the L2
+    cache meanwhile; see dependent.py. AHEAD: 0 where rows of the weight do not begin at multiples of 16 bytes.
+    """
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tiles_m = tl.cdiv(tokens, BLOCK_M)
+    tile = tl.program_id(0) % (tiles_n * tiles_m)
+    part = tl.program_id(0) // (tiles_n * tiles_m)
+    first_m = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first_m, GROUP)
+    tile_m = first_m + tile % (GROUP * tiles_n) % height
+    tile_n = tile % (GROUP * tiles_n) // height
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    blocks = tl.cdiv(k, BLOCK_K)
+    begin, end = blocks * part // SPLIT, blocks * (part + 1) // SPLIT
+    own = weight + tl.minimum(columns, n - 1).to(tl.int64) * k + begin * BLOCK_K
+    up = tl.cast(n, tl.int64) * k  # from a gate to its up
+    if PDL:
+        if AHEAD > 0:
+            SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+            ahead = tl.minimum(AHEAD * BLOCK_K, k - begin * BLOCK_K) * SIZE
+            _to_l2(own, ahead)
+            if GATED:
+                _to_l2(own + up, ahead)
+        gdc_wait()
+
+    ACC: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    KEEP: tl.constexpr = "evict_first" if ONCE else ""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+    acc_up = acc
+    w = own[:, None] + inner[None, :]
+    xs = x + rows.to(tl.int64)[None, :] * x_stride + (begin * BLOCK_K + inner)[:, None]
+    for block in range(begin, end):
+        if EVEN:
+            right = tl.load(xs, mask=(rows < tokens)[None, :], other=0)
+            left = tl.load(w, eviction_policy=KEEP)
+        else:
+            within = inner < k - block * BLOCK_K
+            right = tl.load(xs, mask=(rows < tokens)[None, :] & within[:, None], other=0)
+            left = tl.load(w, mask=within[None, :], other=0, eviction_policy=KEEP)
+        if WIDE:
+            right, left = right.to(tl.float32), left.to(tl.float32)
+        acc = tl.dot(left, right, acc, input_precision="ieee", out_dtype=ACC)
+        if GATED:
+            if EVEN:
+                left = tl.load(w + up, eviction_policy=KEEP)
+            else:
+                left = tl.load(w + up, mask=within[None, :], other=0, eviction_policy=KEEP)
+            if WIDE:
+                left = left.to(tl.float32)
+            acc_up = tl.dot(left, right, acc_up, input_precision="ieee", out_dtype=ACC)
+        w += BLOCK_K
+        xs += BLOCK_K
+    if PDL:
+        gdc_launch_dependents()
+
+    if SPLIT == 1:
+        _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
+                GATED)
+    else:
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        PARTS: tl.constexpr = 2 if GATED else 1
+        here = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        there = (rows < tokens)[None, :]
+        parts = partial + tl.cast(tile, tl.int64) * (SPLIT * PARTS * TILE) + here
+        tl.store(parts + part * (PARTS * TILE), acc, mask=there)
+        if GATED:
+            tl.store(parts + part * (PARTS * TILE) + TILE, acc_up, mask=there)
+        tl.debug_barrier()  # all stores of the program come before its arrival
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.debug_barrier()
+            tl.store(arrived + tile, 0)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+            acc_up = acc
+            if TILE <= 4096:  # as many as registers hold come at once
+                for each in tl.static_range(SPLIT):
+                    acc += _part(parts, each, 0, there, PARTS, TILE)
+                    if GATED:
+                        acc_up += _part(parts, each, 1, there, PARTS, TILE)
+            else:
+                for each in tl.range(SPLIT, num_stages=1):
+                    acc += _part(parts, each, 0, there, PARTS, TILE)
+                    if GATED:
+                        acc_up += _part(parts, each, 1, there, PARTS, TILE)
+            _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens,
+                    n, GATED)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def finish_kernel(
+    sums, x_scale, weight_scale, bias, out, tokens, n, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    """sums [tokens, n] int32, [tokens, 2 n] if GATED, of a product of int8 -> out [tokens, n], as `product_kernel` has
+    it. A grid of tokens, and blocks of n."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.program_id(0) + tl.arange(0, 1)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = sums + rows.to(tl.int64)[None, :] * (2 * n if GATED else n) + columns[:, None]
+    acc = tl.load(own, mask=(columns < n)[:, None], other=0)
+    acc_up = acc
+    if GATED:
+        acc_up = tl.load(own + n, mask=(columns < n)[:, None], other=0)
+    _finish(acc, acc_up, x_scale, weight_scale, bias, out, None, None, rows, columns, 0, 0, tokens, n, GATED)
+
+
+@triton.jit
+def _part(parts, each, up, there, PARTS: tl.constexpr, TILE: tl.constexpr):
+    return tl.load(parts + (each * PARTS + up) * TILE, mask=there, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _finish(
+    acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
+    GATED: tl.constexpr,
+):
+    """What a tile's sums become, and are stored as."""
+    scales = None
+    if x_scale is not None:
+        scales = tl.load(x_scale + rows, mask=rows < tokens, other=0)
+    value = _scaled(acc, scales, weight_scale, bias, columns, columns < n)
+    if GATED:
+        value = value / (1 + tl.exp(-value)) * _scaled(acc_up, scales, weight_scale, bias, columns + n, columns < n)
+    value = value.to(out.dtype.element_ty)
+    if best is None:
+        where = out + rows.to(tl.int64)[None, :] * n + columns[:, None]
+        tl.store(where, value, mask=(rows < tokens)[None, :] & (columns < n)[:, None])
+    else:
+        real = (columns < n)[:, None]
+        score = value.to(tl.float32)
+        score = tl.where(real & (score == score), score, float("-inf"))
+        largest = tl.max(score, 0)
+        first = tl.min(tl.where(real & (score == largest[None, :]), columns[:, None], 0x7FFFFFFF), 0)
+        where = rows.to(tl.int64) * tiles_n + tile_n
+        tl.store(best + where, largest, mask=rows < tokens)
+        tl.store(places + where, first, mask=rows < tokens)
+
+
+@triton.jit
+def _scaled(acc, scales, weight_scale, bias, columns, real):
+    value = acc.to(tl.float32)
+    if scales is not None:
+        value = value * scales[None, :] * tl.load(weight_scale + columns, mask=real, other=0)[:, None]
+    if bias is not None:
+        value += tl.load(bias + columns, mask=real, other=0).to(tl.float32)[:, None]
+    return value
+
+
+@triton.jit
+def _to_l2(pointers, nbytes):
+    """Asks for nbytes, a multiple of 16, from each of the pointers on."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r", [pointers.to(tl.int64), nbytes],
+        dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def argmax_merge_kernel(best, places, ids, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """best, places: [rows, tiles] of `product_kernel` -> ids [rows] int64, a program a row. The smallest column of the
+    largest number; the first tile has a column, so there is one."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    largest, first = tl.full((), float("-inf"), tl.float32), tl.full((), 0x7FFFFFFF, tl.int32)
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        scores = tl.load(best + row * tiles + at, mask=at < tiles, other=float("-inf"))
+        columns = tl.load(places + row * tiles + at, mask=at < tiles, other=0x7FFFFFFF)
+        here = tl.max(scores, 0)
+        column = tl.min(tl.where(scores == here, columns, 0x7FFFFFFF), 0)
+        first = tl.where(here > largest, column, tl.where(here == largest, tl.minimum(first, column), first))
+        largest = tl.maximum(largest, here)
+    tl.store(ids + row, first.to(tl.int64))

@@ -1,0 +1,236 @@
+"""Attention over the paged KV cache (Kwon et al. 2023, arXiv:2309.06180), of rows of one query and of chunks.
+
+A launch serves the rows of one kind. A tile is a run of a row's queries together with the query heads that share a KV
+head, so that keys and values are read once for all of them, as in the unified attention kernels of vLLM. An item is a
+tile's part of its context, for flash attention (Dao et al. 2022, arXiv:2205.14135); items are numbered over the whole
+launch, and a program finds its own on the device. The context of a tile is cut into parts by the work of all tiles
+together, so that about PROGRAMS of them are of one length, whatever the lengths of the rows (as Stream-K shares out
+products: Osama et al. 2023, arXiv:2301.03598). Of a tile in several parts the program that ends last merges them in
+their order (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-1e38)
+"""Of what is not seen: finite, since a query may see nothing of a part."""
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "tables_stride"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "cu_seqlens_q"],
+)
+def paged_attention_kernel(
+    q, k_cache, v_cache, k_scale, v_scale, block_tables, context_lens, cu_seqlens_q, out, partial, stats, arrived,
+    tokens, rows, tables_stride, scale,
+    CHUNKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr,
+    LEAST_PART: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """q, out [tokens, KV_HEADS * GROUP, D]. k_cache, v_cache [B, SIZE, KV_HEADS, D]. k_scale, v_scale: None, or with an
+    even SIZE [B, SIZE, KV_HEADS] bfloat16 as int32, since what is copied to shared memory ahead of its use has four
+    bytes at least. block_tables [rows, ...] int32, rows tables_stride apart; context_lens [rows], cu_seqlens_q
+    [rows + 1] int32. scale: above 0, in units of log2.
+
+    CHUNKS: serves rows of two queries and more, and makes those of no row 0; else rows of one. A grid of n * KV_HEADS
+    programs, n at least PROGRAMS / KV_HEADS and the number of tiles together, and one more for CHUNKS.
+
+    partial: [4 / 3 PROGRAMS, BLOCK_M // GROUP * GROUP, D] float32 of the parts (GROUP for BLOCK_M without CHUNKS), and
+    stats the same with 2 for D: peaks and sums. arrived: [4 / 3 PROGRAMS] int32, 0 between launches. A row in two
+    parts or more has at most 4 / 3 of the parts that its share of the work gives, which is all that these hold.
+
+    ROWS: a power of two, at least rows. BLOCK_M: a power of two, at least 16 and GROUP. LEAST_PART: tokens.
+    MERGED_ROWS, MERGED: rows and parts merged at a time, powers of two. WIDE: products take their operands, rounded, in
+    float32, since the interpreter's take no bfloat16.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP if CHUNKS else 1
+    item = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+
+    # What the host copied may be read before the kernel ahead, which is kv_write or this one, is done: these let their
+    # successor begin only once all before them is done.
+    r = tl.arange(0, ROWS)
+    begins = tl.load(cu_seqlens_q + r, mask=r < rows, other=0)
+    queries = tl.load(cu_seqlens_q + 1 + r, mask=r < rows, other=0) - begins
+    contexts = tl.load(context_lens + r, mask=r < rows, other=0)
+    own = queries > 1 if CHUNKS else queries == 1
+    tiles = tl.where(own, (queries + BLOCK_Q - 1) // BLOCK_Q, 0)
+    work = tl.sum(tiles.to(tl.int64) * contexts, 0) * KV_HEADS
+    share = tl.maximum((work + PROGRAMS - 1) // PROGRAMS, LEAST_PART).to(tl.int32)
+    parts = tl.maximum((contexts + share // 2) // share, 1)
+    items = tiles * parts
+    row = tl.sum((tl.cumsum(items, 0) <= item).to(tl.int32), 0)
+    first = tl.sum(tl.where(r < row, items, 0), 0)
+    slot = tl.sum(tl.where((r < row) & (parts > 1), items, 0), 0)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if row < ROWS:
+        begin = tl.load(cu_seqlens_q + row)
+        n = tl.load(cu_seqlens_q + row + 1) - begin
+        context = tl.load(context_lens + row)
+        own_parts = tl.maximum((context + share // 2) // share, 1)
+        part = (item - first) % own_parts
+        # The last tiles have the most to do, and begin first.
+        query = ((n + BLOCK_Q - 1) // BLOCK_Q - 1 - (item - first) // own_parts) * BLOCK_Q
+        end = context - n + tl.minimum(query + BLOCK_Q, n)
+        length = ((end + own_parts - 1) // own_parts + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        made = (end + length - 1) // length
+        if part < made:
+            _part(
+                q, k_cache, v_cache, k_scale, v_scale, block_tables + row.to(tl.int64) * tables_stride, out, partial,
+                stats, arrived, scale, head, begin, n, context, query, part, length, end, made,
+                slot + item - first - part, CHUNKS, KV_HEADS, GROUP, D, D_BLOCK, SIZE, BLOCK_M, BLOCK_Q, BLOCK_N,
+                MERGED_ROWS, MERGED, WIDE)
+    elif CHUNKS:
+        # Programs that are left over share the queries of no row.
+        WIDTH: tl.constexpr = GROUP * D
+        POWER: tl.constexpr = triton.next_power_of_2(WIDTH)
+        x = tl.arange(0, POWER)
+        nothing = tl.zeros((POWER,), out.dtype.element_ty)
+        step = tl.num_programs(0) // KV_HEADS - first
+        for token in range(tl.load(cu_seqlens_q + rows) + item - first, tokens, step):
+            tl.store(out + (tl.cast(token, tl.int64) * KV_HEADS + head) * WIDTH + x, nothing, mask=x < WIDTH)
+
+
+@triton.jit
+def _part(
+    q, k_cache, v_cache, k_scale, v_scale, table, out, partial, stats, arrived, scale, head, begin, n, context, query,
+    part, length, end, made, slot,
+    CHUNKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Queries from `query` on of a row, over keys [part * length, (part + 1) * length) of [0, end); `made` parts in
+    all. slot: of the first part."""
+    HEIGHT: tl.constexpr = BLOCK_Q * GROUP
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_BLOCK)
+    own = query + m // GROUP
+    inside = (m < HEIGHT) & (own < n)
+    places = ((begin + own).to(tl.int64) * KV_HEADS + head) * GROUP + m % GROUP
+    whole = places[:, None] * D + d[None, :]
+    kept = inside[:, None] & (d[None, :] < D)
+    heads = tl.load(q + whole, mask=kept, other=0.0)
+    positions = context - n + own
+
+    start = part * length
+    stop = tl.minimum(start + length, end)
+    peak = tl.full((BLOCK_M,), LEAST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D_BLOCK), tl.float32)
+    if CHUNKS:
+        # Whole blocks of keys that all of the queries see.
+        seen = start + tl.maximum(tl.minimum(stop, context - n + query + 1) - start, 0) // BLOCK_N * BLOCK_N
+        peak, total, acc = _stretch(
+            peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start, seen,
+            False, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
+    else:
+        seen = start
+    peak, total, acc = _stretch(
+        peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, seen, stop,
+        True, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
+
+    if made == 1:
+        tl.store(out + whole, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    else:
+        mine = ((slot + part) * KV_HEADS + head).to(tl.int64) * HEIGHT
+        tl.store(partial + mine * D + m[:, None] * D + d[None, :], acc, mask=kept)
+        tl.store(stats + 2 * mine + m, peak, mask=inside)
+        tl.store(stats + 2 * mine + HEIGHT + m, total, mask=inside)
+        # All threads have written before one says so; who reads that all have come sees what all wrote.
+        tl.debug_barrier()
+        came = arrived + slot * KV_HEADS + head
+        if tl.atomic_add(came, 1, sem="acq_rel", scope="gpu") == made - 1:
+            tl.store(came, 0)
+            top = (begin + query).to(tl.int64) * KV_HEADS + head
+            count = tl.minimum(n - query, BLOCK_Q) * GROUP
+            for at in range(0, count, MERGED_ROWS):
+                _merge(out, partial, stats, top, at, count, slot, head, made, KV_HEADS, GROUP, D, D_BLOCK, HEIGHT,
+                       MERGED_ROWS, MERGED)
+
+
+@triton.jit
+def _stretch(
+    peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start, stop,
+    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Takes keys [start, stop) in. MASKED: some may not be seen, and the last block may not be whole."""
+    d = tl.arange(0, D_BLOCK)
+    for at in range(start, stop, BLOCK_N):
+        keys = at + tl.arange(0, BLOCK_N)
+        there = keys < (stop if MASKED else at + BLOCK_N)
+        blocks = tl.load(table + keys // SIZE, mask=there, other=0)
+        places = (blocks.to(tl.int64) * SIZE + keys % SIZE) * KV_HEADS + head
+        whole = places[:, None] * D + d[None, :]
+        kept = there[:, None] & (d < D)[None, :]
+        k = tl.load(k_cache + whole, mask=kept, other=0)
+        scores = _product(heads, tl.trans(k), None, WIDE)
+        if k_scale is not None:
+            odd = (keys * KV_HEADS + head) % 2 == 1
+            scores *= _factors(tl.load(k_scale + places // 2, mask=there, other=0), odd)[None, :]
+        if MASKED:
+            scores = tl.where((keys[None, :] <= positions[:, None]) & there[None, :], scores, LEAST)
+        higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None]
+        v = tl.load(v_cache + whole, mask=kept, other=0)
+        if k_scale is not None:
+            weights *= _factors(tl.load(v_scale + places // 2, mask=there, other=0), odd)[None, :]
+        acc = _product(weights.to(heads.dtype), v, acc, WIDE)
+        peak = higher
+    return peak, total, acc
+
+
+@triton.jit
+def _factors(pairs, odd):
+    """The second bfloat16 of each pair where `odd`, else the first."""
+    return tl.where(odd, pairs & -65536, pairs << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, acc, WIDE: tl.constexpr):
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+
+
+@triton.jit
+def _merge(
+    out, partial, stats, top, at, count, slot, head, made,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
+):
+    """Rows [at, at + MERGED_ROWS) of a tile of `count`, of its parts from `slot` on. Past the first-level cache, which
+    knows of no other multiprocessor's writes."""
+    m = at + tl.arange(0, MERGED_ROWS)
+    d = tl.arange(0, D_BLOCK)
+    peak = tl.full((MERGED_ROWS,), LEAST, tl.float32)
+    total = tl.zeros((MERGED_ROWS,), tl.float32)
+    acc = tl.zeros((MERGED_ROWS, D_BLOCK), tl.float32)
+    for first in range(0, made, MERGED):
+        parts = first + tl.arange(0, MERGED)
+        begins = ((slot + parts) * KV_HEADS + head).to(tl.int64) * HEIGHT
+        there = (parts < made)[:, None] & (m < count)[None, :]
+        numbers = 2 * begins[:, None] + m[None, :]
+        peaks = tl.load(stats + numbers, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + HEIGHT + numbers, mask=there, other=0.0, cache_modifier=".cg")
+        accs = tl.load(
+            partial + (begins[:, None] + m[None, :])[:, :, None] * D + d[None, None, :],
+            mask=there[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        fade = tl.exp2(peak - higher)
+        weights = tl.exp2(peaks - higher[None, :])
+        total = total * fade + tl.sum(weights * totals, 0)
+        acc = acc * fade[:, None] + tl.sum(accs * weights[:, :, None], 0)
+        peak = higher
+    rows = (top + (m // GROUP).to(tl.int64) * KV_HEADS) * GROUP + m % GROUP
+    tl.store(out + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty),
+             mask=(m < count)[:, None] & (d < D)[None, :])

@@ -1,0 +1,145 @@
+"""Rows of a step's tokens for CUDA: normalized, quantized, gated, looked up. PDL: see dependent.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, gamma, out, total, values, scales, zeros, static_scale, static_zero,
+    width, x_stride: tl.int64, residual_stride: tl.int64, eps, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    """x [rows, width] and perhaps residual, whose sum goes to total, -> out, all [rows, width]; or, where there is no
+    out, int8 as `_quantize` leaves it. A program has a row in registers. BLOCK: a power of two, at least width."""
+    places = tl.arange(0, BLOCK)
+    inside = places < width
+    weight = tl.load(gamma + places, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    own = tl.load(x + row * x_stride + places, mask=inside, other=0.0)
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + places, mask=inside, other=0.0)
+        own = (own.to(tl.float32) + added.to(tl.float32)).to(own.dtype)
+        tl.store(total + row * width + places, own, mask=inside)
+    wide = own.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = ((wide * scale).to(own.dtype).to(tl.float32) * weight).to(own.dtype)
+    if out is not None:
+        tl.store(out + row * width + places, normed, mask=inside)
+    else:
+        _quantize(normed.to(tl.float32), row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK)
+
+
+@triton.jit
+def quantize_kernel(
+    x, values, scales, zeros, static_scale, static_zero,
+    width, x_stride: tl.int64, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    """x [rows, width] -> int8 as `_quantize` leaves it. BLOCK: a power of two, at least width."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    own = tl.load(x + row * x_stride + places, mask=places < width, other=0.0).to(tl.float32)
+    _quantize(own, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK)
+
+
+@triton.jit
+def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK: tl.constexpr):
+    """x [BLOCK] float32, 0 from width on, as row `row` of values [rows, width] int8, scales [rows] float32 and, where
+    there are any, zeros [rows] int32: as `quantize` does, by a static scale if there is one, with zeros if there are.
+    """
+    places = tl.arange(0, BLOCK)
+    zero = 0.0
+    if static_scale is not None:
+        scale = tl.load(static_scale)
+        if static_zero is not None:
+            zero = tl.load(static_zero).to(tl.float32)
+    elif zeros is None:
+        scale = tl.div_rn(tl.max(tl.abs(x), 0), levels)
+        scale = tl.where(scale > 0, scale, 1.0)
+    else:
+        low, high = tl.minimum(tl.min(x, 0), 0.0), tl.maximum(tl.max(x, 0), 0.0)
+        scale = tl.div_rn(high, 255.0) - tl.div_rn(low, 255.0)
+        scale = tl.where(scale > 0, scale, 1.0)
+        zero = tl.minimum(tl.maximum(_rint(-128.0 - tl.div_rn(low, scale)), -128.0), 127.0)
+    tl.store(scales + row, scale)
+    if zeros is not None:
+        tl.store(zeros + row, zero.to(tl.int32))
+    near = tl.minimum(tl.maximum(_rint(tl.div_rn(x, scale)) + zero, -128.0), 127.0)
+    tl.store(values + row * width + places, near.to(tl.int8), mask=places < width)
+
+
+@triton.jit
+def _rint(x):
+    """The nearest whole numbers, halves to even, of float32 between -512 and 512; those outside count as these."""
+    # From 2**23 to 2**24 float32 has whole numbers alone: the sum is rounded to one.
+    return (tl.minimum(tl.maximum(x, -512.0), 512.0) + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, width, stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """gate_up [rows, 2 width], gate first -> out [rows, width]. A program has BLOCK columns of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    own = gate_up + row * stride + places
+    gate = tl.load(own, mask=inside, other=0.0)
+    up = tl.load(own + width, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    unit = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * width + places, (unit * up).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def embedding_kernel(
+    ids, table, scales, zeros, out, width, table_stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """ids [rows] int64, table [V, width] -> out [rows, width]. With scales [V] float32, and perhaps zeros [V] int32,
+    the table is int8. A program has BLOCK columns of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    chosen = tl.load(ids + row)
+    own = tl.load(table + chosen * table_stride + places, mask=inside)
+    if scales is not None:
+        own = own.to(tl.float32)
+        if zeros is not None:
+            own -= tl.load(zeros + chosen).to(tl.float32)
+        own = (own * tl.load(scales + chosen)).to(out.dtype.element_ty)
+    tl.store(out + row * width + places, own, mask=inside)
+
+
+@triton.jit
+def take_ids_kernel(ids, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """ids [count], last -> out [count], all int64, as `take_ids`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    given = tl.load(ids + places, mask=inside, other=0)
+    sampled = tl.load(last - 1 - given, mask=inside & (given < 0), other=0)
+    tl.store(out + places, tl.where(given < 0, sampled, given), mask=inside)
+
+
+@triton.jit
+def keep_ids_kernel(ids, last, count, stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The first column of ids [count, ...] int64, whose rows lie `stride` apart, -> last [count] int64."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    tl.store(last + places, tl.load(ids + places * stride, mask=inside), mask=inside)

@@ -1,0 +1,82 @@
+"""What the errors of CUDA mean for a server: a `Fault` at run time.
+
+Codes, names and texts are those of the CUDA runtime (driver_types.h, cudaGetErrorString). torch and triton put the text
+into their messages; torch.AcceleratorError has the code, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from npuserve.npu.backends.base import Fault
+
+FAULTS: dict[int, tuple[str, Fault]] = {
+    2: ("out of memory", Fault.RETRYABLE),
+    3: ("initialization error", Fault.NODE),
+    35: ("CUDA driver version is insufficient for CUDA runtime version", Fault.NODE),
+    36: ("API call is not supported in the installed CUDA driver", Fault.NODE),
+    46: ("CUDA-capable device(s) is/are busy or unavailable", Fault.NODE),
+    53: ("unspecified launch failure in prior launch", Fault.ENGINE),
+    100: ("no CUDA-capable device is detected", Fault.NODE),
+    101: ("invalid device ordinal", Fault.NODE),
+    102: ("device doesn't have valid Grid license", Fault.NODE),
+    103: ("integrity checks failed", Fault.NODE),
+    127: ("startup failure in cuda runtime", Fault.NODE),
+    201: ("invalid device context", Fault.ENGINE),
+    209: ("no kernel image is available for execution on the device", Fault.NODE),
+    214: ("uncorrectable ECC error encountered", Fault.NODE),
+    220: ("uncorrectable NVLink error detected during the execution", Fault.NODE),
+    226: ("Invalid access of peer GPU memory over nvlink or a hardware error", Fault.NODE),
+    304: ("OS call failed or operation not supported on this OS", Fault.NODE),
+    700: ("an illegal memory access was encountered", Fault.ENGINE),
+    701: ("too many resources requested for launch", Fault.ENGINE),
+    702: ("the launch timed out and was terminated", Fault.ENGINE),
+    709: ("context is destroyed", Fault.ENGINE),
+    710: ("device-side assert triggered", Fault.ENGINE),
+    714: ("hardware stack error", Fault.ENGINE),
+    715: ("an illegal instruction was encountered", Fault.ENGINE),
+    716: ("misaligned address", Fault.ENGINE),
+    717: ("operation not supported on global/shared address space", Fault.ENGINE),
+    718: ("invalid program counter", Fault.ENGINE),
+    719: ("unspecified launch failure", Fault.ENGINE),
+    802: ("system not yet initialized", Fault.NODE),
+    803: ("system has unsupported display driver / cuda driver combination", Fault.NODE),
+    804: ("forward compatibility was attempted on non supported HW", Fault.NODE),
+    999: ("unknown error", Fault.NODE),
+}
+"""Error code -> its text, and what is to be done. Any other code is an error of a call: ENGINE."""
+
+_TEXTS = sorted(((text, fault) for text, fault in FAULTS.values()), key=lambda entry: -len(entry[0]))
+"""The longest first: a text may be part of another."""
+
+_SAID = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ", "CUDA out of memory")
+"""How torch and triton begin what CUDA has to say. CUBLAS_STATUS_... follows the first, too."""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what caused it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """None if it is none of the device's."""
+    return next((fault for each in _chain(error) if (fault := _sort(each)) is not None), None)
+
+
+def _sort(error: BaseException) -> Fault | None:
+    if isinstance(error, torch.OutOfMemoryError):
+        return Fault.RETRYABLE
+    if (code := getattr(error, "error_code", None)) in FAULTS and isinstance(error, torch.AcceleratorError):
+        return FAULTS[code][1]
+    text = str(error)
+    said = next((text[text.index(begin):] for begin in _SAID if begin in text), None)
+    if said is None or not isinstance(error, RuntimeError):
+        return None
+    if "CUBLAS_STATUS_ALLOC_FAILED" in said:
+        return Fault.RETRYABLE
+    return next((fault for known, fault in _TEXTS if known in said), Fault.ENGINE)

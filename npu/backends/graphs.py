@@ -1,0 +1,61 @@
+"""Steps captured as graphs, one for each bucket of rows or tokens.
+
+A graph computes as many rows as its bucket has; smaller batches are padded to it. All graphs share one memory pool,
+since only one of them runs at a time, and the largest is captured first, so that the others fit into what it took.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+Graph = TypeVar("Graph")
+
+
+def default_buckets(largest: int) -> tuple[int, ...]:
+    """Rows of decode steps: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 beyond, and `largest` itself."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 64)]
+    return *(size for size in sizes if size < largest), largest
+
+
+class Graphs(ABC, Generic[Graph]):
+    """A `Captured`. streams: the module of torch that serves the device. seconds, nbytes: what the capture took, of
+    time and of the device's memory."""
+
+    def __init__(self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int]):
+        self._buckets = sorted(set(buckets))
+        began, free = time.perf_counter(), streams.mem_get_info()[0]
+        self._graphs = {rows: self._capture(step, rows) for rows in reversed(self._buckets)}
+        self.seconds = time.perf_counter() - began
+        self.nbytes = max(0, free - streams.mem_get_info()[0])
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        """Rows of each graph, ascending."""
+        return self._buckets
+
+    @property
+    def largest(self) -> int:
+        return self._buckets[-1]
+
+    def size(self, rows: int) -> int:
+        return self._buckets[bisect.bisect_left(self._buckets, rows)]
+
+    def replay_timed(self, rows: int, context_lens: Sequence[int]) -> None:
+        """A graph is one dispatch: it cannot be taken apart."""
+        return
+
+    def _graph(self, rows: int) -> Graph:
+        """That which serves so many rows. ValueError beyond the largest."""
+        if rows > self.largest:
+            raise ValueError(f"{rows} rows, where the largest graph has {self.largest}")
+        return self._graphs[self.size(rows)]
+
+    @abstractmethod
+    def _capture(self, step: Callable[[int], Tensor], rows: int) -> Graph:
+        """A graph of `step` of so many rows, which lie in memory that stays where it is."""

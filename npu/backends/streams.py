@@ -1,0 +1,142 @@
+"""What devices with streams of their own have in common, over the module of torch that serves them (torch.cuda,
+torch.npu).
+
+Steps go to one stream, in order. What they leave for the host is copied on a second one, beside the next step. The host
+waits for nothing but such copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic
+
+import torch
+
+from npuserve.kernels.registry import Span
+from npuserve.npu.backends.base import Backend, BackendError, Event, Pending, T
+
+
+class Done(Generic[T]):
+    """Work whose kernels are in the stream's queue."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: T):
+        self._result = result
+
+    def wait(self) -> T:
+        return self._result
+
+    def done(self) -> bool:
+        return True
+
+
+class Fetched:
+    """A copy on its way to the host. staged: what is being copied, kept until it is there. events: given back to `pool`
+    then, the last of them being the end."""
+
+    __slots__ = ("_events", "_pool", "_staged")
+
+    def __init__(self, staged: torch.Tensor, events: list[Any], pool: list[Any]):
+        self._staged: torch.Tensor | None = staged
+        self._events, self._pool = events, pool
+
+    def wait(self) -> None:
+        if self._staged is not None:
+            self._events[-1].synchronize()
+            self._pool.extend(self._events)
+            self._staged = None
+
+    def done(self) -> bool:
+        return self._staged is None or bool(self._events[-1].query())
+
+
+class DeviceSpan:
+    """A pair of events of `pool`, to which reading gives them back."""
+
+    __slots__ = ("_events", "_pool", "_stream")
+
+    def __init__(self, streams: Any, pool: list[tuple[Any, Any]], stream: Any):
+        self._pool, self._stream = pool, stream
+        self._events = pool.pop() if pool else tuple(streams.Event(enable_timing=True) for _ in range(2))
+        self._events[0].record(stream)
+
+    def stop(self) -> None:
+        self._events[1].record(self._stream)
+
+    def read(self) -> float:
+        begin, end = self._events
+        seconds = float(begin.elapsed_time(end)) / 1000
+        self._pool.append(self._events)
+        return seconds
+
+
+class StreamBackend(Backend):
+    """streams: the module, whose device is set and is there."""
+
+    padding_blocks = 1
+    pinned = True
+    """Host buffers are in memory that the device reads and writes by itself."""
+
+    def __init__(self, streams: Any, device: torch.device) -> None:
+        self.device = device
+        self.deterministic = False
+        self.decode_buckets = ()
+        self.threads = 1
+        self._streams = streams
+        self._stream, self._copies = streams.Stream(), streams.Stream()
+        self._pool = streams.graph_pool_handle()
+        streams.set_stream(self._stream)
+        self._spans: list[tuple[Any, Any]] = []
+        self._events: list[Any] = []
+
+    @classmethod
+    def available(cls) -> bool:
+        return not cls.unavailable()
+
+    def set_threads(self, count: int) -> None:
+        self.threads = count or 1
+
+    def memory_available(self) -> int:
+        free: int = self._streams.mem_get_info(self.device)[0]
+        cached: int = self._streams.memory_reserved(self.device) - self._streams.memory_allocated(self.device)
+        return free + cached
+
+    def kv_cache_share(self, free: int) -> int:
+        """Nine tenths: what is left is for the graphs, for the operators' workspaces and for what pools cut off."""
+        return free * 9 // 10
+
+    def weight(self, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.empty((n, k), dtype)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(*shape, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            wanted = torch.Size(shape).numel() * dtype.itemsize >> 20
+            raise BackendError(
+                f"device: no {wanted} MiB of device memory are left of {self.memory_available() >> 20} MiB that are "
+                "free: a smaller kv_cache_memory, max_num_batched_tokens or decode_buckets takes less") from error
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=self.pinned)
+
+    def enqueue(self, work: Callable[[], T]) -> Pending[T]:
+        with self._streams.stream(self._stream):
+            return Done(work())
+
+    def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
+        staged = tensor.clone(memory_format=torch.contiguous_format)
+        made, end = events = [self._events.pop() if self._events else self._streams.Event() for _ in range(2)]
+        made.record(self._stream)
+        self._copies.wait_event(made)
+        with self._streams.stream(self._copies):
+            buffer.copy_(staged, non_blocking=True)
+        end.record(self._copies)
+        return Fetched(staged, events, self._events)
+
+    def span(self) -> Span:
+        return DeviceSpan(self._streams, self._spans, self._stream)
+
+    def synchronize(self) -> None:
+        self._streams.synchronize()

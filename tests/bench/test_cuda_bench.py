@@ -1,0 +1,293 @@
+"""bench/cuda.py without a GPU: all its parts on a toy shape, and that what is wrong is said to be wrong."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.registry import KERNELS, Implementation
+from npuserve.kernels.swiglu import swiglu
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.machine import machine_of
+
+BENCH = Path(__file__).parents[2] / "bench"
+PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served"]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+
+def load(name: str, file: Path, **more: Any) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file, **more)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load("npuserve_cuda", BENCH / "cuda.py")
+
+
+@pytest.fixture(scope="module")
+def part() -> Iterator[Callable[[str], ModuleType]]:
+    """A module of bench/cuda_parts by its name."""
+    load("cuda_parts", BENCH / "cuda_parts" / "__init__.py", submodule_search_locations=[str(BENCH / "cuda_parts")])
+    yield lambda name: importlib.import_module(f"cuda_parts.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda_parts"]:
+        del sys.modules[name]
+
+
+def run(out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the report, and all that was printed."""
+    done = subprocess.run([sys.executable, str(BENCH / "cuda.py"), "--out", str(out), "--quick", *arguments],
+                          capture_output=True, text=True, env=os.environ | environment)
+    report = out / "cuda.json"
+    return done.returncode, json.loads(report.read_text()) if report.is_file() else {}, done.stdout + done.stderr
+
+
+def tables(report: dict[str, Any], part: str) -> set[str]:
+    return {row["table"] for row in report["rows"] if row["part"] == part}
+
+
+@built
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
+    code, report, said = run(tmp_path, "--device", "cpu", "--shards", "2", "--seed", "5", "--parts", ",".join(PARTS))
+    assert (code, report["wrong"]) == (0, []), said
+    assert list(report["seconds"]) == PARTS
+    assert {row["part"] for row in report["rows"]} == set(PARTS)
+    assert report["notes"] == []
+    numbers = [row for row in report["rows"] if row["part"] == "numbers"]
+    assert {row["kernel"] for row in numbers} == {name for name, k in KERNELS.items() if "cpu" in k.implementations}
+    assert all(row["ok"] and row["largest relative error"] < 0.02 for row in numbers)
+    assert len({(row["table"], row["kernel"], row["dtype"]) for row in numbers}) == len(numbers)  # each shard its own
+    kinds = {row["numbers"] for row in report["rows"] if row["part"] == "steps"}
+    assert kinds == {"bf16", "W8A8", "W8A8 and head"}
+    assert all(row["served / engine"] > 0 for row in report["rows"] if row["part"] == "served")
+    page = (tmp_path / "cuda.md").read_text()
+    assert "Seed 5, shape toy." in page
+    assert all(f"#### {table}" in page for part in PARTS for table in tables(report, part))
+
+
+@built
+def test_before_the_server_nothing_of_the_wire_is_needed(tmp_path: Path) -> None:
+    """As on a machine that has torch, triton and transformers alone."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.machinery as m\n"
+        "found = m.PathFinder.find_spec\n"
+        "absent = {'grpc', 'msgspec', 'prometheus_client', 'zmq', 'rich', 'google'}\n"
+        "m.PathFinder.find_spec = lambda name, *a: None if name.partition('.')[0] in absent else found(name, *a)\n")
+    code, report, said = run(tmp_path / "out", "--device", "cpu", "--parts", "machine,tokens,steps,served",
+                             PYTHONPATH=str(tmp_path))
+    assert (code, report["wrong"]) == (0, []), said
+    found = {row["what"]: row["found"] for row in report["rows"] if row["part"] == "machine" and "found" in row}
+    assert found["transformers"] != "none"
+    (tokens,) = [row for row in report["rows"] if row["part"] == "tokens"]
+    assert tokens["equal answers"] == tokens["prompts"] > 0
+    (served,) = [row for row in report["rows"] if row["part"] == "served"]
+    assert served["said"].startswith("not run: grpc, ")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_emulated(tmp_path: Path) -> None:
+    code, report, said = run(tmp_path, "--emulate", "--parts", "machine,tokens,candidates")
+    assert (code, report["wrong"]) == (0, []), said
+    (tokens,) = [row for row in report["rows"] if row["part"] == "tokens"]
+    assert tokens["captured decodes"] > 0
+    assert tables(report, "candidates") == {"Configurations beside the golden function"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    code, report, said = run(tmp_path)
+    assert code == 2
+    assert not report
+    assert said.startswith("torch sees no NVIDIA GPU")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "wrong"), [
+    (["--parts", "machine,lunch"], "--parts: 'lunch' is not one of numbers,"),
+    (["--budget", "steps=long"], "--budget: 'steps=long' is not PART=SECONDS"),
+])
+def test_nonsense_is_named(script: ModuleType, arguments: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+                           ) -> None:
+    with pytest.raises(SystemExit):
+        script.arguments(arguments)
+    assert wrong in capsys.readouterr().err
+
+
+def test_wheels_come_from_their_folder_alone(script: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no wheels"):
+        script.install(tmp_path, tmp_path / "site")
+
+
+# Numbers
+
+
+def right(gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up[:, : gate_up.shape[1] // 2]).copy_(swiglu.golden(gate_up))
+
+
+def off(gate_up: Tensor) -> Tensor:
+    return right(gate_up) * 1.05
+
+
+def unwritten(gate_up: Tensor) -> Tensor:
+    """All but the last number of the last row."""
+    made = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    made[:-1] = swiglu.golden(gate_up)[:-1]
+    made[-1, :-1] = swiglu.golden(gate_up)[-1, :-1]
+    return made
+
+
+@pytest.mark.parametrize(("made", "ok"), [(right, True), (off, False), (unwritten, False)])
+def test_a_wrong_kernel_is_found(
+    part: Callable[[str], ModuleType], made: Callable[[Tensor], Tensor], ok: bool, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    backend = CpuBackend(native=False)
+    backend.kernels = "made"
+    monkeypatch.setitem(swiglu.implementations, "made", Implementation(made))
+    args = argparse.Namespace(shape="toy", quick=True, seed=3)
+    context = part("worker").Context(args, backend, machine_of(backend), tmp_path)
+    rows = [row for name, unit in part("numbers").units(context) for row in unit()]
+    assert [(row["kernel"], row["dtype"]) for row in rows] == [
+        ("swiglu", "bfloat16"), ("swiglu", "bfloat16"), ("swiglu", "float32")]
+    assert [row["ok"] for row in rows] == [ok] * 3
+    report = part("supervisor").Report(tmp_path, {"seed": 3, "shape": "toy"}, [{"part": "", **row} for row in rows])
+    assert len(report.wrong) == (0 if ok else 3)
+
+
+# The supervisor
+
+
+WORKER = """
+import json, sys, time
+order = json.loads(sys.argv[-1])
+def tell(**facts): print(json.dumps(facts), flush=True)
+tell(event="start")
+for part in order["parts"]:
+    tell(event="part", part=part)
+    for unit in ("one", "two", "three"):
+        if f"{part}/{unit}" in order["done"]:
+            continue
+        tell(event="begin", part=part, unit=unit)
+        if unit == "two" and part == "machine":
+            sys.exit(4)
+        if unit == "two" and part == "tokens":
+            time.sleep(60)
+        tell(event="row", part=part, table=part, unit=unit)
+    tell(event="end", part=part)
+"""
+
+
+def test_the_rest_goes_on_where_a_process_ends_or_hangs(
+    part: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = part("supervisor")
+    monkeypatch.setattr(supervisor, "GRACE", 0.2)
+    args = argparse.Namespace(parts=["machine", "tokens", "peer"], budgets={"machine": 9, "tokens": 1, "peer": 9},
+                              seconds=100.0, out=tmp_path, seed=1, shape="toy", shards=1)
+    assert supervisor.run(args, [sys.executable, "-c", WORKER], dict(os.environ)) == 1
+    report = json.loads((tmp_path / "cuda.json").read_text())
+    assert [(row["part"], row["unit"]) for row in report["rows"]] == [
+        ("machine", "one"), ("machine", "three"), ("tokens", "one"), ("tokens", "three"), ("peer", "one"),
+        ("peer", "two"), ("peer", "three")]
+    assert [(note["part"], note["unit"]) for note in report["notes"]] == [("machine", "two"), ("tokens", "two")]
+    assert "exit code 4" in report["notes"][0]["said"]
+    assert "did not end" in report["notes"][1]["said"]
+    assert len(report["wrong"]) == 2
+
+
+def test_a_process_that_never_begins_is_given_up(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    args = argparse.Namespace(parts=["machine", "peer"], budgets={"machine": 9, "peer": 9}, seconds=100.0, out=tmp_path,
+                              seed=1, shape="toy", shards=1)
+    assert part("supervisor").run(args, [sys.executable, "-c", "raise SystemExit(1)"], dict(os.environ)) == 1
+    report = json.loads((tmp_path / "cuda.json").read_text())
+    assert [note["part"] for note in report["notes"]] == ["machine", "peer"]
+
+
+# The trace
+
+
+def event(name: str, category: str, ts: float, dur: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "ts": ts, "dur": dur}
+
+
+def trace(profile: ModuleType, *more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two steps of two kernels, 10 us each, 1 us apart, 4 us between the steps; two overlap."""
+    kernels = [event("a", "kernel", 100, 10), event("b", "kernel", 111, 10), event("a", "kernel", 125, 10),
+               event("b", "kernel", 136, 10), event("copy", "gpu_memcpy", 130, 5)]
+    return [{"ph": "M", "name": "process_name"}, event(profile.MARK, "user_annotation", 90, 60),
+            event(profile.MARK, "gpu_user_annotation", 100, 40), event("a", "kernel", 50, 10), *kernels, *more]
+
+
+def test_a_trace_says_when_the_device_was_idle(part: Callable[[str], ModuleType]) -> None:
+    profile = part("profile")
+    found = profile.read(trace(profile, event("cudaGraphLaunch", "cuda_runtime", 95, 2),
+                               event("cudaEventSynchronize", "cuda_runtime", 99, 2),
+                               event("cudaDeviceSynchronize", "cuda_runtime", 160, 2)))
+    assert found.span == pytest.approx(46e-6)
+    assert found.idle == pytest.approx(6 / 46)
+    assert found.idle_between(2) == pytest.approx(4 / 46)
+    assert [(name, count) for name, count, _ in found.table()] == [("a", 2), ("b", 2), ("copy", 1)]
+    assert found.table()[0][2] == pytest.approx(20e-6)
+    assert found.forbidden == []
+
+
+@pytest.mark.parametrize("name", ["cudaStreamSynchronize", "cudaMalloc", "cudaMemcpy_v3020"])
+def test_waits_and_allocations_are_found(part: Callable[[str], ModuleType], name: str) -> None:
+    profile = part("profile")
+    found = profile.read(trace(profile, event(name, "cuda_runtime", 120, 2)))
+    assert found.forbidden == [f"{name.partition('_v')[0]} 1 times"]
+
+
+def test_a_trace_without_the_device_is_none(part: Callable[[str], ModuleType]) -> None:
+    profile = part("profile")
+    with pytest.raises(ValueError, match="no range"):
+        profile.read([])
+    with pytest.raises(ValueError, match="no kernel of the device"):
+        profile.read([event(profile.MARK, "user_annotation", 0, 9)])
+
+
+# The peer
+
+
+def test_the_peer_computes_what_it_generates(part: Callable[[str], ModuleType]) -> None:
+    """Decode steps in static memory give the tokens of transformers' own loop."""
+    backend = CpuBackend(native=False)
+    context = part("worker").Context(argparse.Namespace(shape="toy"), backend, machine_of(backend), Path())
+    torch.manual_seed(4)
+    peer = part("peer")
+    model = peer._model(context).float()
+    made = peer.Decoder(model, 2, 9, 40, False)
+    prompt, first, steps = made.prompt, made._ids.tolist(), []
+    for _ in range(6):
+        steps.append(made._ids.tolist())
+        with torch.inference_mode():
+            made._decode()
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 9:]
+    assert [list(row) for row in zip(*([x for (x,) in step] for step in steps), strict=True)] == expected.tolist()
+    made.seconds(3)  # from the end of the prompt again
+    assert made._position.item() == 9 + 5 + 3
+    assert first == steps[0]

@@ -1,0 +1,82 @@
+"""Kernels compiled for sm_90 down to machine code by the published Triton, which takes no device."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KERNELS = Path(__file__).parents[3] / "kernels" / "triton"
+_COMPILE = """
+import importlib.util, json, subprocess, sys, tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+results = []
+for file, name, signature, constants, options in json.load(sys.stdin):
+    spec = importlib.util.spec_from_file_location("kernel", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernel = getattr(module, name)
+    types = signature | dict.fromkeys(constants, "constexpr")
+    # As when called: what is divisible by 16, which all pointers of torch are, is known to be.
+    divisible = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
+                 if types[n].startswith("*") or types[n].endswith("/16")}
+    source = ASTSource(kernel, {n: types[n].removesuffix("/16") for n in kernel.arg_names}, constants, divisible)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True)
+    results.append([made.asm["ptx"], made.metadata.shared, usage.stdout])
+print(json.dumps(results))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """registers: of a thread. local: its bytes in local memory, where spilled registers go. shared: bytes of a
+    program."""
+
+    ptx: str
+    registers: int
+    local: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel of file `file`.py. signature: type by argument, "i32/16" of a number divisible by 16; pointers are
+    taken for that. constants: the other arguments. options: num_warps and so on."""
+
+    file: str
+    kernel: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+def compiled(launches: list[Launch], cache: Path) -> list[Compiled]:
+    """AssertionError with what the compiler says if one cannot be. cache: a folder."""
+    requests = json.dumps([[str(KERNELS / f"{x.file}.py"), x.kernel, x.signature, x.constants, x.options]
+                           for x in launches])
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", _COMPILE], input=requests, capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode == 0, done.stderr
+    return [_read(*result) for result in json.loads(done.stdout)]
+
+
+def _read(ptx: str, shared: int, usage: str) -> Compiled:
+    """usage: " Function x:\\n  REG:32 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:600 ..."."""
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(ptx, found["REG"], found["STACK"] + found["LOCAL"], shared)

@@ -1,0 +1,360 @@
+"""Attention and the writing of the cache on CUDA, interpreted, against the golden functions in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.kv_cache import Cache, quantize_heads
+from npuserve.kernels.measure import widened
+from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from npuserve.kernels.quantized import Int8
+from tests.kernels.triton.hopper import Launch, compiled
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+GARBAGE = (2**31 - 1, -(2**31), -7)
+"""Numbers of blocks that are far outside of any cache."""
+
+
+@pytest.fixture
+def launch(interpreted: ModuleType) -> ModuleType:
+    from npuserve.kernels.triton import launch_attention
+
+    return launch_attention
+
+
+class Step:
+    """Rows of (queries, context) and further queries of no row, where nothing outside the contexts may be touched: it
+    is not a number, and what the tables say past a context is no block."""
+
+    def __init__(
+        self, rows: list[tuple[int, int]], heads: tuple[int, int], dim: int, size: int = 16,
+        dtype: torch.dtype = torch.float32, int8: bool = False, beyond: int = 0, seed: int = 0,
+    ):
+        g = torch.Generator().manual_seed(seed)
+        (q_heads, kv_heads), self.beyond = heads, beyond
+        lengths, contexts = zip(*rows, strict=True)
+        used = [-(-context // size) for context in contexts]
+        width = max(used) + 2
+        order = torch.randperm(sum(used) + 1, generator=g).tolist()
+        tables = torch.tensor([[GARBAGE[(r + i) % 3] for i in range(width)] for r in range(len(rows))]).int()
+        inside = torch.zeros(len(order), size, dtype=torch.bool)
+        for row, (count, context) in enumerate(zip(used, contexts, strict=True)):
+            blocks = [order.pop() for _ in range(count)]
+            tables[row, :count] = torch.tensor(blocks, dtype=torch.int32)
+            for place in range(context):
+                inside[blocks[place // size], place % size] = True
+        shape = (2, len(inside), size, kv_heads, dim)
+        caches: list[Cache] = list(torch.randn(shape, generator=g).to(dtype))
+        if int8:
+            caches = [quantize_heads(cache) for cache in caches if isinstance(cache, Tensor)]
+        for cache in caches:
+            (cache.scale if isinstance(cache, Int8) else cache)[~inside] = torch.nan
+        self.tokens = sum(lengths)
+        self.q = torch.randn(self.tokens + beyond, q_heads, dim, generator=g).to(dtype)
+        self.metadata = AttentionMetadata.from_lengths(tables, contexts, lengths)
+        self.args = self.q, *caches, self.metadata, dim**-0.5
+
+    def run(self, launch: ModuleType, one_each: bool = False, **configs: Any) -> Tensor:
+        q, k_cache, v_cache, m, scale = self.args
+        out: Tensor = launch.paged_attention(
+            q, k_cache, v_cache, m.block_tables, m.context_lens, m.cu_seqlens_q, scale, one_each, **configs)
+        assert not launch._arrived(q.device, 0).any()
+        return out
+
+    def check(self, out: Tensor) -> None:
+        expected = paged_attention(*(widened(x) for x in self.args))
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+        assert not out[self.tokens :].any()
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_any_rows(launch: ModuleType, seed: int) -> None:
+    """Rows of no query, of one and of many; queries of no row; heads and blocks of any size; tiles in parts."""
+    r = random.Random(seed)
+    size, dtype = r.choice([16, 32, 48]), r.choice(list(TOLERANCE))
+    rows = []
+    for _ in range(r.randint(1, 5)):
+        queries = r.choice([0, 1, 1, 2, r.randint(3, 40)])
+        rows.append((queries, queries + r.choice([0, 1, size, r.randint(0, 200)]) if queries else r.choice([0, 9])))
+    kv_heads, group = r.randint(1, 3), r.choice([1, 2, 3, 5, 8, 17])
+    step = Step(rows or [(1, 1)], (kv_heads * group, kv_heads), r.choice([8, 10, 16, 64, 96]), size, dtype,
+                r.random() < 0.5, r.choice([0, 0, 1, 7]), seed)
+    least = r.choice([16, 64, 128])
+    cut = {"keys": r.choice([16, 32]), "warps": 4, "stages": 2, "programs": r.randint(1, 6), "least": least}
+    step.check(step.run(launch, decode=launch.Config(queries=16, **cut),
+                        chunks=launch.Config(queries=r.choice([16, 32]), **cut)))
+
+
+@pytest.mark.parametrize(("programs", "int8"), [(1, False), (3, True), (12, False)])
+def test_contexts_around_the_borders_of_parts(launch: ModuleType, programs: int, int8: bool) -> None:
+    """As many parts as there may be, of 16 keys; one long row is cut where short ones are not. In one launch."""
+    rows = [(1, context) for context in (1, 15, 16, 17, 32, 33, 65, 200)]
+    step = Step(rows, (4, 2), 16, int8=int8)
+    config = launch.Config(16, 16, 4, 2, programs, 16)
+    out = step.run(launch, True, decode=config)
+    step.check(out)
+    assert torch.equal(out, step.run(launch, True, decode=config))
+    if programs == 1:
+        assert torch.equal(out, step.run(launch, False, decode=config))
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_chunk_in_parts_some_of_which_a_query_sees_nothing_of(launch: ModuleType, dim: int) -> None:
+    step = Step([(33, 40)], (2, 1), dim, seed=dim)
+    step.check(step.run(launch, chunks=launch.Config(64, 16, 4, 2, 8, 16)))
+
+
+def test_the_host_says_only_whether_rows_have_one_query_each(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other numbers are those of a captured step's padding. Where it says so, one launch serves."""
+    kernel, launches = launch.paged_attention_kernel, []
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+            def call(*args: Any, **named: Any) -> None:
+                launches.append(named["CHUNKS"])
+                kernel[grid](*args, **named)
+
+            return call
+
+    monkeypatch.setattr(launch, "paged_attention_kernel", Counting())
+    attend = paged_attention.implementations["cuda"].function
+    for rows, ones in (([(1, 20), (1, 3)], True), ([(2, 20), (0, 3)], False), ([(5, 9), (1, 40)], False)):
+        step = Step(rows, (2, 1), 8)
+        q, k_cache, v_cache, metadata, scale = step.args
+        starts = [0, 1, 2] if ones else []
+        padding = dataclasses.replace(metadata, host_context_lens=[], host_cu_seqlens_q=starts)
+        launches.clear()
+        step.check(attend(q, k_cache, v_cache, padding, scale))
+        assert launches == ([False] if ones else [False, True])
+
+
+def test_grids_depend_on_shapes_and_hold_all_parts(launch: ModuleType) -> None:
+    """What the kernel counts on the device, counted here for rows of any lengths."""
+    r = random.Random(0)
+    for _ in range(300):
+        rows, chunks = r.choice([1, 2, 17, 64, 256]), r.random() < 0.5
+        longest = r.choice([64, 4096, 131072])
+        contexts = [r.choice([1, longest, r.randint(1, longest)]) for _ in range(rows)]
+        queries = [min(c, r.choice([0, 1, 2, 9, 300])) for c in contexts]
+        tokens = max(1, sum(queries) + r.choice([0, 0, 3]))
+        kv_heads, group = r.choice([1, 2, 8]), r.choice([1, 2, 5])
+        config = launch.config(chunks, 128, torch.bfloat16, torch.bfloat16, tokens)
+        made = launch.cut(config, chunks, tokens, rows, kv_heads * group, kv_heads, 128, 32, longest, 132)
+        c = made.constants
+        a_tile = c["BLOCK_M"] // group if chunks else 1
+        tiles = [-(-n // a_tile) if (n > 1 if chunks else n == 1) else 0 for n in queries]
+        work = sum(t * n for t, n in zip(tiles, contexts, strict=True)) * kv_heads
+        share = max(-(-work // c["PROGRAMS"]), c["LEAST_PART"])
+        parts = [max((n + share // 2) // share, 1) for n in contexts]
+        items = sum(t * p for t, p in zip(tiles, parts, strict=True))
+        merged = sum(t * p for t, p in zip(tiles, parts, strict=True) if p > 1)
+        assert (items + chunks) * kv_heads <= made.programs
+        assert merged * kv_heads <= made.slots
+        assert made.programs <= (config.programs * 132 + kv_heads * (tokens + 1))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        (0, torch.zeros(3, 8), "q: "),
+        (0, torch.zeros(3, 4, 8, dtype=torch.float64), "q: "),
+        (0, torch.zeros(3, 4, 10), "k_cache: heads of 8 beside"),
+        (0, torch.zeros(3, 5, 8), "q: 5 heads"),
+        (1, torch.zeros(4, 16, 2, 8, dtype=torch.bfloat16), "k_cache: "),
+        (1, torch.zeros(4, 16, 8), "k_cache: "),
+        (1, Int8(torch.zeros(4, 16, 2, 8, dtype=torch.int8), torch.zeros(4, 16, 2)), "scale of k_cache: "),
+        (2, torch.zeros(4, 32, 2, 8), "v_cache: "),
+        (3, torch.zeros(2, 4, dtype=torch.int64), "block_tables: "),
+        (3, torch.zeros(4, 2, dtype=torch.int32).T, "block_tables: "),
+        (4, torch.ones(3, dtype=torch.int32), "cu_seqlens_q: "),
+        (5, torch.zeros(3, dtype=torch.int64), "cu_seqlens_q: "),
+        (2, torch.zeros(4, 16, 2, 8, dtype=torch.float16), "v_cache: "),
+        (6, 0.0, "scale: 0.0 is not above 0"),
+        (7, True, "one_each: 3 queries of 2 rows"),
+    ],
+)
+def test_what_attention_refuses(launch: ModuleType, place: int, value: Any, named: str) -> None:
+    args: list[Any] = [
+        torch.zeros(3, 4, 8), torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 2, 8), torch.zeros(2, 4, dtype=torch.int32),
+        torch.tensor([2, 3]).int(), torch.tensor([0, 1, 3]).int(), 0.3, False]
+    launch.paged_attention(*args)
+    args[place] = value
+    with pytest.raises(ValueError, match=f"^{named}"):
+        launch.paged_attention(*args)
+
+
+def test_heads_that_are_refused(launch: ModuleType) -> None:
+    for dim in (6, 9, 258):
+        cache = torch.zeros(1, 16, 1, dim)
+        one = torch.ones(1, dtype=torch.int32)
+        with pytest.raises(ValueError, match=f"^q: heads of {dim} are not even, from 8 to 256"):
+            launch.paged_attention(
+                torch.zeros(1, 1, dim), cache, cache, one.view(1, 1) - 1, one, torch.tensor([0, 1]).int(), 1.0, True)
+
+
+# The writing of the cache
+
+
+def heads(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool) -> list[Any]:
+    g = torch.Generator().manual_seed(dim)
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim, generator=g).to(dtype)
+    gammas = [torch.rand(dim, generator=g).add(0.5).to(dtype) for _ in "qk"]
+    angles = torch.arange(99)[:, None] * 1e4 ** (-torch.arange(0, dim, 2) / dim)
+    slots = torch.randperm(64, generator=g)[:tokens] + 16
+    slots[1::4] = -1
+    caches = torch.randn(2, 6, 16, kv_heads, dim, generator=g).to(dtype)
+    return [qkv, *gammas, 1e-6, torch.cat([angles.cos(), angles.sin()], dim=-1),
+            torch.randint(99, (tokens,), generator=g), slots,
+            *(map(quantize_heads, caches) if int8 else caches), q_heads]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "dtype"),
+    [(5, 1, 128, torch.bfloat16), (9, 5, 16, torch.float16), (9, 3, 10, torch.float32), (4, 2, 256, torch.float32)])
+def test_heads_are_written_and_nothing_beside_them(
+    launch: ModuleType, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool
+) -> None:
+    args = heads(5, q_heads, kv_heads, dim, dtype, int8)
+    wide = [widened(x) for x in args]
+    before = [dataclasses.replace(x, values=x.values.clone(), scale=x.scale.clone()) if isinstance(x, Int8)
+              else x.clone() for x in args[7:9]]
+    # Rows apart from each other, as a slice has them.
+    apart = torch.zeros(5, args[0].shape[1] + 8, dtype=dtype)[:, :-8]
+    q = launch.qk_norm_rope_kv_write(apart.copy_(args[0]), *args[1:])
+    expected = qk_norm_rope_kv_write(*wide)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(q.double(), expected, rtol=tolerance, atol=tolerance)
+    others = torch.ones(96, dtype=torch.bool)
+    others[args[6][args[6] >= 0]] = False
+    for got, want, was in zip(args[7:9], wide[7:9], before, strict=True):
+        for a, b, c in zip(*((x.values, x.scale) if isinstance(x, Int8) else (x,) for x in (got, want, was)),
+                           strict=True):
+            assert torch.equal(a.flatten(0, 1)[others], c.flatten(0, 1)[others])
+            least = 1 if a.dtype == torch.int8 else tolerance
+            torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=least)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 8e3])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_int8_is_that_of_quantize_heads_to_the_bit(launch: ModuleType, dtype: torch.dtype, size: float) -> None:
+    """Where nothing is normalized or turned; halves among it, of a row whose scale is 1."""
+    args = heads(6, 2, 4, 64, dtype, True)
+    args[0] = (args[0] * size).to(dtype)
+    if size == 1.0:
+        args[0] = torch.arange(args[0].numel()).remainder(255).sub(127).view(args[0].shape).div(2).to(dtype)
+        args[0].view(6, -1, 64)[..., 0] = 127
+    args[1] = args[2] = None
+    args[5].zero_()
+    launch.qk_norm_rope_kv_write(*args)
+    written = args[6] >= 0
+    for cache, part in zip(args[7:9], args[0].view(6, -1, 64)[:, 2:].split(4, dim=1), strict=True):
+        want = quantize_heads(part[written])
+        assert torch.equal(cache.values.flatten(0, 1)[args[6][written]], want.values)
+        assert torch.equal(cache.scale.flatten(0, 1)[args[6][written]], want.scale)
+
+
+def test_many_tokens_and_none(launch: ModuleType) -> None:
+    """More than 64 tokens take more heads a program."""
+    args = heads(5, 9, 3, 16, torch.float32, True)
+    args[0], args[5], args[6] = args[0].repeat(13, 1), args[5].repeat(13), torch.cat([args[6], -torch.ones(60).long()])
+    wide = [widened(x) for x in args]
+    q = launch.qk_norm_rope_kv_write(*args)
+    torch.testing.assert_close(q.double(), qk_norm_rope_kv_write(*wide), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(args[7].scale.double(), wide[7].scale.double(), rtol=1e-2, atol=0)
+    args[0], args[5], args[6] = (args[i][:0] for i in (0, 5, 6))
+    assert launch.qk_norm_rope_kv_write(*args).shape == (0, 9, 16)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        (0, torch.zeros(3, 40), "qkv: 40 columns are not"),
+        (1, torch.zeros(7), "q_gamma"),
+        (4, torch.zeros(64, 4), "cos_sin"),
+        (5, torch.zeros(3, dtype=torch.int32), "positions"),
+        (6, torch.zeros(4, dtype=torch.int64), "slot_mapping"),
+        (7, torch.zeros(4, 8, 8), "k_cache"),
+        (7, torch.zeros(4, 16, 2, 8, dtype=torch.int8), "k_cache"),
+        (8, quantize_heads(torch.zeros(4, 16, 2, 8)), "v_cache"),
+        (9, 0, "num_q_heads: 0 is not from 1"),
+    ],
+)
+def test_what_writing_refuses(launch: ModuleType, place: int, value: Any, named: str) -> None:
+    args: list[Any] = [
+        torch.zeros(3, 64), torch.ones(8), torch.ones(8), 1e-6, torch.zeros(64, 8), torch.zeros(3, dtype=torch.int64),
+        torch.arange(3), torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 2, 8), 4]
+    launch.qk_norm_rope_kv_write(*args)
+    args[place] = value
+    with pytest.raises(ValueError, match=f"^{named}"):
+        launch.qk_norm_rope_kv_write(*args)
+
+
+# What they are compiled to
+
+ATTENTION = {"block_tables": "*i32", "context_lens": "*i32", "cu_seqlens_q": "*i32", "partial": "*fp32",
+             "stats": "*fp32", "arrived": "*i32", "tokens": "i32", "rows": "i32", "tables_stride": "i32",
+             "scale": "fp32"}
+HEADS = {"q_gamma": "*bf16", "k_gamma": "*bf16", "cos_sin": "*fp32", "positions": "*i64", "slot_mapping": "*i64",
+         "qkv": "*bf16", "q_out": "*bf16", "eps": "fp32", "qkv_stride": "i64/16"}
+QWEN3_14B, QWEN3_06B, SMOL = (40, 8, 128), (16, 8, 128), (32, 8, 64)
+
+
+def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """(types, constants) of the arguments."""
+    types, scales = dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16"), ("k_scale", "v_scale")
+    return (types | dict.fromkeys(scales, scale), {}) if int8 else (types, dict.fromkeys(scales))
+
+
+def test_hopper_spills_nothing_loads_16_bytes_and_multiplies_by_tensor_cores(
+    launch: ModuleType, tmp_path: Path
+) -> None:
+    """At the shapes of real models, as they are called for them."""
+    decode, few, many = (False, 256), (True, 512), (True, 4096)
+    chosen = [(QWEN3_14B, decode, False), (QWEN3_14B, decode, True), (QWEN3_14B, few, True), (QWEN3_14B, many, False),
+              (QWEN3_14B, many, True), (QWEN3_06B, decode, True), (SMOL, decode, True)]
+    launches = []
+    for (q_heads, kv_heads, dim), (chunks, tokens), int8 in chosen:
+        config = launch.config(chunks, dim, torch.bfloat16, torch.int8 if int8 else torch.bfloat16, tokens)
+        made = launch.cut(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
+        types, scales = caches(int8, "*i32")
+        launches.append(Launch(
+            "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},
+            made.constants | scales | {"WIDE": False, "PDL": True}, made.options))
+    for what, made in zip(chosen, compiled(launches, tmp_path), strict=True):
+        assert made.local == 0, what
+        assert made.shared <= 227 << 10, what
+        assert "cp.async.cg.shared.global" in made.ptx, what
+        assert ("wgmma.mma_async" if what[1][0] else "mma.sync") in made.ptx, what
+        early, _, late = made.ptx.partition("griddepcontrol.wait")
+        assert "cp.async" not in early, what
+        assert "st.global" not in early, what
+        assert "atom.global.gpu.acq_rel" in late, what
+        assert "ld.global.b16" not in made.ptx, what  # scales too are copied ahead
+
+
+def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType, tmp_path: Path) -> None:
+    launches = []
+    for int8, heads in itertools.product([False, True], [4, 8]):
+        types, scales = caches(int8, "*bf16")
+        constants = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "HEADS": heads, "PDL": True}
+        launches.append(Launch(
+            "kv_write", "kv_write_kernel", HEADS | types, constants | scales, {"num_warps": heads // 4}))
+    for made in compiled(launches, tmp_path):
+        assert made.local == 0
+        assert "ld.global.v4.b32" in made.ptx.partition("griddepcontrol.wait")[2]
+        assert "st.global.v4.b32" in made.ptx

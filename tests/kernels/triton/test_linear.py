@@ -1,0 +1,258 @@
+"""Products with weights at the borders of their tiles, interpreted, beside torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels.linear import linear_swiglu
+from npuserve.kernels.quantized import Int8, Int8Weight
+from npuserve.kernels.triton.linear_tiles import (
+    BUCKETS,
+    MEASURED,
+    SHARED_BYTES,
+    Kind,
+    Tiles,
+    candidates,
+    choose,
+    key,
+)
+
+QWEN3_14B: tuple[tuple[Kind, int, int], ...] = (
+    ("linear", 7168, 5120), ("linear", 5120, 5120), ("linear_swiglu", 34816, 5120), ("linear", 5120, 17408),
+    ("linear_argmax", 151936, 5120))
+SMALL = Tiles(n=16, m=16, k=32, split=1, warps=4, stages=2)
+TALL = Tiles(n=32, m=64, k=16, split=3, warps=4, stages=2)
+
+
+@pytest.fixture(scope="module")
+def calls(interpreted: ModuleType) -> Iterator[ModuleType]:
+    """`launch_linear`, whose counters are all 0 again in the end."""
+    from npuserve.kernels.triton import launch_linear
+
+    yield launch_linear
+    assert not launch_linear._arrived(torch.device("cpu")).any()
+
+
+def floats(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 10007 + n * 101 + k)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, k), (n, k), (n,)))
+    return x.to(dtype), (weight * k**-0.5).to(dtype), bias.to(dtype)
+
+
+def int8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Int8, Int8Weight, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 10007 + n * 101 + k)
+    x, weight = (torch.randint(-128, 128, (count, k), generator=generator, dtype=torch.int8) for count in (rows, n))
+    scales = [torch.rand(count, generator=generator) / 100 + 0.001 for count in (rows, n)]
+    bias = torch.randn(n, generator=generator).to(dtype)
+    return Int8(x, scales[0]), Int8Weight.of(weight, scales[1], dtype), bias
+
+
+def expected(x: Tensor | Int8, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
+    """In float64."""
+    if isinstance(x, Int8):
+        assert isinstance(weight, Int8Weight)
+        out = F.linear(x.values.double(), weight.values.double()) * x.scale.double()[:, None] * weight.scale.double()
+        return out if bias is None else out + bias.double()
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def gated(product: Tensor) -> Tensor:
+    gate, up = product.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    rtol = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[got.dtype]
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("rows", [*range(1, 71, 6), 16, 17, 32, 33, 64, 65, 70])
+@pytest.mark.parametrize("make", [floats, int8])
+def test_any_number_of_rows(calls: ModuleType, make: type, rows: int) -> None:
+    """With the tiles that the table has for them."""
+    x, weight, bias = make(rows, 40, 100)
+    close(calls.linear(x, weight, bias), expected(x, weight, bias))
+
+
+@pytest.mark.parametrize("tiles", [SMALL, TALL], ids=["small", "tall"])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 1), (3, 17, 31), (16, 16, 32), (33, 34, 33), (65, 70, 49)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [floats, int8])
+def test_borders_of_tiles(
+    calls: ModuleType, make: type, dtype: torch.dtype, rows: int, n: int, k: int, tiles: Tiles
+) -> None:
+    x, weight, bias = make(rows, n, k, dtype)
+    close(calls.linear(x, weight, None, tiles), expected(x, weight, None))
+    if n % 2 == 0:
+        close(calls.linear_swiglu(x, weight, bias, tiles), gated(expected(x, weight, bias)))
+
+
+@pytest.mark.parametrize("split", [2, 3, 8])
+@pytest.mark.parametrize("k", [1, 64, 65, 160])
+def test_parts_of_k(calls: ModuleType, split: int, k: int) -> None:
+    """Also parts without a block, which come where K has fewer blocks than parts."""
+    tiles = Tiles(n=16, m=16, k=32, split=split, warps=4, stages=2)
+    x, weight, bias = floats(5, 20, k)
+    close(calls.linear(x, weight, bias, tiles), expected(x, weight, bias))
+    close(calls.linear_swiglu(x, weight, bias, tiles), gated(expected(x, weight, bias)))
+    x8, weight8, _ = int8(5, 20, k)
+    assert torch.equal(calls.linear(x8, weight8, None, tiles), calls.linear(x8, weight8, None, SMALL))
+
+
+def test_groups_of_tokens_cover_all(calls: ModuleType) -> None:
+    """19 tiles of tokens: two groups of eight, and one of three."""
+    x, weight, bias = floats(300, 40, 20)
+    close(calls.linear(x, weight, bias, SMALL), expected(x, weight, bias))
+
+
+def test_rows_that_lie_apart(calls: ModuleType) -> None:
+    x, weight, _ = floats(5, 24, 64)
+    close(calls.linear(x[:, :48], weight[:, :48].contiguous(), None, SMALL), expected(x[:, :48], weight[:, :48], None))
+
+
+def test_sums_of_int8_are_exact(calls: ModuleType) -> None:
+    """At the largest K and magnitudes, where float32 would have rounded: only the scales round."""
+    k = 1 << 15
+    x = Int8(torch.full((2, k), -128, dtype=torch.int8), torch.ones(2))
+    x.values[1, ::2] = 127
+    weight = Int8Weight.of(torch.full((3, k), -128, dtype=torch.int8), torch.ones(3), torch.float32)
+    weight.values[1, -1] = -127
+    sums = F.linear(x.values.long(), weight.values.long())
+    for split in (1, 4):
+        tiles = Tiles(n=16, m=16, k=2048, split=split, warps=4, stages=2)
+        assert torch.equal(calls.linear(x, weight, None, tiles), sums.float())
+
+
+def test_the_library_makes_the_same_of_int8(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_FINISHED", 16)
+    x, weight, bias = int8(19, 2 * 24, 40, torch.bfloat16)
+    for kind in ("linear", "linear_swiglu"):
+        own = getattr(calls, kind)(x, weight, bias, SMALL)
+        assert torch.equal(calls.library(kind, x, weight, bias), own)
+    with pytest.raises(ValueError, match=r"x: \[16, 40\]"):
+        calls.library("linear", *int8(16, 8, 40))
+
+
+@pytest.mark.parametrize("make", [floats, int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_is_that_of_the_rounded_numbers(calls: ModuleType, make: type, dtype: torch.dtype) -> None:
+    """Equal ones that meet within a tile and across tiles: the smallest id, below the vocabulary."""
+    x, weight, bias = make(20, 90, 33, dtype)
+    product = calls.linear(x, weight, bias, SMALL)
+    for vocabulary in (1, 16, 50, 90):
+        ids = calls.linear_argmax(x, weight, bias, vocabulary, SMALL)
+        assert ids.shape == (20, 1)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, product[:, :vocabulary].double().argmax(dim=1, keepdim=True))
+
+
+def test_argmax_of_ties_nan_and_infinities(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x picks columns of the weight, so that logits are known; the merge takes two tiles at a time."""
+    monkeypatch.setattr(calls, "_MERGED", 2)
+    inf, nan = torch.inf, torch.nan
+    logits = torch.full((6, 100), -1.0)
+    logits[0, [17, 40, 99]] = 3.0  # ties in several tiles
+    logits[1, [5, 6]] = inf
+    logits[2] = -inf
+    logits[3, [20, 70]] = torch.tensor([nan, 2.0])
+    logits[4] = nan
+    logits[5, 95] = 9.0  # of padding
+    bias_rows = [calls.linear_argmax(torch.zeros(1, 4), torch.zeros(100, 4), row, 90, SMALL).item() for row in logits]
+    assert bias_rows == [17, 5, 0, 70, 0, 0]
+
+
+def test_bad_arguments_are_named(calls: ModuleType) -> None:
+    x, weight, bias = floats(3, 8, 16)
+    x8, weight8, _ = int8(3, 8, 16)
+    with pytest.raises(TypeError, match="one is int8"):
+        calls.linear(x8, weight, None)
+    with pytest.raises(ValueError, match=r"x: \[3, 16\] is not \[rows, 9\]"):
+        calls.linear(x, weight[:, :9].contiguous(), None)
+    with pytest.raises(ValueError, match="weight: not a contiguous"):
+        calls.linear(x[:, :9], weight[:, :9], None)
+    with pytest.raises(ValueError, match="bias"):
+        calls.linear(x, weight, bias[:7])
+    with pytest.raises(ValueError, match="vocabulary: 9 is not from 1 to 8"):
+        calls.linear_argmax(x, weight, None, 9)
+    with pytest.raises(ValueError, match="not as many of gate and up"):
+        calls.linear_swiglu(x, weight[:7], None)
+    with pytest.raises(ValueError, match="2 parts of K"):
+        calls.linear_argmax(x, weight, None, 8, Tiles(16, 16, 16, 2, 4, 2))
+    with pytest.raises(ValueError, match="zero: on CUDA"):
+        calls.linear(Int8(x8.values, x8.scale, torch.zeros(3, dtype=torch.int32)), weight8, None)
+
+
+def test_no_rows(calls: ModuleType) -> None:
+    x, weight, _ = floats(0, 8, 16)
+    assert calls.linear(x, weight, None).shape == (0, 8)
+    assert calls.linear_swiglu(x, weight, None).shape == (0, 4)
+    assert calls.linear_argmax(x, weight, None, 8).shape == (0, 1)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_gated_numbers_become_int8(calls: ModuleType, rows: int) -> None:
+    """By own tiles, and where floats go by the library."""
+    serve = linear_swiglu.implementations["cuda"].function
+    for make in (floats, int8):
+        x, weight, bias = make(rows, 48, 40)
+        want = gated(expected(x, weight, bias))
+        made = serve(x, weight, bias, weight.inputs if isinstance(weight, Int8Weight) else int8(1, 1, 1)[1].inputs)
+        assert isinstance(made, Int8)
+        off = made.values.double() * made.scale.double()[:, None] - want
+        assert (off.abs() <= made.scale.double()[:, None] * 0.51).all()
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "n", "k"), QWEN3_14B)
+def test_tiles_of_a_decode_step_fill_the_device(kind: Kind, n: int, k: int, itemsize: int) -> None:
+    """At least 27 KB of the weight under way on the multiprocessor with the fewest programs, and no second wave of a
+    few."""
+    for rows in (1, 16, 17, 64):
+        if key(kind, itemsize, rows, n, k) in MEASURED:
+            continue
+        tiles = choose(kind, itemsize, rows, n, k, 132)
+        assert tiles is not None
+        outputs = n // (1 + (kind == "linear_swiglu"))
+        programs = -(-outputs // tiles.n) * -(-rows // tiles.m) * tiles.split
+        weight_bytes = tiles.shared_bytes(kind, itemsize) - tiles.stages * tiles.m * tiles.k * itemsize
+        at_once = SHARED_BYTES // (tiles.shared_bytes(kind, itemsize) + 1024)
+        least = min(programs // 132, at_once)
+        assert least * weight_bytes * (tiles.stages - 1) // tiles.stages >= (27_000 if itemsize < 4 else 16_000)
+        assert programs <= at_once * 132 or programs > 4 * 132
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "n", "k"), [*QWEN3_14B, ("linear", 24, 40)])
+def test_candidates_fit_and_begin_with_the_choice(kind: Kind, n: int, k: int, itemsize: int) -> None:
+    for rows in (*BUCKETS, 4096):
+        made = candidates(kind, itemsize, rows, n, k, 132)
+        assert len(set(made)) == len(made) <= 16
+        fitting = [tiles for tiles in made if tiles is not None]
+        assert all(tiles.shared_bytes(kind, itemsize) < SHARED_BYTES for tiles in fitting)
+        chosen = choose(kind, itemsize, rows, n, k, 132)
+        assert chosen in made
+        assert candidates(kind, itemsize, rows, n, k, 132, fitting[-1])[0] == fitting[-1]
+    assert (None in candidates(kind, itemsize, 16, n, k, 132)) == (itemsize > 1)
+
+
+def test_what_was_measured_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MEASURED, ("linear", 2, 16, 48, 64), TALL)
+    monkeypatch.setitem(MEASURED, ("linear", 1, 32, 36, 64), None)
+    assert choose("linear", 2, 9, 48, 64, 132) == TALL
+    assert choose("linear", 2, 17, 48, 64, 132) != TALL
+    assert choose("linear", 1, 20, 36, 64, 132) is not None, "the library takes no such columns"
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize(("kind", "n", "k"), [*QWEN3_14B, ("linear", 1024, 3072)])
+def test_a_bucket_has_one_choice(kind: Kind, n: int, k: int, itemsize: int) -> None:
+    """Otherwise a kernel would be compiled while requests wait."""
+    choices = {choose(kind, itemsize, rows, n, k, 132) for rows in range(257, 513)}
+    assert len(choices) == 1
+    assert len({choose(kind, itemsize, rows, n, k, 132) for rows in range(513, 9000, 97)}) == 1

@@ -1,0 +1,126 @@
+"""Products with weights as they are compiled for Hopper at the shapes of a Qwen3-14B: what runs there, and where it
+lies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Kind, Tiles, candidates, choose, reasoned
+from tests.kernels.triton.hopper import Compiled, Launch, compiled
+
+SHAPES: tuple[tuple[Kind, int, int], ...] = (
+    ("linear", 5120, 5120), ("linear", 5120, 17408), ("linear_swiglu", 34816, 5120), ("linear_argmax", 151936, 5120))
+ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1}
+
+
+def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
+    """name: of the numbers' type. even: K is divided by the tiles' and rows begin at multiples of 16 bytes, as a
+    model's do."""
+    size = "i32/16" if even else "i32"
+    signature = {"x": f"*{name}", "weight": f"*{name}", "out": "*bf16" if name == "i8" else f"*{name}", "tokens": "i32",
+                 "n": size, "k": size, "x_stride": size}
+    given = {
+        ("x_scale", "weight_scale"): "*fp32" if name == "i8" else None,
+        ("best",): "*fp32" if kind == "linear_argmax" else None,
+        ("places", "arrived"): "*i32",
+        ("partial",): "*i32" if name == "i8" else "*fp32",
+        ("bias",): None,
+    }
+    constants: dict[str, Any] = {
+        "GATED": kind == "linear_swiglu", "BLOCK_N": tiles.n, "BLOCK_M": tiles.m, "BLOCK_K": tiles.k,
+        "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256, "AHEAD": tiles.stages if even else 0,
+        "WIDE": False, "PDL": True}
+    for arguments, kind_of in given.items():
+        for argument in arguments:
+            if kind_of is None:
+                constants[argument] = None
+            else:
+                signature[argument] = kind_of
+    return Launch("linear", "product_kernel", signature, constants,
+                  {"num_warps": tiles.warps, "num_stages": tiles.stages})
+
+
+def own(kind: Kind, name: str, rows: int, n: int, k: int) -> Tiles:
+    """What the table has, or, where it has the library, what would be taken in its place."""
+    size = ITEMSIZES[name]
+    return choose(kind, size, rows, n, k, 132) or reasoned(kind, size, rows, n, k, 132)
+
+
+CASES = {
+    (kind, name, own(kind, name, rows, n, k))
+    for kind, n, k in SHAPES for name, rows in (
+        ("bf16", 1), ("bf16", 64), ("fp32", 16), ("i8", 1), ("i8", 128), ("i8", 2048))
+}
+
+
+@pytest.fixture(scope="module")
+def built(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Kind, str, Tiles], Compiled]:
+    cases = sorted(CASES, key=repr)
+    made = compiled([launch(*case) for case in cases], tmp_path_factory.mktemp("cache"))
+    return dict(zip(cases, made, strict=True))
+
+
+@pytest.mark.parametrize("case", sorted(CASES, key=repr), ids=lambda c: f"{c[0]}-{c[1]}-{c[2].n}x{c[2].m}-{c[2].split}")
+def test_registers_and_shared_memory_suffice(
+    built: dict[tuple[Kind, str, Tiles], Compiled], case: tuple[Kind, str, Tiles]
+) -> None:
+    """Nothing is spilled, shared memory is what the table counts with, and as many programs as it counts on fit the
+    registers of a multiprocessor."""
+    kind, name, tiles = case
+    made = built[case]
+    assert made.local == 0
+    blocks = tiles.shared_bytes(kind, ITEMSIZES[name])
+    least = 0 if name == "fp32" else blocks  # which come through registers once more, so one block less waits
+    assert least <= made.shared <= min(SHARED_BYTES, blocks + 1024)
+    programs = SHARED_BYTES // (made.shared + 1024)
+    if tiles.m <= 64 and name != "fp32":
+        assert min(programs, 3) * tiles.warps * 32 * made.registers <= 65536
+
+
+@pytest.mark.parametrize("case", sorted(CASES, key=repr), ids=lambda c: f"{c[0]}-{c[1]}-{c[2].n}x{c[2].m}-{c[2].split}")
+def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tuple[Kind, str, Tiles]) -> None:
+    """The weight and x come in copies of 16 bytes that nobody waits for, the tensor cores read them in shared memory,
+    results leave in words of 16 bytes, and the launch overlaps the one before."""
+    kind, name, tiles = case
+    ptx = built[case].ptx
+    copies = re.findall(r"cp\.async\.c[ga]\.shared\.global\S* \[[^,]*, \[[^,]*, (\w+)", ptx)
+    assert copies
+    assert set(copies) == {"0x10"} or set(copies) == {"16"}
+    assert "cp.async.bulk.prefetch.L2.global" in ptx
+    assert ptx.index("cp.async.bulk.prefetch") < ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg")
+    assert ptx.rindex("cp.async.cg") < ptx.index("griddepcontrol.launch_dependents")
+    if name != "fp32":
+        assert "wgmma.mma_async" in ptx
+        assert "mma.sync" not in ptx
+    assert (name == "i8") == bool(re.search(r"wgmma\S*s32\.s8\.s8", ptx))
+    assert ("atom.global.gpu.acq_rel.add" in ptx) == (tiles.split > 1)
+    assert not re.search(r"(atom|red)\S*\.f(16|32)|\.bf16x2\.add", ptx)
+    if kind != "linear_argmax":
+        assert "st.global.v4" in ptx
+
+
+def test_odd_shapes_and_candidates_compile(interpreted: ModuleType, tmp_path: Path) -> None:
+    """Rows that begin anywhere, and some of what a sweep would try beside the choice for a shape."""
+    odd = [launch("linear_swiglu", name, own("linear_swiglu", name, 5, 34, 33), even=False) for name in ITEMSIZES]
+    swept = [launch("linear", "bf16", tiles) for tiles in candidates("linear", 2, 1, 5120, 5120, 132)[1::4] if tiles]
+    made = compiled(odd + swept, tmp_path)
+    assert all(x.shared <= SHARED_BYTES for x in made)
+    assert not any(x.local for x in made[len(odd):])
+
+
+def test_helpers_compile(interpreted: ModuleType, tmp_path: Path) -> None:
+    """The merge of tiles' best, and what follows a product of the library's."""
+    merge = {"best": "*fp32", "places": "*i32", "ids": "*i64", "tiles": "i32"}
+    finish = {"sums": "*i32", "x_scale": "*fp32", "weight_scale": "*fp32", "bias": "*bf16", "out": "*bf16",
+              "tokens": "i32", "n": "i32/16"}
+    merged, finished = compiled([
+        Launch("linear", "argmax_merge_kernel", merge, {"BLOCK": 4096, "PDL": True}, {}),
+        Launch("linear", "finish_kernel", finish, {"GATED": True, "BLOCK": 1024, "PDL": True}, {})], tmp_path)
+    assert merged.local == finished.local == 0
+    assert "ld.global.v4" in finished.ptx
+    assert "griddepcontrol.wait" in merged.ptx
