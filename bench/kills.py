@@ -5,7 +5,7 @@
 Starts a server, has each of the mixed requests answered once undisturbed, and then asks all of them at the same time,
 over and over, while its engine is killed at random moments, also while it loads. Every stream must end complete, equal
 to the undisturbed one: text, ids, log-probabilities, finish, offsets. Exit code 1 if any does not. Printed: how long
-from a kill to the next token of a stream that was under way, and to the engine's return.
+the streams that were under way paused, and what the engine's return took.
 
 What follows `--` are settings of the server. Kernels that are deterministic are needed: see docs/architecture.md.
 """
@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ def asks(count: int, tokens: int, seed: int = 1) -> list[pb.GenerateRequest]:
             one.stopping.include_stop = number % 16 == 5
         made.append(one)
     return made
+
+
+BUFFERED = 0.25
+"""Seconds for which a client may still hear what a dead engine had sent."""
 
 
 @dataclass
@@ -180,13 +185,16 @@ def disturbed(target: str, killer: Killer, wanted: Sequence[pb.GenerateRequest],
 
 
 def pauses(killed: Sequence[float], answers: Sequence[Answer]) -> list[float]:
-    """Seconds from each kill to the next message of each stream that was under way, unless another kill came first."""
+    """Seconds of the longest silence of each stream that was under way at a kill, of those that began at most
+    `BUFFERED` after it, unless another kill came first."""
     found = []
     for answer in answers:
         for kill, after in zip(killed, [*killed[1:], float("inf")], strict=True):
-            at = bisect.bisect(answer.times, kill)
-            if 0 < at < len(answer.times) and answer.times[at] < after:
-                found.append(answer.times[at] - kill)
+            begin = bisect.bisect(answer.times, kill)
+            end = bisect.bisect(answer.times, min(kill + BUFFERED, after))
+            silences = [later - last for last, later in pairwise(answer.times[max(begin - 1, 0) : end + 1])]
+            if begin > 0 and silences and answer.times[begin] < after:
+                found.append(max(silences))
     return sorted(found)
 
 
@@ -212,7 +220,7 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     return {
         "kills": len(killer.killed), "streams": args.streams, "answers": len(answers),
         "tokens": sum(len(answer.ids) for answer in answers), "seconds": round(seconds, 1), "wrong": wrong,
-        "paused_streams": len(found), "kill_to_next_token_seconds": {
+        "paused_streams": len(found), "pause_seconds": {
             "p50": share(0.5), "p90": share(0.9), "p99": share(0.99), "longest": share(1.0)},
         "engine_start_seconds": {"shortest": starts[0], "longest": starts[-1]} if starts else None}
 

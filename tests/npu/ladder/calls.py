@@ -73,7 +73,8 @@ class _File:
         if path is None or (isinstance(parent, ast.Attribute) and self.names.path(parent)):
             return
         if path in WHOLE:
-            if isinstance(parent, (ast.Call, ast.keyword, ast.Starred)) and not self._is_by_text(parent):
+            passed = isinstance(parent, (ast.Call, ast.keyword, ast.Starred)) and node not in self.names.followed
+            if passed and not self._is_by_text(parent):
                 raise UnseenCall(f"{self._at(node)}: {ast.unparse(parent)}: {path} is passed on; call its functions "
                                  "where they can be seen")
         elif isinstance(parent, ast.Call) and parent.func is node and not path.endswith("()"):

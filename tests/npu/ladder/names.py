@@ -73,6 +73,9 @@ class Names:
     def __init__(self, trees: dict[str, ast.Module]) -> None:
         self.modules = {name: Scope(name) for name in trees}
         self.scopes: dict[ast.AST, Scope] = {}
+        self.followed: set[ast.AST] = set()
+        """Arguments that parameters of our functions are bound to."""
+        self._bases: dict[int, list[ast.expr]] = {}  # of the class, by the id of its __init__'s scope
         self._ahead: set[tuple[int, int]] = set()  # being resolved
         for name, tree in trees.items():
             self._enter(tree, self.modules[name])
@@ -93,6 +96,10 @@ class Names:
             scope = inner
         elif isinstance(node, ast.ClassDef):
             scope.bind(node.name, node)
+            for child in node.body:
+                if isinstance(child, FunctionNode) and child.name == "__init__":
+                    self._enter(child, scope)
+                    self._bases[id(self.scopes[child])] = node.bases
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             module = getattr(node, "module", None)
             for alias in node.names:
@@ -113,7 +120,8 @@ class Names:
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
             self._assign(node.target, ast.Subscript(node.iter, ast.Constant(0)), scope)
         for child in ast.iter_child_nodes(node):
-            self._enter(child, scope)
+            if child not in self.scopes:
+                self._enter(child, scope)
 
     def _assign(self, target: ast.expr, value: ast.expr, scope: Scope) -> None:
         if isinstance(target, ast.Name):
@@ -131,6 +139,8 @@ class Names:
         """Binds the arguments of a function of ours, or the fields of a dataclass."""
         if isinstance(call.func, ast.Name):
             targets, skipped = scope.find(call.func.id), 0
+        elif ast.unparse(call.func) == "super().__init__":
+            targets, skipped = list(self._inherited(scope)), 1
         elif isinstance(call.func, ast.Attribute):
             targets, skipped = scope.top().names.get(f".{call.func.attr}", []), 1
         else:
@@ -151,6 +161,15 @@ class Names:
             for parameter, value in [*zip(parameters, call.args, strict=False),
                                      *((k.arg, k.value) for k in call.keywords if k.arg in parameters)]:
                 inner.bind(f"{mark}{parameter}", value, scope)
+                self.followed.add(value)
+
+    def _inherited(self, scope: Scope) -> Iterator[Bound]:
+        """The classes of ours that the class derives from, to whose __init__ the scope belongs."""
+        for base in self._bases.get(id(scope), []):
+            name = base.value if isinstance(base, ast.Subscript) else base
+            for bound in scope.find(name.id) if isinstance(name, ast.Name) else []:
+                module, _, own = bound.value.rpartition(".") if isinstance(bound.value, str) else ("", "", "")
+                yield from self.modules[module].names.get(own, []) if module in self.modules else [bound]
 
     def path(self, node: ast.AST) -> str | None:
         """Of torch_npu, that the expression means."""

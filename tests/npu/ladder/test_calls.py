@@ -49,6 +49,23 @@ def test_an_operator_is_seen(tmp_path: Path, text: str) -> None:
     assert [(use.path, use.positional, use.keywords) for use in found] == [(RMS, ("", ""), (("epsilon", ""),))]
 
 
+def test_what_a_base_class_is_given_is_followed_into_it(tmp_path: Path) -> None:
+    """Into another file, and past another class that gives it another module; as an argument of anybody else's it is
+    not seen any more."""
+    base = ("class Base:\n    def __init__(self, streams):\n        self._streams = streams\n"
+            "    def f(self):\n        self._streams.synchronize()")
+    derived = ("import torch\nfrom npuserve.kernels.helper import Base\nclass A(Base[int]):\n"
+               "    def __init__(self):\n        super().__init__(torch.npu)\n        {}\n"
+               "class B(Base):\n    def __init__(self):\n        super().__init__(torch.cuda)")
+    files = {f"npuserve.kernels.{name}": tmp_path / f"{name}.py" for name in ("helper", "kernel")}
+    for file, text in zip(files.values(), (base, derived.format("pass")), strict=True):
+        file.write_text(text)
+    assert [(use.where, use.path) for use in uses(files, tmp_path)] == [("helper.py:5", "torch_npu.npu.synchronize")]
+    files["npuserve.kernels.kernel"].write_text(derived.format("anything(torch.npu)"))
+    with pytest.raises(UnseenCall, match=r"kernel\.py:6: .* is passed on"):
+        uses(files, tmp_path)
+
+
 @pytest.mark.parametrize(("text", "paths"), [
     ("import torch\ntorch.npu.Event(enable_timing=True).record(s)",
      ["torch_npu.npu.Event", "torch_npu.npu.Event().record"]),
