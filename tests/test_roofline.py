@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from npuserve.npu.model_config import ModelConfig
+from tests.benches import bench
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def roofline() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("npuserve_roofline", ROOT / "bench" / "roofline.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return bench("roofline")
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1024), (16, 3338), (64, 1)])

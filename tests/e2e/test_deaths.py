@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from grpc_status import rpc_status
 
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.benches import bench
 from tests.e2e import brittle
 from tests.e2e.server import Server, request, serving
 
@@ -34,13 +33,7 @@ BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
 @pytest.fixture(scope="module")
 def kills() -> ModuleType:
     """bench/kills.py."""
-    spec = importlib.util.spec_from_file_location("npuserve_kills", Path(__file__).parents[2] / "bench" / "kills.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return bench("kills")
 
 
 def test_killed_engines_show_in_no_stream(kills: ModuleType) -> None:

@@ -6,16 +6,15 @@ Its model of Qwen3-14B's widths is too large for here; see docs/ascend.md for ho
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.benches import bench
 from tests.e2e.test_exactness import folder_of
 from tests.npu.emulator.child import missing
 
@@ -75,16 +74,6 @@ def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
     assert found["positions"] > 1000
     assert found["equal_argmax_in_float32"] >= 0.99
     assert found["equal_argmax"] >= min(0.995, found["of_the_cpu"] - 0.005)
-
-
-def bench(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"npuserve_{name}", ROOT / "bench" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_wide_model_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from cuda_parts import profile
-from cuda_parts.driver import Ask, Driver, again, blocks_of, runner_of
-from cuda_parts.shapes import config_of, random_weights
-from cuda_parts.worker import Context, Units
+from gpu_parts import profile
+from gpu_parts.driver import Ask, Driver, again, blocks_of, runner_of
+from gpu_parts.shapes import config_of, random_weights
+from gpu_parts.worker import Context, Units
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model_config import ModelConfig
 from npuserve.npu.runner import Runner

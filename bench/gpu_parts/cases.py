@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cuda_parts.shapes import SHAPES
-from cuda_parts.worker import Context
+from gpu_parts.shapes import SHAPES
+from gpu_parts.worker import Context
 from npuserve.kernels import (
     attention,
     embedding,

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cuda_parts.shapes import random_folder
-from cuda_parts.worker import Context, Units
+from gpu_parts.shapes import random_folder
+from gpu_parts.worker import Context, Units
 
 SCRIPT = Path(__file__).resolve().parents[1] / "served.py"
 NEEDED = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.protobuf", "msgspec", "prometheus_client",

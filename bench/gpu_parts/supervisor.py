@@ -175,7 +175,7 @@ def markdown(report: Report) -> str:
     tables: dict[str, list[Row]] = {}
     for row in report.rows:
         tables.setdefault(row.get("table", row["part"]), []).append(row)
-    said = ["### On a GPU: `bench/cuda.py`", "", f"Seed {report.arguments['seed']}, shape {report.arguments['shape']}."]
+    said = ["### On a GPU: `bench/gpu.py`", "", f"Seed {report.arguments['seed']}, shape {report.arguments['shape']}."]
     for title, rows in tables.items():
         columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("table", "part")))
         said += ["", f"#### {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]

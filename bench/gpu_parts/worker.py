@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cuda_parts import stand_in
+from gpu_parts import stand_in
 
 if TYPE_CHECKING:
     from npuserve.kernels.ceilings import Ceilings, Machine
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, parts: list[str], done: list[str], seconds: fl
         tell("part", part=part)
         deadline = min(time.monotonic() + args.budgets[part], ends)
         try:
-            units = list(importlib.import_module(f"cuda_parts.{part}").units(context))[shard[0] :: shard[1]]
+            units = list(importlib.import_module(f"gpu_parts.{part}").units(context))[shard[0] :: shard[1]]
         except Exception:
             tell("note", part=part, unit="all", said=traceback.format_exc())
             units = []

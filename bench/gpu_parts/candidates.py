@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cuda_parts.numbers import Chosen, judged_by
-from cuda_parts.variants import Shape, shapes
-from cuda_parts.worker import Context, Units
+from gpu_parts.numbers import Chosen, judged_by
+from gpu_parts.variants import Shape, shapes
+from gpu_parts.worker import Context, Units
 
 
 def units(context: Context) -> Units:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuda_parts.worker import Context, Units
+from gpu_parts.worker import Context, Units
 
 
 def units(context: Context) -> Units:

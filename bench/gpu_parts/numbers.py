@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuda_parts.cases import large_cases
-from cuda_parts.worker import Context, Units
+from gpu_parts.cases import large_cases
+from gpu_parts.worker import Context, Units
 from npuserve.kernels.linear import linear
 from npuserve.kernels.measure import QUANTIZED, Accuracy, Oracle, widened
 from npuserve.kernels.quantized import with_levels

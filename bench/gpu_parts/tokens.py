@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from cuda_parts.driver import Ask, Driver, blocks_of, runner_of
-from cuda_parts.worker import Context, Units
+from gpu_parts.driver import Ask, Driver, blocks_of, runner_of
+from gpu_parts.worker import Context, Units
 from npuserve.npu.loader import load_weights
 from npuserve.npu.model_config import ModelConfig
 from npuserve.npu.storyteller import FOLDER

@@ -1,6 +1,6 @@
 """All GPU checks and benchmarks in one call of a few minutes, and their table.
 
-    python bench/cuda.py [--out DIR] [--quick] [--parts numbers,machine,...] [--model FOLDER ...] [--wheels DIR]
+    python bench/gpu.py [--out DIR] [--quick] [--parts numbers,machine,...] [--model FOLDER ...] [--wheels DIR]
                          [--profile]
 
 It needs a machine with one NVIDIA GPU, torch, triton, transformers, safetensors and numpy, and this checkout, which
@@ -47,8 +47,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# This folder would put `cuda` in the place of NVIDIA's package of that name.
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT / "bench"]
 
 BUDGETS = {"numbers": 110, "machine": 30, "tokens": 45, "steps": 130, "peer": 45, "kernels": 45, "served": 75,
            "candidates": 40, "sweep": 40}
@@ -97,7 +95,7 @@ def links(folder: Path) -> None:
     (folder / "npuserve").mkdir()
     for name, room in ROOMS.items():
         (folder / "npuserve" / name).symlink_to(ROOT / room)
-    for name in ("cuda_parts", "serving.py"):
+    for name in ("gpu_parts", "serving.py"):
         (folder / name).symlink_to(ROOT / "bench" / name)
 
 
@@ -127,7 +125,7 @@ def no_device(args: argparse.Namespace) -> str:
 def main(argv: list[str]) -> int:
     args = arguments(argv)
     if args.worker:
-        from cuda_parts import worker
+        from gpu_parts import worker
 
         return worker.run(args, **json.loads(args.worker))
     if said := no_device(args):
@@ -139,12 +137,12 @@ def main(argv: list[str]) -> int:
         if args.wheels:
             install(args.wheels, folder)
         sys.path.insert(0, place)
-        from cuda_parts import supervisor
+        from gpu_parts import supervisor
 
         paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
                                        "TOKENIZERS_PARALLELISM": "false"}
-        return supervisor.run(args, [sys.executable, str(ROOT / "bench" / "cuda.py"), *argv, "--seed", str(args.seed)],
+        return supervisor.run(args, [sys.executable, str(ROOT / "bench" / "gpu.py"), *argv, "--seed", str(args.seed)],
                               environment)
 
 

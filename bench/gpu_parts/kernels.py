@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cuda_parts.cases import large_cases
-from cuda_parts.worker import Context, Units
+from gpu_parts.cases import large_cases
+from gpu_parts.worker import Context, Units
 from npuserve.kernels import measure
 from npuserve.kernels.measure import Bench
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet

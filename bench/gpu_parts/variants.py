@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cuda_parts.cases import made_on
-from cuda_parts.shapes import SHAPES
-from cuda_parts.worker import Context
+from gpu_parts.cases import made_on
+from gpu_parts.shapes import SHAPES
+from gpu_parts.worker import Context
 from npuserve.kernels import attention, linear, quantized
 from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cuda_parts import steps
-from cuda_parts.shapes import json_of
-from cuda_parts.worker import Context, Units
+from gpu_parts import steps
+from gpu_parts.shapes import json_of
+from gpu_parts.worker import Context, Units
 
 ROUNDS = 3
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cuda_parts.variants import CHOSEN, Shape, shapes
-from cuda_parts.worker import Context, Units
+from gpu_parts.variants import CHOSEN, Shape, shapes
+from gpu_parts.worker import Context, Units
 from npuserve.kernels import measure
 from npuserve.kernels.measure import Bench
 

@@ -1,4 +1,4 @@
-"""bench/cuda.py without a GPU: all its parts on a toy shape, and that what is wrong is said to be wrong."""
+"""bench/gpu.py without a GPU: all its parts on a toy shape, and that what is wrong is said to be wrong."""
 
 from __future__ import annotations
 
@@ -22,40 +22,29 @@ from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.machine import machine_of
+from tests.benches import BENCH, bench
 
-BENCH = Path(__file__).parents[2] / "bench"
 PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
 
-def load(name: str, file: Path, **more: Any) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file, **more)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load("npuserve_cuda", BENCH / "cuda.py")
+    return bench("gpu")
 
 
 @pytest.fixture(scope="module")
 def part() -> Iterator[Callable[[str], ModuleType]]:
-    """A module of bench/cuda_parts by its name."""
-    load("cuda_parts", BENCH / "cuda_parts" / "__init__.py", submodule_search_locations=[str(BENCH / "cuda_parts")])
-    yield lambda name: importlib.import_module(f"cuda_parts.{name}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda_parts"]:
-        del sys.modules[name]
+    """A module of bench/gpu_parts by its name."""
+    sys.path.append(str(BENCH))
+    yield lambda name: importlib.import_module(f"gpu_parts.{name}")
+    sys.path.remove(str(BENCH))
 
 
 def run(out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the report, and all that was printed."""
-    done = subprocess.run([sys.executable, str(BENCH / "cuda.py"), "--out", str(out), "--quick", *arguments],
+    done = subprocess.run([sys.executable, str(BENCH / "gpu.py"), "--out", str(out), "--quick", *arguments],
                           capture_output=True, text=True, env=os.environ | environment)
     report = out / "cuda.json"
     return done.returncode, json.loads(report.read_text()) if report.is_file() else {}, done.stdout + done.stderr
