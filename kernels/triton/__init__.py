@@ -1,7 +1,7 @@
 """Kernels in Triton: what CUDA runs, and what Ascend may take where torch_npu has no fused operator.
 
-Importing this imports no triton. `launch` calls the kernels, each of which lies in a file of its own that needs triton
-alone, so that a compiler without torch reads it: tests/kernels/triton lowers them for Ascend.
+Importing this imports no triton. The modules `launch*` call the kernels, which lie in files that need triton alone, so
+that a compiler without torch reads them: tests/kernels/triton lowers those of `LOWERED` for Ascend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOWERED = {
     "qk_norm_rope_kv_write": "qk_norm_rope_kv_write",
     "sample": "sample_embed",
 }
-"""Kernel -> the file here that serves it, proved to lower for Ascend."""
+"""Kernel -> the file here that does its work and is proved to lower for Ascend; `launch` calls it."""
 
 
 _waiting: list[Callable[[], object]] = []

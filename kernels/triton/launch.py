@@ -1,4 +1,5 @@
-"""Calls of the Triton kernels: arguments are checked here, and cut into blocks and programs."""
+"""Calls of the Triton kernels that lower for Ascend: arguments are checked here, and cut into blocks and programs. CUDA
+has kernels of its own for these, which meet more multiprocessors than there are rows."""
 
 from __future__ import annotations
 
