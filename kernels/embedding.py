@@ -50,7 +50,7 @@ def _(ids: Tensor, table: Weight) -> Tensor:
         call: native.Call = (
             "embedding_int8", table.dtype, [ids, table.values.words, out, table.scale, table.zero], [*out.shape])
     elif isinstance(table, PackedWeight):
-        call = ("unpack", table.dtype, [table.words, out, ids], [*out.shape])
+        call = table.unpack(ids, out)
     else:
         call = ("embedding", table.dtype, [ids, table, out], [*out.shape])
     native.call("embedding", call)

@@ -161,7 +161,7 @@ def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, o
     shape = [len(x), k, n, *sizes]
     if not isinstance(weight, Int8Weight):
         assert isinstance(weight, PackedWeight)
-        return [(name, weight.dtype, [_floats(x), weight.words, *p], shape)]
+        return [(weight.op(name), weight.dtype, [_floats(x), weight.words, *p], shape)]
     assert isinstance(weight.values, PackedWeight)
     calls: list[native.Call] = []
     if not isinstance(x, Int8):

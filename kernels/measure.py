@@ -17,7 +17,8 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.ceilings import HOST, Ceilings, Machine, timed
-from npuserve.kernels.costs import cost, nbytes
+from npuserve.kernels.costs import Cost, cost, nbytes
+from npuserve.kernels.native.packed import PackedWeight
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel, moved
 
@@ -130,14 +131,23 @@ class Bench(Oracle):
     ):
         super().__init__(kernel, case, dtype, seed=seed, device=machine.device)
         self.cost = cost(kernel.name, self._args)
+        self._costs: dict[str, Cost] = {}
         self._machine = machine
 
     def measure(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> Measured:
         """ceilings, best: of the machine, and its `best()` of this run."""
-        accuracy = self.accuracy(label)
+        accuracy, c = self.accuracy(label), self._cost(label)
         bound, seconds, share, others = self._time(label, ceilings, best)
-        return Measured(accuracy.error, accuracy.other_ids, seconds, self.cost.nbytes / seconds,
-                        self.cost.operations / seconds, bound, share, others)
+        return Measured(accuracy.error, accuracy.other_ids, seconds, c.nbytes / seconds, c.operations / seconds, bound,
+                        share, others)
+
+    def _cost(self, label: str) -> Cost:
+        """`cost`, with weights as the implementation holds them, which may be in fewer bytes."""
+        if label not in self._costs:
+            held = self._implementation(label).adapt(self._args)
+            args = tuple(b if isinstance(b, PackedWeight) else a for a, b in zip(self._args, held, strict=True))
+            self._costs[label] = cost(self._kernel.name, args)
+        return self._costs[label]
 
     def seconds(self, label: str, synchronize: Callable[[], None], passes: int = _LEAST_PASSES) -> float:
         """Of a call on any device, the median; launches included. synchronize: returns once the device is done."""
@@ -190,7 +200,7 @@ class Bench(Oracle):
         one_pass = self._passes(label, None if label == GOLDEN else self._machine, partial(timed, self._machine))
         cold = nbytes(*(self._args[i] for i in self.cost.cold))
         peak = next(value for name, value in best.items() if name.startswith(self.cost.kind)) * 1e9
-        c = self.cost
+        c = self._cost(label)
         by_bytes, by_operations = c.nbytes / (best["read_gbs"] * 1e9), c.operations / peak
         bound: Bound = "matrix" if by_operations > by_bytes else "memory" if 2 * cold > c.nbytes else "cache"
         ceiling: Callable[[], float] = {

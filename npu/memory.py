@@ -12,6 +12,7 @@ import torch
 
 from npuserve.kernels.attention import paged_attention
 from npuserve.kernels.linear import linear
+from npuserve.kernels.native import LANES
 from npuserve.kernels.registry import Kernel
 from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
@@ -21,7 +22,7 @@ from npuserve.npu.prefill import staging_bytes
 from npuserve.npu.weights import Stored, linears, stored_bytes, tables
 
 SCRATCH = 1 << 20
-"""Bytes that a thread of the kernels keeps, at most."""
+"""Bytes that a thread of the kernels keeps, at most, unless the panels of weights that it works on take more."""
 
 WARM_UP, GOLDEN_WARM_UP = 28 << 20, 44 << 20
 """Bytes that torch and its libraries take at their first work, beyond what they take once imported; where they compute
@@ -220,7 +221,8 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     # merges what threads computed of parts of a context.
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
     parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
-    return tokens * row * itemsize + parts + backend.threads * SCRATCH
+    panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
+    return tokens * row * itemsize + parts + backend.threads * max(SCRATCH, panels)
 
 
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:

@@ -437,5 +437,5 @@ def load_runner(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
-        leaves=describe(Path(folder), plan) if shared else None,
+        leaves=describe(Path(folder), plan) if shared and weights.as_planned else None,
     )

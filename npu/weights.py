@@ -95,14 +95,22 @@ class ModelWeights:
         head = self.lm_head.weight
         return len(head.scale) if isinstance(head, Int8Weight) else head.shape[0]
 
+    @property
+    def as_planned(self) -> bool:
+        """False where a weight takes more memory than `stored_bytes` says, since its numbers did not become compact."""
+        return not any(isinstance(w, PackedWeight) and w.refused for w in (self.embedding, *self._linear_weights()))
+
     def finish(self, vocabulary: int, backend: Backend) -> None:
         """Once all real rows hold the checkpoint's numbers: fill the padded ones, and have int8 weights as the
         backend's kernels read them."""
         self._fill_padding(vocabulary)
+        for weight in self._linear_weights():
+            if isinstance(weight, Int8Weight):
+                backend.arrange(weight, table=weight is self.embedding)
+
+    def _linear_weights(self) -> list[Weight]:
         linears = [linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
-        for linear in (*linears, self.lm_head):
-            if isinstance(linear.weight, Int8Weight):
-                backend.arrange(linear.weight, table=linear.weight is self.embedding)
+        return [linear.weight for linear in (*linears, self.lm_head)]
 
     def _fill_padding(self, vocabulary: int) -> None:
         padded, head = self.padded_vocabulary, self.lm_head.weight

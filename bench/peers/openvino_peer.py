@@ -1,4 +1,5 @@
-"""OpenVINO GenAI's continuous batching, executed in bfloat16; MODEL is an export of optimum-cli. See harness.py."""
+"""OpenVINO GenAI's continuous batching, executed in bfloat16, or in float32 where the processor has no products of
+bfloat16, since it does nothing else there; MODEL is an export of optimum-cli. See harness.py."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ class OpenVino(harness.Generator):
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = 512
         scheduler.enable_prefix_caching = False
-        scheduler.cache_size = 1
+        bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        precision = "bf16" if bf16 else "f32"
+        scheduler.cache_size = 1 if bf16 else 2
         self.pipeline = genai.ContinuousBatchingPipeline(
             str(args.model), scheduler, "CPU",
-            {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": args.threads,
-             "KV_CACHE_PRECISION": "bf16"})
+            {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": args.threads,
+             "KV_CACHE_PRECISION": precision})
         self.numbers = itertools.count()
 
     def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@
 //   attention_merge  the same, of either
 #include <algorithm>
 
-#include "cache.h"
+#include "sweep.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -111,10 +111,6 @@ struct Item {
     }
 };
 
-// Tiles of so few rows wait for memory: they fetch what comes next.
-constexpr bool waits(int rows) { return rows <= 4; }
-constexpr int WIDEST = 8;  // panels of a tile
-
 // How many of a split's tokens the rows see: each token's heads one more than those of the token before.
 struct Seen {
     int64_t first, group, tokens;
@@ -136,72 +132,90 @@ struct Scores {
     const float *q_scales;
     int64_t row_bytes, words, stride;
     Run keys;
-    Next after;  // the run
     float *scores;
     Seen seen;
     int64_t row, panel;
+    mutable Ahead ahead;
 
+    // Panels from `panel` on that some of the rows see.
+    INLINE int64_t panels(int rows) const {
+        return ceil_div<int64_t>(seen.by(row + rows - 1) - keys.first, LANES) - panel;
+    }
     template <int R, int P>
     INLINE void run() const {
-        int64_t token = keys.first + panel * LANES;
-        if (token >= seen.by(row + R - 1)) return;
         typename Dot::Acc acc[R][P];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        const char *w = keys.at + panel * Dot::PANEL;
-        bool more = (panel + P) * LANES < keys.tokens;
-        stream<Dot, R, P, waits(R)>(acc, q + row * row_bytes, row_bytes, w, stride, words,
-                                    more ? Next{w + P * Dot::PANEL, stride} : after);
+        Ahead next = ahead;
+        meet<Dot, R, P>(acc, q + row * row_bytes, row_bytes, keys.at + panel * Dot::PANEL, stride, words, next);
+        ahead = next;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
-                store(scores + (row + r) * SPLIT + token + p * LANES,
+                store(scores + (row + r) * SPLIT + keys.first + (panel + p) * LANES,
                       C::score(acc[r][p], q_scales[row + r], keys.scales + (panel + p) * LANES));
     }
 };
 
-// out[row] = weights . v, for one split.
+// out[row] = weights . v, for a split's runs [begin, end) of `runs`, of which the first ones are in `out` already.
 template <class C>
 struct Weighted {
     typedef typename C::Dot Dot;
     const char *weights;
     const float *weight_scales;
     const Run *values;
-    int64_t runs, padded_dim;
-    Next after;  // the split
+    int64_t begin, end, runs, padded_dim;
     float *out;
     Seen seen;
     int64_t row, panel;
+    mutable Ahead ahead;
 
+    INLINE int64_t panels(int) const { return padded_dim / LANES - panel; }
     template <int R, int P>
     INLINE void run() const {
-        typename Dot::Acc acc[R][P];
+        typedef typename Dot::Acc Acc;
         constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
+        Acc acc[R][P];
         const char *x = weights + row * row_bytes;
+        float *to = out + row * padded_dim + panel * LANES;
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        int64_t see = seen.by(row + R - 1), stride = padded_dim * C::WORD;
-        for (int64_t i = 0; i < runs && values[i].first < see; i++) {
-            Next next = i + 1 < runs ? Next{values[i + 1].at + panel * Dot::PANEL, stride} : after;
+            for (int p = 0; p < P; p++) {
+                acc[r][p] = Dot::start();
+                if (begin > 0) std::memcpy(&acc[r][p], to + r * padded_dim + p * LANES, sizeof(Acc));
+            }
+        int64_t see = seen.by(row + R - 1);
+        Ahead next = ahead;
+        for (int64_t i = begin; i < end && values[i].first < see; i++) {
             int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), C::PER_WORD);
-            stream<Dot, R, P, waits(R)>(acc, x + values[i].first / C::PER_WORD * 4, row_bytes,
-                                        values[i].at + panel * Dot::PANEL, stride, words, next);
+            meet<Dot, R, P>(acc, x + values[i].first / C::PER_WORD * Dot::X_BYTES, row_bytes,
+                            values[i].at + panel * Dot::PANEL, padded_dim * C::WORD, words, next);
         }
+        ahead = next;
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                store(out + (row + r) * padded_dim + (panel + p) * LANES,
-                      C::weighted(acc[r][p], weight_scales[row + r]));
+            for (int p = 0; p < P; p++) {
+                float *lanes = to + r * padded_dim + p * LANES;
+                if (end < runs)
+                    std::memcpy(lanes, &acc[r][p], sizeof(Acc));
+                else
+                    store(lanes, C::weighted(acc[r][p], weight_scales[row + r]));
+            }
     }
 };
 
 // Panels stay in the cache while all rows meet them.
-template <class Functor>
+template <class Dot, class Functor>
 INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
-    int most_rows = rows <= MAX_ROWS ? int(rows) : panels >= panels_for(BLOCK_ROWS) ? BLOCK_ROWS : MAX_ROWS;
-    int most = panels_for(most_rows, WIDEST);
-    for (f.panel = 0; f.panel < panels; f.panel += most)
-        for (f.row = 0; f.row < rows; f.row += most_rows)
-            with_rows<WIDEST>(int(std::min<int64_t>(most_rows, rows - f.row)),
-                              int(std::min<int64_t>(most, panels - f.panel)), f);
+    typedef Sweep<Dot> By;
+    int most_rows = By::rows(rows, panels), most = By::panels(most_rows);
+    for (int64_t panel = 0; panel < panels; panel += most)
+        for (f.row = 0; f.row < rows; f.row += most_rows) {
+            int here = int(std::min<int64_t>(most_rows, rows - f.row));
+            f.panel = panel;
+            int64_t end = std::min<int64_t>({panel + most, panels, panel + f.panels(here)});
+            for (int some; f.panel < end; f.panel += some) {
+                some = By::fitting(here, end - f.panel);
+                By::with(here, some, f);
+            }
+        }
 }
 
 template <class C>
@@ -209,8 +223,16 @@ struct Attention {
     typedef typename C::Activation D;
     typedef typename D::type T;
     typedef typename C::X X;
+    typedef typename C::Dot Dot;
     static constexpr int64_t PER_WORD = C::PER_WORD;
     static constexpr float LOG2E = 1.44269504f;
+
+    // exp2 of a score less the largest one.
+    static INLINE F power(F x) {
+        x = max(x, set1(-127.0f));
+        F whole = nearest(x);
+        return exp2_of(whole, x - whole);
+    }
 
     // What a unit works on, in this thread's scratch.
     struct Work {
@@ -253,39 +275,61 @@ struct Attention {
         return items * s.kv_heads * (s.cut(items, call.threads) ? s.most_splits(rows) : 1);
     }
 
-    static void run(const Call &call, int64_t unit) {
-        Shape s(call);
-        int64_t rows = s.rows(), items = s.plan()[rows];
-        bool cut = s.cut(items, call.threads);
-        int64_t splits = cut ? s.most_splits(rows) : 1;
+    // What a unit works on: splits [split, end) of an item, for the queries of a head of keys.
+    struct Part {
+        int64_t items;
+        bool cut;
+        int64_t splits, index, head;
+        Item item;
+        int64_t last, split, end;  // last: the context of the last query
+
         // Items of one head follow each other, for they share its keys and values. The last ones of a prompt have the
         // most to do: they come first. Splits go through the heads, whose blocks are neighbours.
-        int64_t index = items - 1 - (cut ? unit / s.kv_heads / splits : unit % items);
-        int64_t head = cut ? unit % s.kv_heads : unit / items;
-        Item item(s, rows, index);
-        int64_t queries = item.end - item.first, last = item.position + queries;  // context of the last query
-        int64_t split = cut ? unit / s.kv_heads % splits : 0, end = cut ? split + 1 : ceil_div(last, SPLIT);
-        if (split * SPLIT >= last) return;
+        Part(const Shape &s, int64_t rows, int threads, int64_t unit)
+            : items(s.plan()[rows]), cut(s.cut(items, threads)), splits(cut ? s.most_splits(rows) : 1),
+              index(items - 1 - (cut ? unit / s.kv_heads / splits : unit % items)),
+              head(cut ? unit % s.kv_heads : unit / items), item(s, rows, index),
+              last(item.position + item.end - item.first), split(cut ? unit / s.kv_heads % splits : 0),
+              end(cut ? split + 1 : ceil_div(last, SPLIT)) {}
+        bool empty() const { return split * SPLIT >= last; }
+        int64_t units(const Shape &s) const { return items * s.kv_heads * splits; }
+        // The first keys of a split.
+        Ahead keys(const Shape &s, int64_t split) const {
+            int64_t token = split * SPLIT;
+            int64_t tokens = std::min({SPLIT, s.block_size - token % s.block_size, last - token});
+            return keys_ahead(s, {s.key<C>(item.row, head, token), 0, tokens, nullptr});
+        }
+    };
+
+    static void run(const Call &call, int64_t unit) {
+        Shape s(call);
+        int64_t rows = s.rows();
+        Part part(s, rows, call.threads, unit);
+        if (part.empty()) return;
+        const Item &item = part.item;
+        int64_t count = (item.end - item.first) * s.group, following = unit + call.threads;
 
         Work work(s);
-        int64_t count = queries * s.group;
         for (int64_t i = 0; i < count; i++) {
-            int64_t place = (item.first + i / s.group) * s.q_heads + head * s.group + i % s.group;
+            int64_t place = (item.first + i / s.group) * s.q_heads + part.head * s.group + i % s.group;
             work.q_scales[i] = C::query(s.op.at<T>(0) + place * s.dim, s.dim, work.q + i * s.dim);
         }
-        bool first = !cut;
-        for (; split < end; split++) {
+        bool first = !part.cut;
+        for (int64_t split = part.split; split < part.end; split++) {
             int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
-            // What this thread most likely goes on with.
-            int64_t following = cut ? (head + call.threads) % s.kv_heads : head;
-            int64_t token = std::min(split + (following <= head), (last - 1) / SPLIT) * SPLIT;
-            Next after{s.key<C>(item.row, following, token), s.key_stride<C>()};
-            attend(s, work, item, head, split, from, count, after, first ? work.total : work.sum,
+            Ahead after;
+            if (split + 1 < part.end) {
+                after = part.keys(s, split + 1);
+            } else if (count <= FEW && following < part.units(s)) {  // what this thread most likely goes on with
+                Part next(s, rows, call.threads, following);
+                if (!next.empty()) after = next.keys(s, next.split);
+            }
+            attend(s, work, item, part.head, split, from, count, after, first ? work.total : work.sum,
                    first ? work.total_largest : work.largest, first ? work.total_mass : work.mass);
             for (int64_t i = first ? count : from; i < count; i++) {
                 float *sum = work.sum + i * s.padded_dim;
-                if (cut) {
-                    float *p = s.partial(index, splits, split, head * s.group + i);
+                if (part.cut) {
+                    float *p = s.partial(part.index, part.splits, split, part.head * s.group + i);
                     p[0] = work.largest[i], p[1] = work.mass[i];
                     std::memcpy(p + LANES, sum, size_t(s.padded_dim) * 4);
                 } else {
@@ -295,15 +339,15 @@ struct Attention {
             }
             first = false;
         }
-        if (cut) return;
+        if (part.cut) return;
         for (int64_t i = 0; i < count; i++)
             put(s, work.total + i * s.padded_dim, work.total_mass[i], item.first + i / s.group,
-                head * s.group + i % s.group);
+                part.head * s.group + i % s.group);
     }
 
     // sum, largest and mass of rows [from, count) over one split.
     static void attend(const Shape &s, const Work &work, const Item &item, int64_t head, int64_t split, int64_t from,
-                       int64_t count, Next after, float *sum, float *largest_of, float *mass_of) {
+                       int64_t count, const Ahead &after, float *sum, float *largest_of, float *mass_of) {
         int64_t begin = split * SPLIT, tokens = std::min(SPLIT, item.position + count / s.group - begin);
         int64_t padded = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD;
         int64_t whole = C::ABSORBS ? padded : tokens / PER_WORD * PER_WORD;
@@ -327,13 +371,16 @@ struct Attention {
         }
         int64_t dim_bytes = s.dim * int64_t(sizeof(X));
         Seen seen{item.position + from / s.group + 1 - begin, s.group, tokens};
-        for (int64_t i = 0; i < runs; i++)
-            for_tiles(count - from, ceil_div<int64_t>(keys[i].tokens, LANES),
-                      Scores<C>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from, dim_bytes,
-                                s.dim / PER_WORD, s.key_stride<C>(), keys[i],
-                                i + 1 < runs ? Next{keys[i + 1].at, s.key_stride<C>()}
-                                             : Next{values[0].at, s.value_stride<C>()},
-                                work.scores + from * SPLIT, seen, 0, 0});
+        // So few rows wait for memory: while they meet a block, what they meet next is fetched.
+        bool few = count - from <= FEW;
+        Ahead none;
+        for (int64_t i = 0; i < runs; i++) {
+            Ahead ahead = !few ? none : i + 1 < runs ? keys_ahead(s, keys[i + 1]) : values_ahead(s, values[0]);
+            for_tiles<Dot>(count - from, ceil_div<int64_t>(keys[i].tokens, LANES),
+                           Scores<C>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
+                                     dim_bytes, s.dim / PER_WORD, s.key_stride<C>(), keys[i],
+                                     work.scores + from * SPLIT, seen, 0, 0, ahead});
+        }
         for (int64_t i = 0; i < runs; i++)
             C::value_scales(value_scales[i], keys[i].tokens, work.value_scales + keys[i].first);
         float factor = float(s.op.f[0]) * LOG2E;
@@ -348,10 +395,10 @@ struct Attention {
             float largest = lane_max(most);
             F mass = zero(), peak = set1(largest), scale = set1(factor);
             for (int64_t t = 0; t < full; t += LANES)
-                mass = mass + weights.add(t, exp2((load(scores + t) - peak) * scale));
+                mass = mass + weights.add(t, power((load(scores + t) - peak) * scale));
             int64_t t = full;
             if (full < mine) {
-                F p = first(exp2((load(scores + full) - peak) * scale), mine - full, zero());
+                F p = first(power((load(scores + full) - peak) * scale), mine - full, zero());
                 mass = mass + weights.add(full, p);
                 t += LANES;
             }
@@ -359,9 +406,21 @@ struct Attention {
             work.weight_scales[i] = weights.end(padded);
             largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
         }
-        for_tiles(count - from, s.padded_dim / LANES,
-                  Weighted<C>{reinterpret_cast<const char *>(work.weights + from * SPLIT), work.weight_scales + from,
-                              values, value_runs, s.padded_dim, after, sum + from * s.padded_dim, seen, 0, 0});
+        int64_t step = few ? 1 : value_runs;  // a block at a time, or all in registers
+        for (int64_t i = 0; i < value_runs; i += step) {
+            Ahead ahead = !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after;
+            for_tiles<Dot>(count - from, s.padded_dim / LANES,
+                           Weighted<C>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
+                                       work.weight_scales + from, values, i, i + step, value_runs, s.padded_dim,
+                                       sum + from * s.padded_dim, seen, 0, 0, ahead});
+        }
+    }
+
+    static Ahead keys_ahead(const Shape &s, const Run &run) {
+        return {run.at, s.key_stride<C>(), s.dim / PER_WORD, ceil_div<int64_t>(run.tokens, LANES) * Dot::PANEL};
+    }
+    static Ahead values_ahead(const Shape &s, const Run &run) {
+        return {run.at, s.value_stride<C>(), ceil_div<int64_t>(run.tokens, PER_WORD), s.value_stride<C>()};
     }
 
     // The total takes up the next split. A total of mass 0 has none yet.

@@ -13,9 +13,33 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
+// A product whose rows of x are words of 32 bits. TAKES_MUCH: its operands take many registers.
+template <class Dot>
+struct OfWords : Dot {
+    static constexpr int64_t X_BYTES = 4;  // of a word of x
+    static constexpr bool TAKES_MUCH = false;
+    static INLINE auto take(const char *x) { return Dot::spread(word_at(x)); }
+};
+
+#if !defined(__AVX512BF16__)
+// bfloat16 (w) times bfloat16 (x) that is held in float32, so that its words need not be taken apart.
+struct DotWide : DotBFloat16 {
+    static constexpr int64_t X_BYTES = 8;
+    static constexpr bool TAKES_MUCH = true;
+    static INLINE X take(const char *x) {
+        float even, odd;
+        std::memcpy(&even, x, 4);
+        std::memcpy(&odd, x + 4, 4);
+        return {set1(even), set1(odd)};
+    }
+};
+#endif
+
 // int16 (x) times int8 (w), exactly, in int32.
 struct DotInt16 {
     static constexpr int64_t PANEL = 32;
+    static constexpr int64_t X_BYTES = 4;
+    static constexpr bool TAKES_MUCH = false;
     typedef I Acc;
     static INLINE Acc start() { return Acc{}; }
 #if defined(__AVX512VNNI__)
@@ -23,7 +47,7 @@ struct DotInt16 {
     static INLINE W get(const char *w) {
         return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFFu, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w)));
     }
-    static INLINE X spread(uint32_t x) { return _mm512_set1_epi32(int32_t(x)); }
+    static INLINE X take(const char *x) { return _mm512_set1_epi32(int32_t(word_at(x))); }
     static INLINE void step(Acc &acc, W w, X x) { acc.v[0] = (ivec)_mm512_dpwssd_epi32((__m512i)acc.v[0], w, x); }
 #elif defined(__AVX2__)
     struct W {
@@ -35,7 +59,7 @@ struct DotInt16 {
         EACH(i) r.v[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w + i * WIDTH * 2)));
         return r;
     }
-    static INLINE X spread(uint32_t x) { return _mm256_set1_epi32(int32_t(x)); }
+    static INLINE X take(const char *x) { return _mm256_set1_epi32(int32_t(word_at(x))); }
     static INLINE void step(Acc &acc, W w, X x) { EACH(i) acc.v[i] += (ivec)_mm256_madd_epi16(w.v[i], x); }
 #else
     struct W {
@@ -53,9 +77,31 @@ struct DotInt16 {
         }
         return r;
     }
-    static INLINE X spread(uint32_t x) { return {int16_t(x), int16_t(x >> 16)}; }
+    static INLINE X take(const char *x) {
+        uint32_t word = word_at(x);
+        return {int16_t(word), int16_t(word >> 16)};
+    }
     static INLINE void step(Acc &acc, W w, X x) { EACH(i) acc.v[i] += w.even[i] * x.even + w.odd[i] * x.odd; }
 #endif
+};
+
+// The product of a cache of D, and how its x is held.
+template <class D>
+struct Product {
+    typedef OfWords<DotFloat32> Dot;
+    typedef Float32 Held;
+    typedef float X;
+};
+template <>
+struct Product<BFloat16> {
+#if defined(__AVX512BF16__)
+    typedef OfWords<DotBFloat16> Dot;
+    typedef BFloat16 Held;
+#else
+    typedef DotWide Dot;
+    typedef Float32 Held;
+#endif
+    typedef Held::type X;
 };
 
 // The n lanes of whole numbers, 1 <= n <= 16, that T holds.
@@ -64,8 +110,10 @@ INLINE void put_whole(T *p, F whole, int64_t n) {
     typedef T part __attribute__((vector_size(WIDTH * sizeof(T))));
     typedef part part_u __attribute__((aligned(sizeof(T)), may_alias));
     T l[LANES], *to = n < LANES ? l : p;
-    EACH(i)
-    *reinterpret_cast<part_u *>(to + i * WIDTH) = __builtin_convertvector(__builtin_convertvector(whole.v[i], ivec), part);
+    EACH(i) {
+        ivec numbers = __builtin_convertvector(whole.v[i], ivec);
+        *reinterpret_cast<part_u *>(to + i * WIDTH) = __builtin_convertvector(numbers, part);
+    }
     if (n < LANES)
         for (int64_t i = 0; i < n; i++) p[i] = l[i];
 }
@@ -91,14 +139,20 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
 template <class D>
 struct PlainCache {
     typedef D Activation;
-    typedef typename D::type Number, X;
-    typedef typename DotOf<D>::type Dot;
+    typedef typename D::type Number;
+    typedef typename Product<D>::Dot Dot;
+    typedef typename Product<D>::X X;
     static constexpr int64_t WORD = 4, PER_WORD = D::PER_WORD;
     static constexpr bool ABSORBS = false;
 
     static INLINE const Number *number(const Number *head, int64_t, Number *, uint16_t *) { return head; }
     static INLINE float query(const Number *head, int64_t size, X *to) {
-        std::memcpy(to, head, size_t(size) * sizeof(X));
+        for (int64_t i = 0; i < size; i++) {
+            if constexpr (sizeof(X) == sizeof(Number))
+                to[i] = head[i];
+            else
+                to[i] = D::get1(head[i]);
+        }
         return 1;
     }
     static INLINE F score(F sum, float, const uint16_t *) { return sum; }
@@ -111,7 +165,7 @@ struct PlainCache {
         Weights(X *to, float *, const float *) : to(to) {}
         INLINE F add(int64_t token, F p) {
             p = D::round(p);
-            D::put(to + token, p);
+            Product<D>::Held::put(to + token, p);
             return p;
         }
         INLINE float end(int64_t) { return 1; }

@@ -8,13 +8,14 @@ namespace npuserve {
 namespace NPUSERVE_ISA {
 
 extern const Kernel LINEAR[];
+extern const Kernel COMPACT[];
 extern const Kernel ATTENTION[];
 extern const Kernel ROPE[];
 extern const Kernel ROWWISE[];
 extern const Kernel SAMPLE[];
 extern const Kernel CEILINGS[];
 
-static const Kernel *const GROUPS[] = {LINEAR, ATTENTION, ROPE, ROWWISE, SAMPLE, CEILINGS, nullptr};
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION, ROPE, ROWWISE, SAMPLE, CEILINGS, nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
 

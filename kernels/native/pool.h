@@ -35,8 +35,9 @@ void npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows,
 // Zeroed memory in large pages where the system grants them; null if there is none.
 void *npuserve_allocate(size_t bytes);
 
-// What lies in an open file in memory from `offset` on, a multiple of 2 MiB, for all who map it, in large pages as far as
-// there are such; null where the system makes none of a file. The file is at least as long as the end of the last large page.
+// What lies in an open file in memory from `offset` on, a multiple of 2 MiB, for all who map it, in large pages as far
+// as there are such; null where the system makes none of a file. The file is at least as long as the end of the last
+// large page.
 void *npuserve_share(int file, int64_t offset, size_t bytes);
 void npuserve_free(void *memory, size_t bytes);
 }

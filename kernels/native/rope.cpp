@@ -9,6 +9,10 @@
 //                    also p: scales of the keys, scales of the values
 #include <algorithm>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "cache.h"
 
 namespace npuserve {
@@ -40,33 +44,88 @@ struct QkNormRopeKvWrite {
         const Op &op = call.op;
         const int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = DIM ? DIM : op.n[3], block_size = op.n[4];
         const int64_t padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
-        T *turned = static_cast<T *>(scratch(size_t(dim) * (sizeof(T) + 4 + sizeof(Number)) + 256));
-        float *normed = reinterpret_cast<float *>(turned) + ceil_div<int64_t>(dim * int64_t(sizeof(T)), 64) * 16;
-        Number *room = reinterpret_cast<Number *>(normed + dim);
+        const int64_t kept = kv_heads * UNIT_TOKENS * dim;  // of keys: [Hkv, n, D]
+        T *turned = static_cast<T *>(scratch(size_t(kept) * (sizeof(T) + sizeof(Number)) + size_t(dim) * 4));
+        float *normed = reinterpret_cast<float *>(turned + kept);
+        Number *rooms = reinterpret_cast<Number *>(normed + dim);
         const int64_t *positions = op.at<int64_t>(4), *slots = op.at<int64_t>(5);
         float eps = float(op.f[0]);
-        for (int64_t t = unit * UNIT_TOKENS; t < std::min(call.rows, (unit + 1) * UNIT_TOKENS); t++) {
-            const T *in = op.at<T>(0) + t * (q_heads + 2 * kv_heads) * dim;
-            const float *cos = op.at<float>(3) + positions[t] * dim;
-            T *q = op.at<T>(8) + t * q_heads * dim;
-            for (int64_t h = 0; h < q_heads; h++)
-                turn<DIM>(in + h * dim, op.at<T>(1), eps, cos, dim, normed, q + h * dim);
-            int64_t slot = slots[t];
-            if (slot < 0) continue;
-            int64_t block = slot / block_size, offset = slot % block_size;
+        int64_t n;
+        for (int64_t t = unit * UNIT_TOKENS, end = std::min(call.rows, t + UNIT_TOKENS); t < end; t += n) {
+            // Tokens [t, t + n), which lie side by side in a block.
+            for (n = 1; t + n < end && slots[t + n] == slots[t] + n && slots[t + n] % block_size;) n++;
+            for (int64_t i = 0; i < n; i++) {
+                const T *in = op.at<T>(0) + (t + i) * (q_heads + 2 * kv_heads) * dim;
+                const float *cos = op.at<float>(3) + positions[t + i] * dim;
+                T *q = op.at<T>(8) + (t + i) * q_heads * dim;
+                for (int64_t h = 0; h < q_heads; h++)
+                    turn<DIM>(in + h * dim, op.at<T>(1), eps, cos, dim, normed, q + h * dim);
+                for (int64_t h = 0; h < kv_heads && slots[t] >= 0; h++)
+                    turn<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, normed,
+                              turned + (h * n + i) * dim);
+            }
+            if (slots[t] < 0) continue;
+            int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+            const Number *numbers[UNIT_TOKENS];
             for (int64_t h = 0; h < kv_heads; h++) {
-                turn<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, normed, turned);
                 int64_t place = block * kv_heads + h, scale = place * block_size + offset;
-                const Number *key = C::number(turned, dim, room, op.at<uint16_t>(9) + scale);
-                char *keys = op.at<char>(6) + (place * (dim / PER_WORD) * block_size + offset) * C::WORD;
-                for (int64_t w = 0; w < dim / PER_WORD; w++)
-                    std::memcpy(keys + w * block_size * C::WORD, key + w * PER_WORD, C::WORD);
-                const T *v = in + (q_heads + kv_heads + h) * dim;
-                int64_t word = place * (block_size / PER_WORD) + offset / PER_WORD;
-                write_value(op.at<Number>(7) + word * padded_dim * PER_WORD,
-                            C::number(v, dim, room, op.at<uint16_t>(10) + scale), dim, offset % PER_WORD);
+                for (int64_t i = 0; i < n; i++)
+                    numbers[i] = C::number(turned + (h * n + i) * dim, dim, rooms + i * dim,
+                                           op.at<uint16_t>(9) + scale + i);
+                write_keys(op.at<char>(6) + (place * (dim / PER_WORD) * block_size + offset) * C::WORD,
+                           block_size * C::WORD, numbers, n, dim / PER_WORD);
+            }
+            for (int64_t i = 0, both; i < n; i += 1 + both) {
+                both = PER_WORD == 2 && (offset + i) % 2 == 0 && i + 1 < n;
+                for (int64_t h = 0; h < kv_heads; h++) {
+                    int64_t place = block * kv_heads + h, word = (place * block_size + offset + i) / PER_WORD;
+                    for (int64_t j = i; j <= i + both; j++)
+                        numbers[j] = C::number(
+                            op.at<T>(0) + ((t + j) * (q_heads + 2 * kv_heads) + q_heads + kv_heads + h) * dim, dim,
+                            rooms + j * dim, op.at<uint16_t>(10) + place * block_size + offset + j);
+                    Number *words = op.at<Number>(7) + word * padded_dim * PER_WORD;
+                    if (both)
+                        write_values(words, numbers[i], numbers[i + 1], dim);
+                    else
+                        write_value(words, numbers[i], dim, (offset + i) % PER_WORD);
+                }
             }
         }
+    }
+
+    // Word w of token i of n to keys + w * stride + i * WORD: a line holds the same word of 16 tokens.
+    static INLINE void write_keys(char *keys, int64_t stride, const Number *const *tokens, int64_t n, int64_t words) {
+        int64_t done = 0;  // tokens, by fours
+#if defined(__SSE2__)
+        if constexpr (C::WORD == 4) {
+            for (; done + 4 <= n && words % 4 == 0; done += 4)
+                for (int64_t w = 0; w < words; w += 4) {
+                    __m128i v[4], pairs[4];
+                    for (int t = 0; t < 4; t++)
+                        v[t] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(tokens[done + t] + w * PER_WORD));
+                    pairs[0] = _mm_unpacklo_epi32(v[0], v[1]), pairs[1] = _mm_unpackhi_epi32(v[0], v[1]);
+                    pairs[2] = _mm_unpacklo_epi32(v[2], v[3]), pairs[3] = _mm_unpackhi_epi32(v[2], v[3]);
+                    v[0] = _mm_unpacklo_epi64(pairs[0], pairs[2]), v[1] = _mm_unpackhi_epi64(pairs[0], pairs[2]);
+                    v[2] = _mm_unpacklo_epi64(pairs[1], pairs[3]), v[3] = _mm_unpackhi_epi64(pairs[1], pairs[3]);
+                    for (int t = 0; t < 4; t++)
+                        _mm_storeu_si128(reinterpret_cast<__m128i *>(keys + (w + t) * stride + done * 4), v[t]);
+                }
+        }
+#endif
+        if (n - done == 1) {
+            for (int64_t w = 0; w < words; w++)
+                std::memcpy(keys + w * stride + done * C::WORD, tokens[done] + w * PER_WORD, C::WORD);
+        } else if (n > done) {
+            for (int64_t w = 0; w < words; w++)
+                for (int64_t t = done; t < n; t++)
+                    std::memcpy(keys + w * stride + t * C::WORD, tokens[t] + w * PER_WORD, C::WORD);
+        }
+    }
+
+    // Both tokens of words.
+    static INLINE void write_values(Number *__restrict words, const Number *__restrict a, const Number *__restrict b,
+                                    int64_t dim) {
+        for (int64_t d = 0; d < dim; d++) words[2 * d] = a[d], words[2 * d + 1] = b[d];
     }
 
     // Only this token's part of each word is written: another thread may write the other.

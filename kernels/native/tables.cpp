@@ -1,4 +1,5 @@
-// Which instruction sets this library holds (the build defines HAS_... and NPUSERVE_SOURCE), and which of them the processor has.
+// Which instruction sets this library holds (the build defines HAS_... and NPUSERVE_SOURCE), and which of them the
+// processor has.
 #include <cstring>
 
 #include "pool.h"

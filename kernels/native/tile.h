@@ -5,8 +5,6 @@
 // R and P are: so a row's numbers do not depend on the rows beside it.
 #pragma once
 
-#include <algorithm>
-
 #include "vec.h"
 
 namespace npuserve {
@@ -131,50 +129,128 @@ INLINE uint32_t word_at(const char *p) {
     return x;
 }
 
-// acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * w_stride. ahead: A runs of words that are needed next, which are fetched into the nearest cache; if FAR
-// into the one after it, and all but the first may be null.
-template <class Dot, int R, int P, int A, bool FAR>
-INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
-                 int64_t w_stride, int64_t words, const char *const *ahead) {
-    for (int64_t k = 0; k < words; k++) {
-        _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
-            if (!FAR || a == 0 || ahead[a]) __builtin_prefetch(ahead[a] + k * w_stride, 0, FAR ? 2 : 3);
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-            uint32_t word = word_at(x + r * x_stride + k * 4);
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], Dot::get(w[p] + k * w_stride), Dot::spread(word));
-        }
+// A word's product in steps, each of which needs few registers beside the accumulators.
+template <class Dot>
+struct Steps {
+    static constexpr int COUNT = 1;
+    typedef typename Dot::W W;
+    typedef typename Dot::X X;
+    template <int>
+    static INLINE W get(const char *w) {
+        return Dot::get(w);
     }
-}
-
-// What is read next: an address, and the bytes from one of its words to the next.
-struct Next {
-    const char *at;
-    int64_t stride;
+    // The same of a word in registers.
+    template <int>
+    static INLINE W get(const ivec (&w)[PARTS]) {
+        return (W)w[0];
+    }
+    template <int>
+    static INLINE X spread(const char *x) {
+        return Dot::spread(word_at(x));
+    }
+    static INLINE void step(typename Dot::Acc &acc, W w, X x) { Dot::step(acc, w, x); }
 };
 
-// The same of P panels side by side that come from memory: each of their words is loaded once for all rows. FETCH: some
-// words before its use, and at the end the first words of `next`.
-template <class Dot, int R, int P, bool FETCH>
-INLINE void stream(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
-                   int64_t words, Next next) {
-    constexpr int64_t PANEL = Dot::PANEL, AHEAD = 512 / PANEL;
-    auto run = [&](int64_t from, int64_t to, const char *ahead, int64_t stride) {
-        for (int64_t k = from; k < to; k++, ahead += stride) {
-            typename Dot::W v[P];
-            _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {
-                if (FETCH && p * PANEL % 64 == 0) __builtin_prefetch(ahead + p * PANEL, 0, 3);
-                v[p] = Dot::get(w + k * w_stride + p * PANEL);
-            }
-            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-                auto word = Dot::spread(word_at(x + r * x_stride + k * 4));
-                _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) Dot::step(acc[r][p], v[p], word);
-            }
-        }
+// The word at x in every lane. In one instruction and anew each time: compilers would otherwise shift the one number
+// before they spread it, or keep it for the word's next step, where registers are short.
+INLINE ivec everywhere(const char *x) {
+    ivec v;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm volatile("vpbroadcastd %1, %0" : "=x"(v) : "m"(*reinterpret_cast<const uint32_t *>(x)));
+#else
+    v = ivec{} + int32_t(word_at(x));
+#endif
+    return v;
+}
+
+#if !defined(__AVX512BF16__)
+// The even numbers, then the odd ones.
+template <>
+struct Steps<DotBFloat16> {
+    static constexpr int COUNT = 2;
+    typedef F W;
+    typedef fvec X;
+    template <int S>
+    static INLINE ivec widened(ivec v) {
+        return S ? v & int32_t(0xFFFF0000u) : v << 16;
+    }
+    template <int S>
+    static INLINE W get(const ivec (&w)[PARTS]) {
+        W half;
+        EACH(i) half.v[i] = (fvec)widened<S>(w[i]);
+        return half;
+    }
+    template <int S>
+    static INLINE W get(const char *w) {
+        ivec words[PARTS];
+        EACH(i) words[i] = load_words(w, i);
+        return get<S>(words);
+    }
+    template <int S>
+    static INLINE X spread(const char *x) {
+        return (fvec)widened<S>(everywhere(x));
+    }
+    static INLINE void step(F &acc, W w, X x) {
+        F all;
+        EACH(i) all.v[i] = x;
+        acc = fma(w, all, acc);
+    }
+};
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// Bytes 0 and 2 of each word as pairs of 16 bits, then 1 and 3.
+template <>
+struct Steps<DotInt8> {
+    static constexpr int COUNT = 2;
+    struct W {
+        __m256i v[PARTS];
     };
-    int64_t last = std::max<int64_t>(0, words - AHEAD);
-    run(0, last, w + AHEAD * w_stride, w_stride);
-    run(last, words, next.at, next.stride);
+    typedef __m256i X;
+    template <int S>
+    static INLINE __m256i widened(__m256i v) {
+        return _mm256_srai_epi16(S ? v : _mm256_slli_epi16(v, 8), 8);
+    }
+    template <int S>
+    static INLINE W get(const char *w) {
+        W half;
+        EACH(i) half.v[i] = widened<S>((__m256i)load_words(w, i));
+        return half;
+    }
+    template <int S>
+    static INLINE X spread(const char *x) {
+        return widened<S>((__m256i)everywhere(x));
+    }
+    static INLINE void step(I &acc, W w, X x) { EACH(i) acc.v[i] += (ivec)_mm256_madd_epi16(w.v[i], x); }
+};
+#endif
+
+// The steps from S on of one word. w: of each panel its address, or the word itself in registers.
+template <class Dot, int R, int P, int S = 0, class Word>
+INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const Word (&w)[P]) {
+    typedef Steps<Dot> By;
+    typename By::W v[P];
+    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) v[p] = By::template get<S>(w[p]);
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
+        auto spread = By::template spread<S>(x + r * x_stride);
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) By::step(acc[r][p], v[p], spread);
+    }
+    if constexpr (S + 1 < By::COUNT) tile_step<Dot, R, P, S + 1>(acc, x, x_stride, w);
+}
+
+// acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
+// w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes from one to the following, which
+// are fetched into the nearest cache; if FAR into the one after it, and all but the first may be null.
+template <class Dot, int R, int P, int A, bool FAR>
+INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
+                 int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {
+    for (int64_t k = 0; k < words; k++) {
+        _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
+            if (!FAR || a == 0 || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, FAR ? 2 : 3);
+        const char *word[P];
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) word[p] = w[p] + k * w_stride;
+        tile_step<Dot>(acc, x + k * 4, x_stride, word);
+    }
 }
 
 // One more word for the elements that do not fill one: n of them, the others being 0 on both sides.
@@ -188,33 +264,10 @@ INLINE void tile_tail(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
     }
 }
 
-// The widest tile for m rows: as many panels as the registers allow beside them.
-constexpr int MAX_ROWS = MAX_ACC / 2 > 1 ? MAX_ACC / 2 : 1;
-constexpr int MAX_PANELS = 4;
-constexpr int panels_for(int rows, int widest = MAX_PANELS) {
-    int p = MAX_ACC / (rows < 1 ? 1 : rows);
+// The panels of a tile of so many rows: as many as so many accumulators allow, and at most `widest`.
+constexpr int panels_for(int rows, int widest, int accumulators) {
+    int p = accumulators / (rows < 1 ? 1 : rows);
     return p > widest ? widest : p < 1 ? 1 : p;
-}
-// Rows of a tile where there are more than MAX_ROWS of them.
-constexpr int BLOCK_ROWS = MAX_ACC >= 24 ? 6 : MAX_ACC / 2 > 0 ? MAX_ACC / 2 : 1;
-// The same where there are few enough that each panel meets them but a few times.
-constexpr int FEW_ROWS = MAX_ACC >= 24 ? 8 : BLOCK_ROWS;
-
-template <int R, int P, class Function>
-INLINE void with_panels(int p, const Function &f) {
-    if constexpr (P > 1) {
-        if (p < P) return with_panels<R, P - 1>(p, f);
-    }
-    f.template run<R, P>();
-}
-
-// Calls f.template run<R, P>() for the tile of run-time sizes 1 <= r <= MAX_ROWS, 1 <= p <= panels_for(r, WIDEST).
-template <int WIDEST = MAX_PANELS, int R = MAX_ROWS, class Function>
-INLINE void with_rows(int r, int p, const Function &f) {
-    if constexpr (R > 1) {
-        if (r < R) return with_rows<WIDEST, R - 1>(r, p, f);
-    }
-    with_panels<R, panels_for(R, WIDEST)>(p, f);
 }
 
 }  // namespace NPUSERVE_ISA

@@ -158,7 +158,7 @@ class CpuBackend(Backend):
     def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         if self._arena is None:
             return super().weight(n, k, dtype)
-        return PackedWeight(self._arena.zeros((packed_words(n, k, dtype),), torch.int32), n, k, dtype)
+        return PackedWeight.zeros(n, k, dtype, memory=self._arena.zeros)
 
     def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         return super().weight_bytes(n, k, dtype) if self._arena is None else 4 * packed_words(n, k, dtype)

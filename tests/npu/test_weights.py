@@ -338,7 +338,7 @@ def test_int8_weights_are_half_of_bfloat16s():
     config = ModelConfig.from_dict(sizes)
     quantized = dataclasses.replace(
         config, quantization=Quantization(((("Linear",), W8A8()),)), lm_head_dtype="int8")
-    cpu = CpuBackend()
+    cpu = CpuBackend(native=False)  # which holds floats as they are
     whole, half = (stored_bytes(c, torch.bfloat16, cpu) for c in (config, quantized))
     assert half == pytest.approx(whole / 2 + 1024**2, rel=0.01)  # the embedding stays
 

@@ -34,6 +34,9 @@ def test_all_parts() -> None:
         mock.patch.object(accept, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20),
         mock.patch.object(accept.Measured, "kernels", return_value=[]),
+        # Torch's products of bfloat16, which stand for the device's, differ by processor: 0.9951 of the positions with
+        # AVX-512, 0.9914 with AVX2 alone.
+        mock.patch.object(accept, "LEAST_EQUAL", 0.985),
     ):
         code, report = accepted("--decode-buckets", "2,8", "--least-share", "1")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
