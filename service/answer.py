@@ -66,9 +66,8 @@ class Answer:
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
         """What the engine made. Its finish, if this was the last of it; if a stop string was found, `keep` is set,
         and what the engine makes after that token is not to be added."""
-        ids: list[int] = []
+        ids = outputs[0].token_ids if len(outputs) == 1 else [token for output in outputs for token in output.token_ids]
         for output in outputs:
-            ids += output.token_ids
             if output.logprobs:
                 self._logprobs += output.logprobs
             if output.prompt_logprobs and self._prompt_logprobs is not None:

@@ -79,7 +79,10 @@ class Detokenizer:
         if self._over:
             return None
         for token_id in ids:
-            for piece in self._stream.feed(token_id):
+            pieces = self._stream.feed(token_id)
+            if len(ids) == len(pieces) == 1 and pieces[0].ends and self._holds_nothing:
+                return self._straight(pieces[0].text)
+            for piece in pieces:
                 self._add(piece)
                 if self._match:
                     return self._stopped()
@@ -113,6 +116,19 @@ class Detokenizer:
             return self._stopped()
         self._over = True
         return Delta(self._text, self._num_tokens - self._num_sent)
+
+    @property
+    def _holds_nothing(self) -> bool:
+        return not (self._text or self._matcher or self._num_tokens < self._held_tokens)
+
+    def _straight(self, text: str) -> Delta:
+        """As `_add` and a border after it: the usual token's way."""
+        self._num_tokens += 1
+        self._unfinished = 0
+        self._offset += len(text)
+        delta = Delta(text, self._num_tokens - self._num_sent)
+        self._num_sent = self._num_tokens
+        return delta
 
     def _add(self, piece: Piece) -> None:
         """Appends one token's text, and looks for the stop string in it."""

@@ -60,15 +60,16 @@ class EngineClient:
 
     on_state: called with each new state. model_info: of the last engine, None before the first; epoch: its, 0 before;
     load: its last word. resume_seconds: how long streams that ended are kept for the next engine. max_buffered_tokens,
-    slow_reader_seconds: see stream.py.
+    slow_reader_seconds, stream_interval: see stream.py.
     """
 
     def __init__(
         self, address: str, on_state: Callable[[State], None] = lambda state: None,
         stall_seconds: float = STALL_SECONDS, resume_seconds: float = 0.0, max_buffered_tokens: int = 512,
-        slow_reader_seconds: float = 300.0,
+        slow_reader_seconds: float = 300.0, stream_interval: int = 1,
     ):
         self.max_buffered_tokens = max_buffered_tokens
+        self.stream_interval = stream_interval
         self._slow_reader_seconds = slow_reader_seconds
         self.state: State = "starting"
         self.model_info: ModelInfo | None = None

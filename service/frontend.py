@@ -53,6 +53,10 @@ STALL_SHARE = 0.5
 """Of hang_seconds: an engine that is silent for so long gets no new requests; it has lost nothing if it comes round."""
 SETTLE_SECONDS = 0.2
 """Between readiness and GOAWAY: a call that meets GOAWAY on its way may end with CANCELLED."""
+SLICE_SECONDS = 0.0007
+"""Of the processor, to write a step's messages in: half of what Linux gives a thread on two cores, less on more."""
+POLLER_SECONDS = 0.003
+"""The slice of gRPC's thread: so long that it waits until those messages are written, all of them."""
 LAST_WORDS = 2.0
 """Seconds beyond a drain's in which its last streams are told their end; the supervisor's FRONTEND_MARGIN is longer."""
 
@@ -90,7 +94,7 @@ class Frontend:
         stall = config.hang_seconds * STALL_SHARE
         self._engine = EngineClient(
             args.engine_address, lambda state: self._update(), stall, config.resume_seconds, config.max_buffered_tokens,
-            config.slow_reader_seconds)
+            config.slow_reader_seconds, config.stream_interval)
         self._tracing = _open_tracing(config)
         self._inference = InferenceServicer(config, self._engine, self._tracing)
         self._admin = AdminServicer(config, self._engine, time.monotonic())
@@ -252,11 +256,13 @@ def _start_poller() -> None:
 
     Each write wakes it. By default it would then interrupt our thread, which has the other streams' messages still to
     write: that is a quarter of what a message costs (bench/stream_cost.py). As a batch thread it takes an idle
-    processor or waits its turn. gRPC offers no setting for it, but a thread inherits the policy of who starts it.
+    processor or waits its turn, and its slice is longer than ours. gRPC offers no setting for it, but a thread inherits
+    the policy and the slice of who starts it.
     """
     if sys.platform != "linux":
         return  # gRPC starts it with the server
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    short_slice.ask_for_it(POLLER_SECONDS)  # kept through the changes of policy
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError:  # a sandbox forbids it
@@ -284,6 +290,7 @@ async def serve(args: FrontendArgs) -> None:
     loop.add_signal_handler(signal.SIGTERM, drain, args.config.drain_seconds)
     child.listen(gone=lambda: from_thread(args.config.drain_seconds), ordered=lambda order: from_thread(order["drain"]))
     _start_poller()
+    short_slice.ask_for_it(SLICE_SECONDS)
     frontend = Frontend(args)
     child.report("listening", port=await frontend.start())
     loading = asyncio.ensure_future(frontend.load())
@@ -302,7 +309,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's
     args = child.read_arguments(FrontendArgs)
     logs.setup(args.config, f"frontend-{args.index}")
-    short_slice.ask_for_it()
     try:
         asyncio.run(serve(args))
     except ConfigError as error:

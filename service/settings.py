@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "max_requests_per_client": "requests that a client may have at once, by API key or address; 0: no limit",
         "max_buffered_tokens": "tokens that a slow reader leaves unread before its request pauses",
         "slow_reader_seconds": "after which a stream whose reader takes nothing is cancelled",
+        "stream_interval": "tokens to a message of a stream, but for the first and the last ones",
         "priority_aging_seconds": "seconds of waiting that count as one step of priority",
         "double_buffering": "launch a step before the last one's tokens are on the host",
         "prefill_device": "where prompts are computed: on the device or on the host's cpu",

@@ -2,7 +2,8 @@
 
 What the reader has not taken yet comes to it as one list. A slow one is no burden to others: with more than
 max_buffered_tokens unread its request pauses in the engine, and goes on when it reads; when it takes nothing for
-slow_reader_seconds it is treated as one that has left.
+slow_reader_seconds it is treated as one that has left. After the first token it is woken for every stream_interval
+tokens, and at the end: a message has a price, whatever it carries.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Line(Protocol):
     """What a stream needs of its engine client. send: False where there is no engine."""
 
     max_buffered_tokens: int
+    stream_interval: int
 
     def send(self, message: ToEngine) -> bool: ...
 
@@ -60,6 +62,7 @@ class Stream:
         self.slow: SlowReader | None = None
         self._reader: asyncio.Task[object] | None = None
         self._took: float | None = None  # when the reader took what it has not dealt with yet
+        self._taken = False  # the reader has been given something
         self._paused = False
         self._client = client
         self._resumed = resumed
@@ -88,11 +91,12 @@ class Stream:
         return bool(self.request.resume_token) and (self._error is None or self._closed)
 
     def __aiter__(self) -> AsyncIterator[list[Output]]:
+        self._reader = asyncio.current_task()
         return self
 
     async def __anext__(self) -> list[Output]:
-        self._reader, self._took = asyncio.current_task(), None
-        while not self._outputs:
+        self._took = None
+        while not self._due():
             if self._error:
                 raise self._error
             if self._ended:
@@ -100,6 +104,7 @@ class Stream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         outputs, self._outputs = self._outputs, []
+        self._taken = True
         self.buffered = 0
         self._took = time.monotonic()
         if self._paused:
@@ -174,7 +179,8 @@ class Stream:
         if output.finish:
             self.end(None)
             return
-        self._wake()
+        if self._due():
+            self._wake()
         if self.buffered > self._client.max_buffered_tokens and not self._paused:
             self._paused = self._client.send(Pause(self.key))
 
@@ -212,6 +218,11 @@ class Stream:
         return Timing(
             past.queue + self._began - past.last_step_end, [*past.prefill_chunks, self._token - self._began],
             past.decode + self.last_token - self._token, past.device, past.host, self.last_token)
+
+    def _due(self) -> bool:
+        """The reader is to have what there is."""
+        enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
+        return bool(self._outputs) and (self.buffered >= enough or self._ended or not self._taken)
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():

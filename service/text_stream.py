@@ -46,9 +46,18 @@ class ByteLevelStream:
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
         self._decoder = _utf8("replace")
+        self._inside = False  # a character, whose first bytes the decoder has
 
     def feed(self, token_id: int) -> list[Piece]:
-        return [_piece(self._decoder, self._token_bytes(token_id))]
+        data = self._token_bytes(token_id)
+        if not self._inside:
+            try:
+                return [Piece(data.decode(), True)]
+            except UnicodeDecodeError:
+                pass
+        piece = _piece(self._decoder, data)
+        self._inside = not piece.ends
+        return [piece]
 
     def flush(self) -> tuple[list[Piece], str]:
         return [], self._decoder.decode(b"", True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import EngineKiller, RequestNotFound, TakenOver, Unavailable
-from npuserve.service.messages import Cancel, Output, Outputs, Record, Request, Restore
+from npuserve.service.messages import Cancel, Finish, Output, Outputs, Record, Request, Restore, Timing
 from npuserve.service.stream import Stream
 from npuserve.service.suspects import DEATHS
 from tests.service import fake_engine
@@ -20,11 +20,14 @@ from tests.service.test_engine_client import connected, ids_of, request
 
 
 async def reborn(engine: FakeEngine, client: object) -> None:
+    """The engine dies, and the next one has got what it is to go on with."""
+    lives = len(engine.got(Restore))
     await engine.die()
     await until(lambda: client.state == "down")  # type: ignore[attr-defined]
     engine.epoch += 1
     engine.start()
     await until(lambda: client.state == "ready")  # type: ignore[attr-defined]
+    await until(lambda: len(engine.got(Restore)) > lives)
 
 
 def asked(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: object) -> Request:
@@ -69,6 +72,41 @@ async def test_they_go_on_in_order_of_arrival() -> None:
             client.submit(Request(name, [0], 3, arrival))
         await reborn(engine, client)
         assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
+
+
+class Desk:
+    """A line to no engine."""
+
+    def __init__(self, stream_interval: int, max_buffered_tokens: int):
+        self.stream_interval, self.max_buffered_tokens = stream_interval, max_buffered_tokens
+
+    def send(self, message: object) -> bool:
+        return True
+
+    def forget(self, stream: Stream) -> None:
+        return
+
+
+@pytest.mark.parametrize(("interval", "most", "sizes"), [
+    (1, 512, [1] * 11), (4, 512, [1, 4, 4, 2]), (4, 3, [1, 3, 3, 3, 1]), (20, 512, [1, 10])])
+async def test_messages_of_several_tokens(interval: int, most: int, sizes: list[int]) -> None:
+    """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
+    stream = Stream(Desk(interval, most), 0, Record(request(11)))
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        async for outputs in stream:
+            taken.append([token for output in outputs for token in output.token_ids])
+
+    reading = asyncio.ensure_future(read())
+    for token in range(11):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        finish = Finish("length", 1, 0, 11, Timing(0.0, [], 0.0, 0.0, 0.0, 0.0)) if token == 10 else None
+        stream.push(Output(0, [token], finish=finish), time.monotonic())
+    await reading
+    assert [token for tokens in taken for token in tokens] == list(range(11))
+    assert [len(tokens) for tokens in taken] == sizes
 
 
 async def test_only_who_ran_alone_as_a_suspect_is_failed() -> None:
