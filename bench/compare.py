@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -35,15 +36,21 @@ SCRIPTS = Path(__file__).parent / "peers"
 OURS, CEILING = "npuserve", "ceiling"
 
 
+def absolute(path: str | Path) -> str:
+    """Links kept, since an environment's interpreter is one."""
+    return os.path.abspath(path) if Path(path).exists() else str(path)
+
+
 class Contestant:
     """A process of a peer's script."""
 
     def __init__(self, script: str, python: str, model: str, options: list[str]) -> None:
         """RuntimeError, with the end of what it said, where it does not come up."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        # In a folder of nobody's: a peer that looks for an optional package must not find one of ours in its place.
         self._process = subprocess.Popen(
-            [python, str(SCRIPTS / f"{script}_peer.py"), model, "--serve", *options], text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
+            [absolute(python), absolute(SCRIPTS / f"{script}_peer.py"), absolute(model), "--serve", *options],
+            cwd=SCRIPTS, text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
         self.script = script
         self.who = self._answer()
 
