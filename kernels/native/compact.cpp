@@ -201,14 +201,14 @@ struct Expanded {
         ivec table[P];
         for (int p = 0; p < P; p++) {
             table[p] = spread_table(block[p]);
-            if (FETCH<R>) __builtin_prefetch(soon[p], 0, 3);
+            if (FETCH<R>) __builtin_prefetch(soon[p], 0, 2);
         }
         for (int i = 0; i < 2; i++)
             if (KEEP && later[i]) __builtin_prefetch(later[i], 0, 2);
         for (int64_t at = sizeof(Header), k = 0; k < n; k += GROUP_WORDS, at += GROUP_BYTES)
             _Pragma("GCC unroll 3") for (int line = 0; line < GROUP_BYTES; line += 64) {
                 _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
-                    if (FETCH<R>) __builtin_prefetch(soon[p] + at + line, 0, 3);
+                    if (FETCH<R>) __builtin_prefetch(soon[p] + at + line, 0, 2);
                 for (int i = 0; i < 2; i++)
                     if (KEEP && later[i]) __builtin_prefetch(later[i] + at + line, 0, 2);
                 if (line == 0) pair<R, P, 0>(acc, from + k * 4, block, at, table, lines, k);

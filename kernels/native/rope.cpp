@@ -28,7 +28,18 @@ struct QkNormRopeKvWrite {
     // Tokens of a panel share its cache lines: threads that took them in turn would wait for each other.
     static constexpr int64_t UNIT_TOKENS = LANES;
 
-    static int64_t units(const Call &call) { return ceil_div<int64_t>(call.rows, UNIT_TOKENS); }
+    // How a call falls into units: some tokens, and all heads; where threads would have none, one head of keys and
+    // values, with its queries.
+    struct Split {
+        int64_t groups, cuts;
+        explicit Split(const Call &call)
+            : groups(ceil_div<int64_t>(call.rows, UNIT_TOKENS)), cuts(groups < call.threads ? call.op.n[2] : 1) {}
+    };
+
+    static int64_t units(const Call &call) {
+        Split split(call);
+        return split.groups * split.cuts;
+    }
 
     static void run(const Call &call, int64_t unit) {
         // Sizes that the compiler knows stay in registers.
@@ -39,57 +50,81 @@ struct QkNormRopeKvWrite {
         }
     }
 
+    // Where a head of a token begins in the cache. part: its place in the word of its value.
+    struct Place {
+        char *key, *value;
+        int64_t key_stride, value_stride, scale, part;
+
+        Place(const Op &op, int64_t head, int64_t dim, int64_t slot) {
+            int64_t block_size = op.n[4], place = slot / block_size * op.n[2] + head, offset = slot % block_size;
+            key_stride = block_size * C::WORD, value_stride = ceil_div<int64_t>(dim, LANES) * LANES * C::WORD;
+            key = op.at<char>(6) + place * (dim / PER_WORD) * key_stride + offset * C::WORD;
+            value = op.at<char>(7) + (place * block_size + offset) / PER_WORD * value_stride;
+            scale = place * block_size + offset, part = offset % PER_WORD;
+        }
+        // A store that waits for its line lets all that follow it wait.
+        void fetch(int64_t dim) const {
+            for (int64_t w = 0; w < dim / PER_WORD; w++) __builtin_prefetch(key + w * key_stride, 1);
+            for (int64_t i = 0; i < value_stride; i += 64) __builtin_prefetch(value + i, 1);
+        }
+    };
+
     template <int64_t DIM>
     static void tokens(const Call &call, int64_t unit) {
         const Op &op = call.op;
-        const int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = DIM ? DIM : op.n[3], block_size = op.n[4];
-        const int64_t padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
-        const int64_t kept = kv_heads * UNIT_TOKENS * dim;  // of keys: [Hkv, n, D]
+        const Split split(call);
+        const int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = DIM ? DIM : op.n[3];
+        const int64_t group = q_heads / kv_heads, row_size = (q_heads + 2 * kv_heads) * dim;
+        const int64_t head = unit % split.cuts, heads_end = split.cuts > 1 ? head + 1 : kv_heads;
+        const int64_t kept = (heads_end - head) * UNIT_TOKENS * dim;  // of keys: [heads, n, D]
         T *turned = static_cast<T *>(scratch(size_t(kept) * (sizeof(T) + sizeof(Number)) + size_t(dim) * 4));
         float *normed = reinterpret_cast<float *>(turned + kept);
         Number *rooms = reinterpret_cast<Number *>(normed + dim);
         const int64_t *positions = op.at<int64_t>(4), *slots = op.at<int64_t>(5);
         float eps = float(op.f[0]);
-        int64_t n;
-        for (int64_t t = unit * UNIT_TOKENS, end = std::min(call.rows, t + UNIT_TOKENS); t < end; t += n) {
+        int64_t first = unit / split.cuts * UNIT_TOKENS, end = std::min(call.rows, first + UNIT_TOKENS);
+        auto fetch = [&](int64_t t) {
+            if (t < end && slots[t] >= 0 && split.cuts > 1) Place(op, head, dim, slots[t]).fetch(dim);
+        };
+        fetch(first);
+        for (int64_t t = first, n; t < end; t += n) {
             // Tokens [t, t + n), which lie side by side in a block.
-            for (n = 1; t + n < end && slots[t + n] == slots[t] + n && slots[t + n] % block_size;) n++;
+            for (n = 1; t + n < end && slots[t + n] == slots[t] + n && slots[t + n] % op.n[4];) n++;
+            fetch(t + n);
             for (int64_t i = 0; i < n; i++) {
-                const T *in = op.at<T>(0) + (t + i) * (q_heads + 2 * kv_heads) * dim;
+                const T *in = op.at<T>(0) + (t + i) * row_size;
                 const float *cos = op.at<float>(3) + positions[t + i] * dim;
                 T *q = op.at<T>(8) + (t + i) * q_heads * dim;
-                for (int64_t h = 0; h < q_heads; h++)
+                for (int64_t h = head * group; h < heads_end * group; h++)
                     turn<DIM>(in + h * dim, op.at<T>(1), eps, cos, dim, normed, q + h * dim);
-                for (int64_t h = 0; h < kv_heads && slots[t] >= 0; h++)
+                for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
                     turn<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, normed,
-                              turned + (h * n + i) * dim);
+                              turned + ((h - head) * n + i) * dim);
             }
-            if (slots[t] < 0) continue;
-            int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
-            const Number *numbers[UNIT_TOKENS];
-            for (int64_t h = 0; h < kv_heads; h++) {
-                int64_t place = block * kv_heads + h, scale = place * block_size + offset;
-                for (int64_t i = 0; i < n; i++)
-                    numbers[i] = C::number(turned + (h * n + i) * dim, dim, rooms + i * dim,
-                                           op.at<uint16_t>(9) + scale + i);
-                write_keys(op.at<char>(6) + (place * (dim / PER_WORD) * block_size + offset) * C::WORD,
-                           block_size * C::WORD, numbers, n, dim / PER_WORD);
-            }
-            for (int64_t i = 0, both; i < n; i += 1 + both) {
-                both = PER_WORD == 2 && (offset + i) % 2 == 0 && i + 1 < n;
-                for (int64_t h = 0; h < kv_heads; h++) {
-                    int64_t place = block * kv_heads + h, word = (place * block_size + offset + i) / PER_WORD;
-                    for (int64_t j = i; j <= i + both; j++)
-                        numbers[j] = C::number(
-                            op.at<T>(0) + ((t + j) * (q_heads + 2 * kv_heads) + q_heads + kv_heads + h) * dim, dim,
-                            rooms + j * dim, op.at<uint16_t>(10) + place * block_size + offset + j);
-                    Number *words = op.at<Number>(7) + word * padded_dim * PER_WORD;
-                    if (both)
-                        write_values(words, numbers[i], numbers[i + 1], dim);
-                    else
-                        write_value(words, numbers[i], dim, (offset + i) % PER_WORD);
-                }
-            }
+            for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
+                write(op, Place(op, h, dim, slots[t]), n, turned + (h - head) * n * dim, dim,
+                      op.at<T>(0) + t * row_size + (q_heads + kv_heads + h) * dim, row_size, dim, rooms);
+        }
+    }
+
+    // Keys and values of n tokens side by side, each a stride after the one before.
+    static INLINE void write(const Op &op, const Place &at, int64_t n, const T *keys, int64_t keys_stride,
+                             const T *values, int64_t values_stride, int64_t dim, Number *rooms) {
+        const Number *numbers[UNIT_TOKENS];
+        for (int64_t i = 0; i < n; i++)
+            numbers[i] = C::number(keys + i * keys_stride, dim, rooms + i * dim, op.at<uint16_t>(9) + at.scale + i);
+        write_keys(at.key, at.key_stride, numbers, n, dim / PER_WORD);
+        for (int64_t i = 0; i < n; i++)
+            numbers[i] = C::number(values + i * values_stride, dim, rooms + i * dim,
+                                   op.at<uint16_t>(10) + at.scale + i);
+        for (int64_t i = 0, both; i < n; i += 1 + both) {
+            int64_t number = at.part + i;
+            both = PER_WORD == 2 && number % 2 == 0 && i + 1 < n;
+            Number *words = reinterpret_cast<Number *>(at.value + number / PER_WORD * at.value_stride);
+            if (both)
+                write_values(words, numbers[i], numbers[i + 1], dim);
+            else
+                write_value(words, numbers[i], dim, number % PER_WORD);
         }
     }
 

@@ -240,13 +240,14 @@ INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
 // w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes from one to the following, which
-// are fetched into the nearest cache; if FAR into the one after it, and all but the first may be null.
-template <class Dot, int R, int P, int A, bool FAR>
+// are fetched into the second cache: what the first one waits for at once is too little for the memory's speed. With
+// SOME all but the first may be null.
+template <class Dot, int R, int P, int A, bool SOME>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                  int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {
     for (int64_t k = 0; k < words; k++) {
         _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
-            if (!FAR || a == 0 || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, FAR ? 2 : 3);
+            if (!SOME || a == 0 || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
         const char *word[P];
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) word[p] = w[p] + k * w_stride;
         tile_step<Dot>(acc, x + k * 4, x_stride, word);
