@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from npuserve.kernels.native import LANES
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model_config import ModelConfig, ModelError
 from npuserve.npu.weights import FLOATS, ModelWeights, Targets, allocate
@@ -59,7 +60,7 @@ def load_weights(
         for name, file in places.items():
             target, row = targets[name], 0
             source = file.get_tensor(name).reshape(target.shapes[0])
-            for piece in source.split(max(1, PIECE // max(1, source[:1].nbytes))):
+            for piece in source.split(max(LANES, PIECE // max(1, source[:1].nbytes) // LANES * LANES)):
                 try:
                     target.put(row, piece)
                 except ValueError as error:

@@ -87,6 +87,15 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.peak - self.base <= self.available and (self.host is None or self.host.fits)
 
+    def grown(self, more: int, block: int) -> MemoryPlan:
+        """The same for so many more bytes of weights. What does not fit any more is taken from the KV cache, whose
+        blocks have `block` bytes, as long as it holds max_model_len tokens."""
+        plan = replace(self, weights=self.weights + more)
+        lost = -(-max(plan.peak - plan.base - plan.available, 0) // block)
+        if (self.num_blocks - lost) * self.block_size < self.max_model_len:
+            return plan
+        return replace(plan, num_blocks=self.num_blocks - lost, kv_cache=self.kv_cache - lost * block)
+
     def require_fit(self) -> None:
         """Raises ModelError with the parts if it does not fit."""
         if self.fits:

@@ -87,7 +87,8 @@ class Runner:
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.backend_name = backend.name
         self.parameters = config.num_parameters
-        self.weights_bytes, self.read_bytes = (count(config, dtype, backend) for count in (stored_bytes, read_bytes))
+        self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
+        self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         self.deterministic = backend.deterministic and prefill is None
         self._backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
@@ -432,10 +433,14 @@ def load_runner(
             plan.require_fit()
         made: torch.dtype = getattr(torch, plan.dtype)
         weights = load_weights(folder, config, made, device, progress, there=plan is left)
+    if weights.unplanned_bytes:
+        cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
+        plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))
+        plan.require_fit()
     return Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
-        leaves=describe(Path(folder), plan) if shared and weights.as_planned else None,
+        leaves=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
     )

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuserve.kernels.native.packed import Matrix, PackedWeight, write
+from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words, write
 from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, quantize
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model_config import ModelConfig, ModelError
@@ -96,9 +96,19 @@ class ModelWeights:
         return len(head.scale) if isinstance(head, Int8Weight) else head.shape[0]
 
     @property
-    def as_planned(self) -> bool:
-        """False where a weight takes more memory than `stored_bytes` says, since its numbers did not become compact."""
-        return not any(isinstance(w, PackedWeight) and w.refused for w in (self.embedding, *self._linear_weights()))
+    def unplanned_bytes(self) -> int:
+        """What is held beyond `stored_bytes`: weights whose numbers did not become compact, and so lie elsewhere."""
+        return sum(w.words.nbytes for w in self._refused)
+
+    @property
+    def unplanned_reads(self) -> int:
+        """Bytes that a step reads of such weights beyond `read_bytes`."""
+        return sum(w.words.nbytes - 4 * packed_words(w.n, w.k, w.dtype, True) for w in self._refused)
+
+    @property
+    def _refused(self) -> list[PackedWeight]:
+        held = {id(weight): weight for weight in (self.embedding, *self._linear_weights())}
+        return [weight for weight in held.values() if isinstance(weight, PackedWeight) and weight.refused]
 
     def finish(self, vocabulary: int, backend: Backend) -> None:
         """Once all real rows hold the checkpoint's numbers: fill the padded ones, and have int8 weights as the

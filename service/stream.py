@@ -62,7 +62,8 @@ class Stream:
         self.slow: SlowReader | None = None
         self._reader: asyncio.Task[object] | None = None
         self._took: float | None = None  # when the reader took what it has not dealt with yet
-        self._taken = False  # the reader has been given something
+        self._reads = False  # the reader has been given a token
+        self._is_cut = False  # from its engine: what is here is all for now
         self._paused = False
         self._client = client
         self._resumed = resumed
@@ -104,7 +105,7 @@ class Stream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         outputs, self._outputs = self._outputs, []
-        self._taken = True
+        self._reads |= self.buffered > 0
         self.buffered = 0
         self._took = time.monotonic()
         if self._paused:
@@ -160,6 +161,7 @@ class Stream:
         """An output from the socket; it came at `now`."""
         if self._ended:
             return
+        self._is_cut = False
         if output.token_ids:
             if self.last_token is not None:
                 INTER_TOKEN.observe(now - self.last_token)
@@ -186,8 +188,11 @@ class Stream:
 
     def cut(self) -> None:
         """There is no engine any more. A stop string that was found ends the answer here."""
+        self._is_cut = True
         if not self._ended and self._keep is not None:
             self._finish()
+        elif self._due():
+            self._wake()
 
     def resubmit(self, died: bool) -> bool:
         """An engine is there again. False if it is not to have this request. died: not the one there was."""
@@ -222,7 +227,8 @@ class Stream:
     def _due(self) -> bool:
         """The reader is to have what there is."""
         enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
-        return bool(self._outputs) and (self.buffered >= enough or self._ended or not self._taken)
+        more_comes = not (self._ended or self._is_cut)
+        return bool(self._outputs) and (self.buffered >= enough or not more_comes or not self._reads)
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():

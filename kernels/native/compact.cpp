@@ -66,10 +66,6 @@ INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec 
     __m256i upper = _mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
     first = (ivec)_mm256_unpacklo_epi8((__m256i)lower, upper);
     second = (ivec)_mm256_unpackhi_epi8((__m256i)lower, upper);
-#elif defined(__aarch64__)
-    uint8x16_t upper = vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
-    first = (ivec)vzip1q_u8((uint8x16_t)lower, upper);
-    second = (ivec)vzip2q_u8((uint8x16_t)lower, upper);
 #else
     uint8_t t[16], c[16], l[16], out[32];
     std::memcpy(t, &table, 16), std::memcpy(c, &codes, 16), std::memcpy(l, &lower, 16);

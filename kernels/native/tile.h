@@ -13,7 +13,7 @@ namespace NPUSERVE_ISA {
 // acc + w . x over one word, by lane.
 struct DotFloat32 {
     static constexpr int PER_WORD = 1;
-    static constexpr int64_t PANEL = 64;  // bytes of a panel's word, as `stream` takes it
+    static constexpr int64_t PANEL = 64;  // bytes of a panel's word
     typedef F Acc, W, X;
     static INLINE Acc start() { return zero(); }
     static INLINE W get(const char *w) { return load(reinterpret_cast<const float *>(w)); }

@@ -13,7 +13,7 @@ from npuserve.kernels.native.packed import PackedWeight, compacts, packed_words
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
-SHAPES = ((16, 8), (3, 24), (48, 128), (200, 136), (96, 1024))
+SHAPES = ((16, 8), (3, 24), (160, 24), (48, 128), (64, 136), (200, 136), (96, 1024))
 ROWS = (*range(1, 16), 17, 24, 33, 64, 70, 130)
 ISAS = native.library().isas if native.available() else []
 

@@ -150,6 +150,33 @@ def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: tor
     assert torch.equal(written, quantize_heads(qkv.view(-1, 4, dim)[slots >= 0, 3:]).values)
 
 
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dtype, int8: bool, threads: int) -> None:
+    """As a prompt's are: from an odd slot over a block's end, a whole block, beside ones that are left out."""
+    slots = torch.tensor([*range(5, 21), *range(32, 48), -1, 49, 50, 53])
+    try:
+        native.library().set_threads(threads)
+        for dim in (10, 64, 96, 128):
+            qkv = randn(len(slots), 8 * dim, dtype=dtype)
+            *others, _ = cache_arguments(len(slots), dim, dtype, slots)[3]
+            caches = [randn(4, 16, 2, dim, seed=i, dtype=dtype) for i in (1, 2)]
+            args = [qkv, *others, slots, *(map(quantize_heads, caches) if int8 else caches), 4]
+            made = qk_norm_rope_kv_write.implementations["cpu"]
+            adapted = made.adapt(tuple(args))
+            with native.using(isa):
+                turned = made.function(*adapted)
+            assert torch.equal(turned, qk_norm_rope_kv_write(*args))
+            for got, want in zip(made.restore(adapted)[7:9], args[7:9], strict=True):
+                for a, b in ((got.values, want.values), (got.scale, want.scale)) if int8 else ((got, want),):
+                    assert torch.equal(a, b), dim
+    finally:
+        native.library().set_threads(2)
+
+
 def test_layouts_of_int8_are_inverses() -> None:
     plain = quantize_heads(randn(3, 32, 2, 10))
     keys, values = layout.pack_keys(plain), layout.pack_values(plain)

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from npuserve.kernels import native
+from npuserve.kernels.native.packed import compacts, packed_words
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.kv_cache import KVCache, block_bytes
@@ -14,6 +17,8 @@ from npuserve.npu.loader import load_weights
 from npuserve.npu.memory import predict
 from npuserve.npu.model_config import ModelConfig, ModelError
 from npuserve.npu.rope import cos_sin_table
+from npuserve.npu.runner import load_runner
+from npuserve.npu.weights import read_bytes, stored_bytes
 from tests.npu.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
 from tests.npu.test_weights import storage
 
@@ -78,6 +83,33 @@ def test_or_a_share_of_what_is_free(cpu, available):
     asked = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, max_model_len=64)
     assert (asked.num_blocks, asked.max_model_len) == (4, 64)  # unless it was asked for
     assert asked.fits
+
+
+def test_weights_that_take_more_take_it_from_the_cache(cpu, available):
+    plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
+    available(plan.peak - plan.base + 100)
+    plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, kv_cache_memory=plan.kv_cache, max_model_len=64)
+    assert plan.grown(100, BLOCK) == replace(plan, weights=plan.weights + 100)
+    less = plan.grown(101 + BLOCK, BLOCK)
+    assert (less.num_blocks, less.kv_cache) == (plan.num_blocks - 2, plan.kv_cache - 2 * BLOCK)
+    less.require_fit()
+    with pytest.raises(ModelError, match="the model needs"):
+        plan.grown(plan.kv_cache, BLOCK).require_fit()
+
+
+def test_a_model_whose_weights_stay_plain_is_counted_so(tmp_path):
+    model = random_model("qwen3")
+    down = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        down.mul_(2.0 ** torch.randint(-60, 1, down.shape))
+    folder = saved(model, tmp_path)
+    runner = load_runner(folder, backend="cpu", dtype="bfloat16", max_num_seqs=2)
+    config, device = ModelConfig.from_folder(folder), CpuBackend()
+    compact = compacts(down.shape[1], torch.bfloat16) if native.available() else False
+    more = runner.weights_bytes - stored_bytes(config, torch.bfloat16, device)
+    assert more == (4 * packed_words(*down.shape, torch.bfloat16, False) if compact else 0)
+    read = runner.read_bytes - read_bytes(config, torch.bfloat16, device)
+    assert read == (more - 4 * packed_words(*down.shape, torch.bfloat16, True) if compact else 0)
 
 
 def test_a_given_cache_is_taken_as_it_is(cpu, available):

@@ -109,6 +109,38 @@ async def test_messages_of_several_tokens(interval: int, most: int, sizes: list[
     assert [len(tokens) for tokens in taken] == sizes
 
 
+async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone() -> None:
+    stream = Stream(Desk(4, 512), 0, Record(request(11)))
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        async for outputs in stream:
+            taken.append([token for output in outputs for token in output.token_ids])
+
+    async def push(*tokens: int) -> None:
+        stream.push(Output(0, list(tokens)), time.monotonic())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    reading = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    for tokens in ((), (), (1,), (2,), (3,)):  # a prompt's chunks, for their log-probabilities
+        await push(*tokens)
+    assert taken == [[], [], [1]]
+    stream.cut()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert taken == [[], [], [1], [2, 3]]
+    for token in (4, 5, 6):  # of the next engine
+        await push(token)
+    assert len(taken) == 4
+    await push(7)
+    assert taken[4:] == [[4, 5, 6, 7]]
+    stream.close()
+    with pytest.raises(Unavailable):
+        await reading
+
+
 async def test_only_who_ran_alone_as_a_suspect_is_failed() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
