@@ -158,8 +158,9 @@ def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: tor
 def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dtype, int8: bool, threads: int) -> None:
     """As a prompt's are: from an odd slot over a block's end, a whole block, beside ones that are left out."""
     slots = torch.tensor([*range(5, 21), *range(32, 48), -1, 49, 50, 53])
+    before = native.library().threads
+    native.library().set_threads(threads)
     try:
-        native.library().set_threads(threads)
         for dim in (10, 64, 96, 128):
             qkv = randn(len(slots), 8 * dim, dtype=dtype)
             *others, _ = cache_arguments(len(slots), dim, dtype, slots)[3]
@@ -174,7 +175,7 @@ def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dt
                 for a, b in ((got.values, want.values), (got.scale, want.scale)) if int8 else ((got, want),):
                     assert torch.equal(a, b), dim
     finally:
-        native.library().set_threads(2)
+        native.library().set_threads(before)
 
 
 def test_layouts_of_int8_are_inverses() -> None:
