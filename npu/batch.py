@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,10 @@ from npuserve.npu.step import PENDING, Row
 Phase = Literal["prefill", "decode", "mixed"]
 
 Array = np.ndarray[Any, Any]
+
+_DTYPES = {
+    torch.empty(0, dtype=dtype).numpy().dtype: dtype
+    for dtype in (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)}
 
 _ALIGNMENT = 64
 _PUTS_PER_ROW, _PUTS = 160, 64
@@ -82,7 +86,7 @@ class Staged:
         begin, end = self._used, self._used + values.nbytes
         self._array[begin:end].view(values.dtype).reshape(values.shape)[...] = values
         self._used = _aligned(end)
-        return _view(self._device, begin, torch.from_numpy(np.empty(0, values.dtype)).dtype, values.shape)
+        return _view(self._device, begin, _DTYPES[values.dtype], values.shape)
 
     def put_tables(self, tables: Array, to: Tensor) -> None:
         """tables: [R, W], for to[:R, :W]. They travel without what is beyond W."""
@@ -203,46 +207,53 @@ class BatchBuffers:
     ) -> tuple[Part, int]:
         """Also the blocks of the longest row."""
         count, block_size = len(rows), self._block_size
-        lengths = np.array([len(row.token_ids) for row in rows])
-        starts = np.array([row.start for row in rows])
-        contexts = starts + lengths
-        ends = np.cumsum(lengths)
-        total, blocks = int(ends[-1]), -(-contexts // block_size)
-        width = int(blocks.max())
+        lengths = [len(row.token_ids) for row in rows]
+        starts = [row.start for row in rows]
+        contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
+        ends = list(accumulate(lengths))
+        blocks = [-(-context // block_size) for context in contexts]
+        total, width = ends[-1], max(blocks)
         if any(n > most for n, most in zip((total, size, width), self._limits, strict=True)):
             raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
                              f"where there is room for {', '.join(map(str, self._limits))}")
-        self._write_tables(rows, blocks.tolist(), first)
+        self._write_tables(rows, blocks, first)
 
-        ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, total)
-        if total == count:  # one token each
-            positions, place = starts, np.arange(first, first + count)
-        else:
-            positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-            place = np.repeat(np.arange(first, first + count), lengths)
-        for token in (ids == PENDING).nonzero()[0].tolist():
-            row = rows[place[token] - first]
-            if len(row.token_ids) > 1:
-                raise ValueError(f"request {row.request_id}: a token that is being sampled must be alone in its row")
-            ids[token] = -1 - sampled[row.request_id]
         here = slice(first, first + total)
-        at["ids"][here] = ids
-        at["positions"][here] = positions
-        at["slots"][here] = (
-            self._table[place, positions // block_size].astype(np.int64) * block_size + positions % block_size)
+        at["ids"][here] = self._ids(rows, ends, sampled)
+        if total == count:  # one token each
+            at["positions"][here] = starts
+            at["slots"][here] = [
+                row.block_ids[start // block_size] * block_size + start % block_size
+                for row, start in zip(rows, starts, strict=True)]
+        else:
+            positions = np.arange(total) + np.repeat(np.subtract(contexts, ends), lengths)
+            place = np.repeat(np.arange(first, first + count), lengths)
+            at["positions"][here] = positions
+            at["slots"][here] = (
+                self._table[place, positions // block_size].astype(np.int64) * block_size + positions % block_size)
         at["contexts"][first : first + count] = contexts
         cu_seqlens = at["cu_seqlens"][first + (first > 0) :]
-        cu_seqlens[0] = 0
-        cu_seqlens[1 : count + 1] = ends
-        sampling = np.array([row.samples for row in rows])
-        last = (ends if sampling.all() else ends[sampling]) - 1
+        cu_seqlens[: count + 1] = [0, *ends]
+        last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         at["sample_tokens"][first : first + len(last)] = last
         if size > count:
             self._pad(at, first, count, size)
-        samples = [(row.request_id, row.start + len(row.token_ids)) for row in rows if row.samples]
+        samples = [(row.request_id, context) for row, context in zip(rows, contexts, strict=True) if row.samples]
         return Part(
             rows, first, total, sum(row.is_decode for row in rows), samples, cu_seqlens[: size + 1].tolist(),
             at["contexts"][first : first + size].tolist()), width
+
+    @staticmethod
+    def _ids(rows: Sequence[Row], ends: Sequence[int], sampled: Mapping[int, int]) -> list[int]:
+        """The rows' tokens one after the other; for a PENDING one where it is among the sampled ids, from -1 down."""
+        ids = list(chain.from_iterable(row.token_ids for row in rows))
+        for row, end in zip(rows, ends, strict=True):
+            if PENDING in row.token_ids:
+                if len(row.token_ids) > 1:
+                    raise ValueError(
+                        f"request {row.request_id}: a token that is being sampled must be alone in its row")
+                ids[end - 1] = -1 - sampled[row.request_id]
+        return ids
 
     def _write_tables(self, rows: Sequence[Row], blocks: Sequence[int], first: int) -> None:
         """The first blocks[r] blocks of each row r."""

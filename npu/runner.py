@@ -266,23 +266,24 @@ class Runner:
 
     # Done in the device's queue
 
-    @torch.inference_mode()
     def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> Ran:
         """last: the sampled ids on the device, for `ids` on the host. phase: of a step whose kernels are timed.
 
         On a CPU this waits for the interpreter's lock while the processor is idle: what can be done before, is."""
         return self._end(self._begin(staged, works, phase), last, ids)
 
-    @torch.inference_mode()
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None) -> Ran:
         staged.upload()
         ran = Ran(self._backend.span())
-        with self._timed(phase, ran) as timings:
+        if phase is None:
             for work in works:
-                self._compute(work, ran, timings)
+                self._compute(work, ran, None)
+        else:
+            with self._timed(phase, ran) as timings:
+                for work in works:
+                    self._compute(work, ran, timings)
         return ran
 
-    @torch.inference_mode()
     def _finish(self, waiting: Waiting, chunk: Chunk, ran: Ran) -> Ran:
         """The rest of a step whose chunks the host has computed."""
         hidden = chunk.upload()

@@ -131,6 +131,7 @@ class Trace:
                     own.copy_(other)
 
     @torch.no_grad()
+    @torch.inference_mode(False)  # in which tensors count what is written to them
     def _single(
         self, step: str, rows: list[Row], golden_cache: KVCache, cache: KVCache
     ) -> tuple[list[Call], Tensor]:

@@ -164,6 +164,7 @@ class Engine:
         result = self._runner.collect(handle)
         collected = self._collected = time.monotonic()
         made = self.apply(step, result, collected)
+        self._send_outputs()
         self._metrics.stepped(step, result, made, launched, collected)
 
     def listen(self, handle: Any, launched: float) -> None:

@@ -56,6 +56,8 @@ class Library:
         lib.npuserve_isa.restype = ctypes.c_char_p
         lib.npuserve_source.restype = ctypes.c_char_p
         lib.npuserve_kernel.argtypes = (ctypes.c_char_p,)
+        lib.npuserve_set_threads.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+        lib.npuserve_set_threads.restype = None
         lib.npuserve_run.argtypes = (
             ctypes.c_int, ctypes.POINTER(Op), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         lib.npuserve_run.restype = None
@@ -88,8 +90,10 @@ class Library:
             self._kernels[name] = number
         return self._kernels[name]
 
-    def set_threads(self, threads: int) -> None:
-        self._lib.npuserve_set_threads(threads)
+    def set_threads(self, threads: int, cpus: Sequence[int] = ()) -> None:
+        """Of all runs from now on, the caller's included. cpus: the processor that each of them stays on, the caller's
+        first, to which it is to go by itself; () leaves them to the system."""
+        self._lib.npuserve_set_threads(threads, (ctypes.c_int * threads)(*cpus) if cpus else None)
         self.threads = threads
 
     def run(self, ops: Any, count: int, rows: int = -1, seconds: Any = None) -> None:
@@ -210,7 +214,8 @@ class Program:
     _calls: list[tuple[str, int]]
     _ops: Any
     _keep: list[Any]
-    _view: Tensor | None = None
+    _rows: int = -1  # of the view that was made last
+    _view: Tensor = field(init=False)
 
     def replay(self, rows: int) -> Tensor:
         """Runs them on the first `rows` rows of what they were recorded with; the output's [rows, ...]."""
@@ -226,8 +231,8 @@ class Program:
 
     def _first(self, rows: int) -> Tensor:
         """The view that was made last is kept, since runs of as many rows follow each other."""
-        if self._view is None or len(self._view) != rows:
-            self._view = self._output[:rows]
+        if self._rows != rows:
+            self._rows, self._view = rows, self._output[:rows]
         return self._view
 
 

@@ -46,6 +46,18 @@ void wait_for(const Ready &ready) {
     }
 }
 
+// The calling thread runs on this processor alone, where the system grants it; on any of them for -1.
+void stay_on([[maybe_unused]] int cpu) {
+#if defined(__linux__)
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (cpu >= 0) {
+        CPU_SET(cpu, &set);
+        sched_setaffinity(0, sizeof set, &set);
+    }
+#endif
+}
+
 struct alignas(64) Progress {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};
@@ -112,7 +124,7 @@ struct Job {
 
 class Pool {
   public:
-    void resize(int threads) {
+    void resize(int threads, const int *cpus) {
         {
             std::lock_guard<std::mutex> lock(sleep_);
             stopping_ = true;
@@ -121,7 +133,8 @@ class Pool {
         for (auto &thread : threads_) thread.join();
         threads_.clear();
         stopping_ = false;
-        for (int i = 1; i < threads; i++) threads_.emplace_back([this] { serve(); });
+        for (int i = 1; i < threads; i++)
+            threads_.emplace_back([this, cpu = cpus ? cpus[i] : -1] { serve(cpu); });
     }
 
     void run(const KernelTable *kernels, const Op *ops, int64_t count, int64_t rows, double *seconds) {
@@ -149,7 +162,8 @@ class Pool {
     }
 
   private:
-    void serve() {
+    void serve(int cpu) {
+        stay_on(cpu);
         uint64_t seen = 0;
         for (;;) {
             auto due = [&] { return epoch_.load() != seen; };
@@ -251,7 +265,7 @@ int npuserve_kernel(const char *name) {
     return -1;
 }
 
-void npuserve_set_threads(int threads) { npuserve::pool().resize(threads); }
+void npuserve_set_threads(int threads, const int *cpus) { npuserve::pool().resize(threads, cpus); }
 
 void npuserve_run(int isa, const Op *ops, int64_t count, int64_t rows, double *seconds) {
     npuserve::pool().run(npuserve::table(isa), ops, count, rows, seconds);

@@ -25,8 +25,9 @@ int npuserve_kernel(const char *name);
 // The digest of the sources that this library was built from, as the build was told.
 const char *npuserve_source(void);
 
-// Threads of all runs from now on, the caller's included. Not while a program runs.
-void npuserve_set_threads(int threads);
+// Threads of all runs from now on, the caller's included. cpus: the processor of each, the caller's first, which is for
+// the caller to go to; null leaves them to the system. Not while a program runs.
+void npuserve_set_threads(int threads, const int *cpus);
 
 // Runs ops one after the other on the i-th instruction set of npuserve_isa. rows: in place of each op's own n[0]; -1
 // for none. seconds: of each op, where not null. May be called from several threads; each waits for its own ops.

@@ -235,7 +235,8 @@ class Backend(ABC):
     @abstractmethod
     def enqueue(self, work: Callable[[], T]) -> Pending[T]:
         """Have `work` done after all that was enqueued before: the kernels that it calls go to the device's queue in
-        that order. A device with a queue of its own calls it at once; another hands it to a thread."""
+        that order. A device with a queue of its own calls it at once; another hands it to a thread. It runs in torch's
+        inference mode."""
 
     @abstractmethod
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:

@@ -6,7 +6,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic
@@ -79,6 +80,7 @@ class Queue:
         self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._untold: Task[Any] | None = None
 
+    @torch.inference_mode()
     def work_off(self) -> None:
         while True:
             if self.tasks.empty():
@@ -135,6 +137,7 @@ class CpuBackend(Backend):
         self._arena = Arena() if native else None
         self._queue = Queue()
         self._thread: threading.Thread | None = None
+        self._settle: Callable[[], None] = lambda: None  # what the thread begins with
         self.block_multiple = LANES if native else 1
         self.threads = self._threads(0)
 
@@ -144,13 +147,18 @@ class CpuBackend(Backend):
 
     def set_threads(self, count: int) -> None:
         self.threads = self._threads(count)
+        everywhere = sorted(os.sched_getaffinity(0))
+        # Where there is one core for each thread, each stays on its own: once others have run on both, Linux may leave
+        # two of them on one core for milliseconds, beside one that is idle.
+        own = everywhere if self._arena is not None and 1 < self.threads == len(everywhere) else []
         if self._arena is not None:
-            library().set_threads(self.threads)
+            library().set_threads(self.threads, own)
         # What is left to torch beside native kernels is small, and its threads would be in the way.
         of_torch = self.threads if self._arena is None else 1
         torch.set_num_threads(of_torch)
-        if self._thread is not None:  # a thread that has begun keeps the number that it began with
-            self.enqueue(lambda: torch.set_num_threads(of_torch)).wait()
+        self._settle = partial(_settle, of_torch, own[:1] or everywhere)
+        if self._thread is not None:  # it keeps what it began with otherwise
+            self.enqueue(self._settle).wait()
 
     def _threads(self, count: int) -> int:
         return count or min(_TORCH_THREADS, usable_cores())
@@ -224,6 +232,7 @@ class CpuBackend(Backend):
             self._thread = threading.Thread(target=self._queue.work_off, name="npuserve-cpu", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.tasks.put, None)
+            self._queue.tasks.put(Task(self._settle))
         task = Task(work)
         self._queue.tasks.put(task)
         return task
@@ -245,6 +254,13 @@ class CpuBackend(Backend):
 
 
 BACKEND = CpuBackend
+
+
+def _settle(threads: int, cpus: Sequence[int]) -> None:
+    """For the thread that calls it: torch's threads, and the processors that it runs on."""
+    torch.set_num_threads(threads)
+    with suppress(OSError):  # a sandbox forbids it
+        os.sched_setaffinity(0, cpus)
 
 
 def _shares(file: int, filled: bool) -> bool:

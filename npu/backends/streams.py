@@ -122,7 +122,7 @@ class StreamBackend(Backend):
         return torch.empty(*shape, dtype=dtype, pin_memory=self.pinned)
 
     def enqueue(self, work: Callable[[], T]) -> Pending[T]:
-        with self._streams.stream(self._stream):
+        with self._streams.stream(self._stream), torch.inference_mode():
             return Done(work())
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:

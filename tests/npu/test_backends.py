@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +66,7 @@ def test_threads(monkeypatch, cpu):
     set_to: list[tuple[str, int]] = []
     monkeypatch.setattr(torch, "set_num_threads", lambda count: set_to.append(("torch", count)))
     monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
-        set_threads=lambda count: set_to.append(("native", count))))
+        set_threads=lambda count, cpus: set_to.append(("native", count))))
     monkeypatch.setattr(cpu_module, "_TORCH_THREADS", 64)
     monkeypatch.setattr(cpu_module, "usable_cores", lambda: 3)
     cpu.set_threads(5)
@@ -223,6 +225,34 @@ def test_work_has_the_threads_that_were_set_last():
             assert backend.enqueue(torch.get_num_threads).wait() == number
     finally:
         torch.set_num_threads(before)
+
+
+@needs_native
+def test_threads_stay_on_cores_of_their_own_where_there_are_no_more():
+    cpu, cores, before = CpuBackend(), set(os.sched_getaffinity(0)), native.library().threads
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def check(number: int, expected: list[set[int]]) -> None:
+        """expected: where each thread is to run, the queue's first."""
+        cpu.set_threads(1)
+        known = threads()
+        cpu.set_threads(number)
+        started = [int(thread) for thread in threads() - known]
+        until = time.monotonic() + 10  # each goes to its place when it begins
+        while (found := sorted(map(sorted, map(os.sched_getaffinity, started)))) != sorted(map(sorted, expected[1:])):
+            assert time.monotonic() < until, found
+            time.sleep(0.01)
+        assert cpu.enqueue(lambda: os.sched_getaffinity(0)).wait() == expected[0]
+        assert os.sched_getaffinity(0) == cores  # nobody else is kept anywhere
+
+    try:
+        if len(cores) > 1:
+            check(len(cores), [{core} for core in sorted(cores)])
+        check(len(cores) + 1, [cores] * (len(cores) + 1))
+    finally:
+        cpu.set_threads(before)
 
 
 def test_what_work_raises_comes_out_where_it_is_waited_for(cpu):
