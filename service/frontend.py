@@ -53,10 +53,8 @@ STALL_SHARE = 0.5
 """Of hang_seconds: an engine that is silent for so long gets no new requests; it has lost nothing if it comes round."""
 SETTLE_SECONDS = 0.2
 """Between readiness and GOAWAY: a call that meets GOAWAY on its way may end with CANCELLED."""
-SLICE_SECONDS = 0.0007
-"""Of the processor, to write a step's messages in: half of what Linux gives a thread on two cores, less on more."""
 POLLER_SECONDS = 0.003
-"""The slice of gRPC's thread: so long that it waits until those messages are written, all of them."""
+"""The slice of gRPC's thread: longer than what Linux gives others, so that it waits until a step's messages are written."""
 LAST_WORDS = 2.0
 """Seconds beyond a drain's in which its last streams are told their end; the supervisor's FRONTEND_MARGIN is longer."""
 
@@ -256,21 +254,21 @@ def _start_poller() -> None:
 
     Each write wakes it. By default it would then interrupt our thread, which has the other streams' messages still to
     write: that is a quarter of what a message costs (bench/stream_cost.py). As a batch thread it takes an idle
-    processor or waits its turn, and its slice is longer than ours. gRPC offers no setting for it, but a thread inherits
-    the policy and the slice of who starts it.
+    processor or waits its turn, and its slice is longer than ours, which is the usual one: with a shorter one the core
+    would come sooner, and go as soon. gRPC offers no setting for it, but a thread inherits the policy and the slice of
+    who starts it.
     """
     if sys.platform != "linux":
         return  # gRPC starts it with the server
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     short_slice.ask_for_it(POLLER_SECONDS)  # kept through the changes of policy
-    try:
+    with contextlib.suppress(OSError):  # a sandbox forbids it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except OSError:  # a sandbox forbids it
-        return
-    try:
-        grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]
-    finally:
-        os.sched_setscheduler(0, policy, parameters)
+        try:
+            grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]
+        finally:
+            os.sched_setscheduler(0, policy, parameters)
+    short_slice.ask_for_it(0)
 
 
 async def serve(args: FrontendArgs) -> None:
@@ -290,7 +288,6 @@ async def serve(args: FrontendArgs) -> None:
     loop.add_signal_handler(signal.SIGTERM, drain, args.config.drain_seconds)
     child.listen(gone=lambda: from_thread(args.config.drain_seconds), ordered=lambda order: from_thread(order["drain"]))
     _start_poller()
-    short_slice.ask_for_it(SLICE_SECONDS)
     frontend = Frontend(args)
     child.report("listening", port=await frontend.start())
     loading = asyncio.ensure_future(frontend.load())

@@ -23,8 +23,8 @@ _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
 
 
 def ask_for_it(seconds: float = SECONDS) -> bool:
-    """For the calling thread, and for those that it starts from now on. False where the system has no such thing; one
-    that is older than it takes the call and changes nothing."""
+    """For the calling thread, and for those that it starts from now on; 0 for the system's own. False where the system
+    has no such thing; one that is older than it takes the call and changes nothing."""
     number = _SET_ATTRIBUTES.get(platform.machine()) if platform.system() == "Linux" else None
     if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False

@@ -39,10 +39,12 @@ def test_the_thread_and_those_it_starts_and_no_other() -> None:
 
     def asking() -> object:
         assert ask_for_it()
-        return slice_and_nice(), in_a_thread(slice_and_nice)
+        found = slice_and_nice(), in_a_thread(slice_and_nice)
+        assert ask_for_it(0)
+        return *found, slice_and_nice()
 
     asked = (SECONDS, os.getpriority(os.PRIO_PROCESS, 0))
-    assert in_a_thread(asking) == [(asked, [asked])]
+    assert in_a_thread(asking) == [(asked, [asked], before)]
     assert slice_and_nice() == before != asked
 
 
