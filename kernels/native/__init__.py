@@ -214,7 +214,7 @@ class Program:
     _calls: list[tuple[str, int]]
     _ops: Any
     _keep: list[Any]
-    _rows: int = -1  # of the view that was made last
+    _rows: int | None = None  # of the view that was made last
     _view: Tensor = field(init=False)
 
     def replay(self, rows: int) -> Tensor:
