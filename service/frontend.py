@@ -54,7 +54,7 @@ STALL_SHARE = 0.5
 SETTLE_SECONDS = 0.2
 """Between readiness and GOAWAY: a call that meets GOAWAY on its way may end with CANCELLED."""
 POLLER_SECONDS = 0.003
-"""The slice of gRPC's thread: longer than what Linux gives others, so that it waits until a step's messages are written."""
+"""The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
 LAST_WORDS = 2.0
 """Seconds beyond a drain's in which its last streams are told their end; the supervisor's FRONTEND_MARGIN is longer."""
 
