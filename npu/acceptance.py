@@ -160,7 +160,6 @@ def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> 
     lengths = [1 + row % LONGEST_PROMPT for row in range(count)]
     prompts = [Row(row, ids[row][: lengths[row]], 0, [row], True) for row in range(count)]
 
-    @torch.inference_mode()
     def prefill() -> None:
         model.hidden(make_batch(prompts, backend.block_size, backend), cache)
 
@@ -169,7 +168,6 @@ def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> 
     return [Row(row, ids[row][-1:], lengths[row], [row], True) for row in range(count)]
 
 
-@torch.inference_mode()
 def _compare(
     captured: Captured, rows: list[Row], loaded: Loaded, buffers: BatchBuffers, cache: KVCache, size: int
 ) -> tuple[float, list[tuple[Span, Span]]]:

@@ -165,7 +165,6 @@ class HostPrefill:
 
         self._host.enqueue(write)
 
-    @torch.inference_mode()
     def _fetch(self, runs: Sequence[Run]) -> tuple[list[list[Tensor]], list[Event]]:
         """Each layer's keys and values of the slots, on the host once the events have come."""
         fetched: list[list[Tensor]] = []
@@ -178,7 +177,6 @@ class HostPrefill:
                 events.append(self._device.fetch(slots, fetched[-1][-1]))
         return fetched, events
 
-    @torch.inference_mode()
     def _compute(
         self, staged: Staged, part: Part, runs: list[Run], all_hidden: bool, phase: Phase | None, turn: int
     ) -> Chunk:

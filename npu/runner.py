@@ -275,13 +275,9 @@ class Runner:
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None) -> Ran:
         staged.upload()
         ran = Ran(self._backend.span())
-        if phase is None:
+        with self._timed(phase, ran) as timings:
             for work in works:
-                self._compute(work, ran, None)
-        else:
-            with self._timed(phase, ran) as timings:
-                for work in works:
-                    self._compute(work, ran, timings)
+                self._compute(work, ran, timings)
         return ran
 
     def _finish(self, waiting: Waiting, chunk: Chunk, ran: Ran) -> Ran:

@@ -56,7 +56,6 @@ def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row:
     return rows
 
 
-@torch.inference_mode()
 def _step(model: Model, backend: Backend, rows: list[Row], cache: KVCache, size: int) -> Tensor:
     logits = model.logits(model.hidden(make_batch(rows, size, backend), cache))
     return logits[:, : model.config.vocab_size].to("cpu", torch.float32, copy=True)

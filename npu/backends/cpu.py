@@ -148,10 +148,12 @@ class CpuBackend(Backend):
     def set_threads(self, count: int) -> None:
         self.threads = self._threads(count)
         everywhere = sorted(os.sched_getaffinity(0))
-        # Where there is one core for each thread, each stays on its own: once others have run on both, Linux may leave
-        # two of them on one core for milliseconds, beside one that is idle.
-        own = everywhere if self._arena is not None and 1 < self.threads == len(everywhere) else []
+        own: list[int] = []
         if self._arena is not None:
+            # Where there is one core for each thread, each stays on its own: once others have run on both, Linux may
+            # leave two of them on one core for milliseconds, beside one that is idle.
+            if 1 < self.threads == len(everywhere):
+                own = everywhere
             library().set_threads(self.threads, own)
         # What is left to torch beside native kernels is small, and its threads would be in the way.
         of_torch = self.threads if self._arena is None else 1
