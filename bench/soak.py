@@ -6,11 +6,14 @@ Starts a server with two front ends on 127.0.0.1 and sends it a trace's arrivals
 without one, a Poisson process) through npuserve.client. Some requests are cancelled after some tokens, some streams
 are left and taken up by another client later, some have a deadline; and at random moments the engine or a front end is
 killed.
+Beside it bad requests are sent (bench/hostile.py), the server's health is checked, and files are counted.
 
 Every request must end complete, or cancelled by its own client, or with a documented status. What is complete must
 equal the answer that the same request had before anything was disturbed, and what is not must be its beginning: half of
 the requests are greedy, half seeded. At the end nothing may run or hold a block, and the log may tell of no bug and no
 IntegrityError (the engine looks when it is idle). Resident memory's growth is the slope within the processes' lives.
+A bad request must get its documented status. The number of files must not grow, and 99 % of the health checks must
+take less than 50 ms, those after the kill of a front end excluded.
 Exit code 1 if something was lost, differs, is broken, or grows beyond its own noise.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import re
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from hostile import BadRequests, FileCount, HealthProbe
 from serving import arguments, children, report, serving
 
 from npuserve.client import AsyncClient, ClientError, DeadlineExceeded, Overloaded, StreamLost
@@ -49,6 +54,9 @@ SMALL = ["--frontends", "2", "--max-num-seqs", "16", "--max-queue", "64", "--kv-
 """The pool is soon full: until then the books of the prefix cache grow with each block that is first written."""
 TOLERATED = 32.0
 """MiB that a process may grow by in the whole run, above its slope's noise: caches, records of ended streams."""
+HEALTH_MILLISECONDS = 50.0
+MORE_FILES = 8
+"""Files by which the largest count of the last third may exceed that of the first third."""
 BUGS = re.compile(r"internal error|IntegrityError|Traceback|giving up|no message; connecting")
 
 
@@ -253,22 +261,31 @@ async def soak(args: argparse.Namespace, target: str, supervisor: int) -> dict[s
     load = Load(target, requests(shapes, Prompts(info.vocabulary_size, info.eos_token_ids, args.seed)), args.seed)
     low, high = map(float, args.gap.split(","))
     killer, memory = Killer(supervisor, (low, high), args.seed), Memory(supervisor)
+    bad, health, files = BadRequests(target, info, args.bad_rate, args.seed), HealthProbe(target), FileCount(supervisor)
     try:
         await load.undisturbed()
-        watching = asyncio.ensure_future(memory.run())
-        killing = asyncio.ensure_future(killer.run(seconds))
+        began = time.monotonic()
+        watching = [asyncio.ensure_future(watch.run()) for watch in (memory, health, files)]
+        disturbing = [asyncio.ensure_future(cause.run(seconds)) for cause in (killer, bad)]
         await load.run(arrivals, seconds)
-        await killing
-        wrong = load.tally.wrong + await settle(target)
-        watching.cancel()
+        await asyncio.gather(*disturbing)
+        wrong = load.tally.wrong + bad.wrong + await settle(target)
+        for watch in watching:
+            watch.cancel()
     finally:
         await load.close()
-    growth = memory.growth()
+    growth, counts = memory.growth(), files.largest()
+    probes = health.milliseconds([began + at for at, kind in killer.killed if kind == "frontend"])
+    wrong += [f"{name}: {first} grew to {last}" for name, (first, last) in counts.items() if last > first + MORE_FILES]
+    if probes.get("p99", math.inf) >= HEALTH_MILLISECONDS:
+        wrong.append(f"health: {probes}")
     wrong += [f"{kind} grows by {one['slope']} MiB a minute" for kind, one in growth.items()
               if one.get("slope", 0.0) > one.get("noise", 0.0) + TOLERATED / args.minutes]
     return {"minutes": args.minutes, "requests": sum(load.tally.ends.values()), "tokens": load.tally.tokens,
             "calls": load.tally.calls, "taken_up_by_another": load.tally.resumed, "ends": dict(load.tally.ends),
-            "kills": dict(Counter(kind for _, kind in killer.killed)), "memory_mib_per_minute": growth, "wrong": wrong}
+            "kills": dict(Counter(kind for _, kind in killer.killed)), "memory_mib_per_minute": growth,
+            "bad_requests": dict(sorted(bad.ends.items())), "health_ms": probes,
+            "files_first_and_last_third": counts, "wrong": wrong}
 
 
 def main() -> int:
@@ -281,6 +298,7 @@ def main() -> int:
     parser.add_argument("--max-prompt", type=int, default=192, help="tokens (default: %(default)s)")
     parser.add_argument("--max-output", type=int, default=160, help="tokens (default: %(default)s)")
     parser.add_argument("--gap", default="20,90", help="seconds from one kill to the next (default: %(default)s)")
+    parser.add_argument("--bad-rate", type=float, default=4.0, help="bad requests a second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there too")
     args, flags = arguments(parser)
@@ -290,7 +308,7 @@ def main() -> int:
     bugs = [line for line in said if BUGS.search(line)]
     verdict["bugs"] = len(bugs)
     report(verdict, args.json)
-    print("\n".join(bugs[:40]), file=sys.stderr)
+    print("\n".join(line[:300] for line in bugs[:40]), file=sys.stderr)
     return int(bool(verdict["wrong"] or bugs))
 
 
