@@ -9,12 +9,19 @@ from google.rpc import error_details_pb2, status_pb2
 
 RESUME_TOKEN = "x-resume-token"
 DETAILS = "grpc-status-details-bin"
+DOMAIN = "npuserve.dev"
+"""ErrorInfo.domain of the server; a proxy or a gateway has another."""
 
 
 class ClientError(Exception):
-    """code: the gRPC status. reason: the server's name of the cause, "" where the server did not speak (a connection
-    broke, a proxy answered). retry_seconds: after which the server asks to be tried again, None if it does not.
-    resume_token: with which the answer can be taken up again, "" if it cannot be known to."""
+    """A call's error.
+
+    code: the gRPC status.
+    reason: the server's name of the cause, such as MODEL_NOT_FOUND; "" if a connection broke or a proxy answered.
+    retry_seconds: after which the server asks to be tried again, None if it does not.
+    resume_token: with which the answer can be resumed, "" if none is known.
+    field: the path of the field that is wrong, "" if none is.
+    """
 
     def __init__(
         self, code: grpc.StatusCode, message: str, *, reason: str = "", retry_seconds: float | None = None,
@@ -99,7 +106,7 @@ def from_rpc(error: Any) -> ClientError:
     for detail in status_pb2.Status.FromString(trailing.get(DETAILS, b"")).details:
         info, wait, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
         if detail.Unpack(info):
-            reason = info.reason
+            reason = info.reason if info.domain == DOMAIN else reason
         elif detail.Unpack(wait):
             retry = wait.retry_delay.ToNanoseconds() / 1e9
         elif detail.Unpack(bad) and bad.field_violations:

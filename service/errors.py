@@ -6,11 +6,14 @@ is a bug, INTERNAL to the client, with an id that is in the log.
 
 from __future__ import annotations
 
+import re
+
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-DOMAIN = "npuserve"
+DOMAIN = "npuserve.dev"
+"""ErrorInfo.domain: whose reasons these are."""
 
 
 class ServeError(Exception):
@@ -27,9 +30,14 @@ class ServeError(Exception):
         """What the log and the trace say of it: nothing that a client wrote."""
         return self.message
 
+    @classmethod
+    def reason(cls) -> str:
+        """Return ErrorInfo.reason, the class's name in upper snake case: INVALID_FIELD for InvalidField."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).upper()
+
     def details(self) -> list[Message]:
-        """The google.rpc messages that go with it."""
-        return [error_details_pb2.ErrorInfo(reason=type(self).__name__, domain=DOMAIN)]
+        """Return the google.rpc messages that travel with the status."""
+        return [error_details_pb2.ErrorInfo(reason=self.reason(), domain=DOMAIN)]
 
 
 class InvalidField(ServeError):
@@ -60,6 +68,12 @@ class ModelNotFound(ServeError):
 
 
 class RequestNotFound(ServeError):
+    code = code_pb2.NOT_FOUND
+
+
+class StreamNotFound(ServeError):
+    """No stream has this resume token, or it belongs to another caller."""
+
     code = code_pb2.NOT_FOUND
 
 
@@ -170,7 +184,7 @@ def from_wire(wire: WireError) -> ServeError:
         if name == retryable.__name__:
             return retryable(message, retry_seconds)
     plain: dict[str, type[ServeError]] = {
-        kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, RequestNotFound, TakenOver)}
+        kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, StreamNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
 
 

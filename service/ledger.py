@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from npuserve.service.errors import DuplicateRequest, InvalidField, RequestNotFound
+from npuserve.service.errors import DuplicateRequest, InvalidField, StreamNotFound
 from npuserve.service.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.records import Records
 from npuserve.service.scheduler import Scheduler
@@ -69,11 +69,11 @@ class Ledger:
 
     def resume(self, ask: Resume, origin: Origin, now: float) -> tuple[Record, Origin | None]:
         """Give a stream to a new reader: its record, and whom it was taken from. A request that was left is queued
-        again. Raises RequestNotFound, InvalidField if the reader claims more tokens than there are, and what `begin`
+        again. Raises StreamNotFound, InvalidField if the reader claims more tokens than there are, and what `begin`
         does."""
         record = self.records.find(ask.token, ask.client, now)
         if record is None:
-            raise RequestNotFound("resume_token: no such stream; it was never here, or ended or was left too long ago")
+            raise StreamNotFound("resume_token: no such stream; it was never here, or ended or was left too long ago")
         made = len(record.token_ids)
         if ask.token_offset > made:
             raise InvalidField("token_offset", f"must be in [0, {made}], got {ask.token_offset}")

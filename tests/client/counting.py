@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import grpc.aio
-from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from npuserve.service import errors
@@ -24,10 +23,6 @@ TEXT = ["one ", "two ", "三", "four ", "fünf ", "", "七", " eight", "nine", "
 WHOLE = "".join(TEXT)
 SIZES = (1, 3, 2, 1, 4)
 """Tokens of one message after the other, again and again."""
-
-
-class GoneStream(errors.ServeError):
-    code = code_pb2.NOT_FOUND
 
 
 def parts(begin: int = 0, sizes: Iterable[int] = SIZES) -> list[pb.StreamGenerateResponse]:
@@ -66,7 +61,7 @@ class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: grpc.aio.ServicerContext) -> None:
         self._note("ResumeStream", request, context)
         if request.resume_token not in self.tokens:
-            await self._abort(GoneStream("resume_token: is not known"), context)
+            await self._abort(errors.StreamNotFound("resume_token: is not known"), context)
         await self._send(parts(request.token_offset, (2, 1, 3)), context)
 
     async def GetModelInfo(

@@ -26,9 +26,9 @@ def failure(code: S, **fields: Any) -> ClientError:
 PASSING = st.one_of(
     st.sampled_from([S.UNAVAILABLE, S.INTERNAL, S.UNKNOWN, S.CANCELLED]).map(failure),
     st.sampled_from([S.UNAVAILABLE, S.RESOURCE_EXHAUSTED]).map(
-        lambda code: failure(code, reason="QueueFull", retry_seconds=0.25)))
+        lambda code: failure(code, reason="QUEUE_FULL", retry_seconds=0.25)))
 FINAL = st.one_of(
-    st.sampled_from([S.INTERNAL, S.UNKNOWN, S.CANCELLED]).map(lambda code: failure(code, reason="InternalError")),
+    st.sampled_from([S.INTERNAL, S.UNKNOWN, S.CANCELLED]).map(lambda code: failure(code, reason="INTERNAL_ERROR")),
     st.sampled_from([S.INVALID_ARGUMENT, S.DEADLINE_EXCEEDED, S.ABORTED, S.UNAUTHENTICATED, S.RESOURCE_EXHAUSTED,
                      S.UNIMPLEMENTED, S.DATA_LOSS]).map(failure))
 CALL = st.tuples(
@@ -49,7 +49,7 @@ def answered(made: Attempts, server: dict[str, bool], metadata: bool, count: int
     if isinstance(message, pb.ResumeStreamRequest):
         assert (name, message.token_offset) == ("ResumeStream", made.tokens)
         if not server.get(message.resume_token):
-            raise failure(S.NOT_FOUND, reason="StreamNotFound")
+            raise failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND")
         begin = message.token_offset
     else:
         assert (name, made.tokens) == ("StreamGenerate", 0)
@@ -118,7 +118,7 @@ def test_without_a_resume_token_what_came_cannot_be_continued() -> None:
         made.failed(failure(S.UNAVAILABLE))
 
 
-@pytest.mark.parametrize(("code", "reason"), [(S.RESOURCE_EXHAUSTED, "QueueFull"), (S.UNAVAILABLE, "Unavailable")])
+@pytest.mark.parametrize(("code", "reason"), [(S.RESOURCE_EXHAUSTED, "QUEUE_FULL"), (S.UNAVAILABLE, "UNAVAILABLE")])
 def test_what_the_server_did_not_take_is_asked_for_anew(code: S, reason: str) -> None:
     made = attempts()
     made.began((("x-resume-token", "t"),))
@@ -136,9 +136,9 @@ def test_a_request_id_of_our_own_is_live_until_the_server_sees_the_connection_go
     made = attempts()
     made.next()
     with pytest.raises(Conflict):
-        made.failed(failure(S.ALREADY_EXISTS, reason="DuplicateRequest"))
+        made.failed(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
     made.next()
-    made.failed(failure(S.ALREADY_EXISTS, reason="DuplicateRequest"))
+    made.failed(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
 
 
 @pytest.mark.parametrize("offset", [0, 2, 7])

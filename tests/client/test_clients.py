@@ -104,9 +104,9 @@ async def test_passing_errors_at_any_message(collect: Callable, after: int) -> N
 
 @both
 @pytest.mark.parametrize(("error", "kind", "reason"), [
-    (errors.InvalidField("stopping.max_tokens", "must be in [1, 9]"), InvalidRequest, "InvalidField"),
-    (errors.InternalError("a bug, id 7"), ServerError, "InternalError"),
-    (errors.DeadlineExceeded("too late"), DeadlineExceeded, "DeadlineExceeded"),
+    (errors.InvalidField("stopping.max_tokens", "must be in [1, 9]"), InvalidRequest, "INVALID_FIELD"),
+    (errors.InternalError("a bug, id 7"), ServerError, "INTERNAL_ERROR"),
+    (errors.DeadlineExceeded("too late"), DeadlineExceeded, "DEADLINE_EXCEEDED"),
     (grpc.StatusCode.ABORTED, Cancelled, ""),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded, ""),
 ])

@@ -89,7 +89,7 @@ def test_only_the_request_that_kills_is_failed(kills: ModuleType) -> None:
         assert failed.value.code() is grpc.StatusCode.INTERNAL
         info = error_details_pb2.ErrorInfo()
         assert any(detail.Unpack(info) for detail in rpc_status.from_call(failed.value).details)
-        assert info.reason == "EngineKiller"
+        assert info.reason == "ENGINE_KILLER"
         assert len(reader.ids) <= brittle.SPARED + 1
         for one, other in zip(others, alone, strict=True):
             assert one.result().same(other)

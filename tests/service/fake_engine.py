@@ -153,7 +153,7 @@ class FakeEngine:
             case Resume(key=key, token=token):
                 record = self.records.get(token)
                 if record is None:
-                    await self._output(frontend, Output(key, error=("RequestNotFound", "resume_token: none", 0.0)))
+                    await self._output(frontend, Output(key, error=("StreamNotFound", "resume_token: none", 0.0)))
                     return
                 await self.send(frontend, Resumed(self.epoch, key, record))
                 if record.finish is None:

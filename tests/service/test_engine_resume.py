@@ -172,14 +172,14 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
         peer.resume(13, "token 2", 0)
         ends = peer.until_end(10, 11, 12, 13)
         assert {key: end.error[0] for key, end in ends.items() if end.error} == {
-            10: "InvalidField", 11: "RequestNotFound", 12: "RequestNotFound", 13: "RequestNotFound"}
+            10: "InvalidField", 11: "StreamNotFound", 12: "StreamNotFound", 13: "StreamNotFound"}
         assert ends[10].error
         assert ends[10].error[1] == "token_offset: must be in [0, 5], got 6"
         time.sleep(0.35)
         peer.resume(14, "token 1", 0)
         error = peer.until_end(14)[14].error
         assert error
-        assert error[0] == "RequestNotFound"
+        assert error[0] == "StreamNotFound"
 
 
 def restored(key: int, tokens: int, **fields: object) -> tuple[int, m.Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from prometheus_client import REGISTRY
 
+from npuserve.service import errors
 from npuserve.service.messages import Cancel, Resume, Submit
 from npuserve.v1 import admin_service_pb2, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
@@ -338,3 +340,32 @@ async def test_no_token_where_nothing_is_kept(folder: Path) -> None:
         unary = server.inference.Generate(ask("a", 3))
         assert "x-resume-token" not in dict(await unary.initial_metadata())
         assert [sent.request.resume_token for sent in server.engine.got(Submit)] == ["", ""]
+
+
+def test_error_reasons_are_upper_snake_case_and_unique() -> None:
+    kinds, found = [errors.ServeError], {}
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]+[A-Z0-9]", kind.reason())
+        found[kind.__name__] = kind.reason()
+    assert len(set(found.values())) == len(found)
+    assert found["InvalidField"] == "INVALID_FIELD"
+    assert found["EngineKiller"] == "ENGINE_KILLER"
+
+
+async def test_what_is_not_found_is_told_by_the_reason(folder: Path) -> None:
+    async with running(folder) as server:
+        stub = server.inference
+        calls = {
+            "MODEL_NOT_FOUND": stub.Generate(ask(model="typo")),
+            "REQUEST_NOT_FOUND": server.admin.Abort(admin_service_pb2.AbortRequest(request_id="nobody")),
+            "STREAM_NOT_FOUND": stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read(),
+        }
+        for reason, call in calls.items():
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call
+            assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+            info = error_details_pb2.ErrorInfo()
+            assert rpc_status.from_call(failed.value).details[0].Unpack(info)
+            assert (info.reason, info.domain) == (reason, "npuserve.dev")

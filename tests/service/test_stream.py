@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
-from npuserve.service.errors import EngineKiller, RequestNotFound, TakenOver, Unavailable
+from npuserve.service.errors import EngineKiller, StreamNotFound, TakenOver, Unavailable
 from npuserve.service.messages import Cancel, Finish, Output, Outputs, Record, Request, Restore, Timing
 from npuserve.service.stream import Stream
 from npuserve.service.suspects import DEATHS
@@ -247,7 +247,7 @@ async def test_resuming() -> None:
         assert await ids_of(stream) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
         assert stream.first_token is None
         stream.close()
-        with pytest.raises(RequestNotFound):
+        with pytest.raises(StreamNotFound):
             await client.resume("u", 0, "me", None)
         assert client._resuming == {}
         assert client._streams == {}
