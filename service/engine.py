@@ -99,6 +99,7 @@ class Engine:
         self._awaited = frontends
         self._early: list[tuple[bytes, Resume]] = []  # came before all was gathered that they may ask for
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
+        self._accepted: defaultdict[bytes, list[int]] = defaultdict(list)
         self._collected = 0.0  # when a step was last
         self._last_heartbeat = 0.0
         self._idle = False  # nothing is in flight, nothing was to be launched, and all was found in order
@@ -118,6 +119,7 @@ class Engine:
             if step.rows:
                 self.announce(step)
                 self.launch(step)
+                self._send_outputs()  # acceptances and refusals do not wait for the step
             if self._flying and (not step.rows or len(self._flying) == self._depth):
                 self.collect()
             elif not self._flying and not self._idle:
@@ -214,7 +216,8 @@ class Engine:
     def _send_outputs(self) -> None:
         outputs, self._outputs = self._outputs, defaultdict(list)
         for frontend, made in outputs.items():
-            self._send(frontend, Outputs(self._epoch, self._metrics.load, made))
+            accepted = self._accepted.pop(frontend, [])
+            self._send(frontend, Outputs(self._epoch, self._metrics.load, made, [], accepted))
 
     def _handle(self, frontend: bytes, message: ToEngine) -> None:
         match message:
@@ -223,6 +226,8 @@ class Engine:
                     self.ledger.begin(request, (frontend, key), time.monotonic())
                 except ServeError as error:
                     self._refuse((frontend, key), error)
+                else:
+                    self._accept((frontend, key))
             case Cancel(key=key, keep=keep, sent=sent):
                 sequence = self.ledger.live.get((frontend, key))
                 if sequence:
@@ -260,6 +265,8 @@ class Engine:
                 self._take_over(self.ledger.restore(record, origin, now))
             except ServeError as error:
                 self._refuse(origin, error)
+            else:
+                self._accept(origin)
         self._awaited -= 1
 
     def _resume(self, frontend: bytes, message: Resume) -> None:
@@ -298,6 +305,11 @@ class Engine:
             error = TakenOver("the stream was resumed by another call")
             self._outputs[before[0]].append(Output(before[1], error=to_wire(error)))
 
+    def _accept(self, origin: Origin) -> None:
+        frontend, key = origin
+        self._outputs[frontend]  # an entry, so that a message is sent
+        self._accepted[frontend].append(key)
+
     def _refuse(self, origin: Origin, error: ServeError, count: bool = True) -> None:
         if count:
             self._metrics.rejected(error)
@@ -319,5 +331,6 @@ class Engine:
         """Nobody waits for its requests any more."""
         self._frontends.discard(frontend)
         self._outputs.pop(frontend, None)
+        self._accepted.pop(frontend, None)
         for sequence in self.ledger.of(frontend):
             self._end(sequence, None)

@@ -244,6 +244,9 @@ class EngineClient:
     def _take(self, message: Outputs) -> None:
         now = time.monotonic()
         self.load = message.load
+        for key in message.accepted:
+            if stream := self._streams.get(key):
+                stream.accept()
         for started in message.started:
             stream = self._streams.get(started.key)
             if stream:

@@ -193,7 +193,7 @@ class Restore(Wire, frozen=True):
 
 
 class Submit(Wire, frozen=True):
-    """A new request; refused at once (an Output with an error) or queued."""
+    """A new request; refused at once (an Output with an error) or queued (its key in Outputs.accepted)."""
 
     key: int
     request: Request
@@ -268,13 +268,18 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Wire, frozen=True):
-    """All that a step made for one front end. started: comes in a message of its own, before the launch, so that a
-    front end knows who ran if the engine dies of it. With neither it is the heartbeat."""
+    """All that a step made for one front end. Without content it is the heartbeat.
+
+    started: comes in a message of its own, before the launch, so that a front end knows who ran if the engine dies of
+    it. accepted: keys of the requests that were queued since the last message; of a request that is refused, an Output
+    with the error comes instead.
+    """
 
     epoch: int
     load: Load
     outputs: list[Output]
     started: list[Started] = []
+    accepted: list[int] = []
 
 
 class Resumed(Wire, frozen=True):

@@ -3,14 +3,16 @@
 The life of a request here:
 
 1. `_ask` takes the message: the server must be ready, every field is checked, the chat template applied, the text
-   tokenized (in a thread, where it is long). The client learns the request's id from the initial metadata.
+   tokenized (in a thread, where it is long).
 2. `EngineClient.submit` hands the checked `Request` to the engine and returns its stream of outputs.
-3. `_answer` turns outputs into messages and sends them: `Answer` detokenizes, finds stop strings, and keeps ids,
+3. `_answer` waits until the engine has accepted the request, and sends the initial metadata: the request's id and the
+   resume token. An error before that has the id in its trailing metadata, and no token.
+   Then it turns outputs into messages and sends them: `Answer` detokenizes, finds stop strings, and keeps ids,
    logprobs and text together. What comes while a message is being written is one message afterwards.
 4. A stop string ends the request in the engine too, at the token that completed it.
 5. The last message says how it ended, what it used and where the time went.
 6. Whatever ends the call early (client gone, deadline, error) closes the stream, which cancels the request. What was
-   made of a StreamGenerate is kept for a while: its token is in the initial metadata.
+   made of a StreamGenerate is kept for a while, for ResumeStream.
 7. `call` makes the one reply of every error, counts it, and writes the log line.
 
 Generate is StreamGenerate put together, so that they agree. ResumeStream enters at 3 with what `EngineClient.resume`
@@ -24,7 +26,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+REQUEST_ID = "x-request-id"
+RESUME_TOKEN = "x-resume-token"
 LONG_TEXT = 20_000
 """Characters beyond which tokenizing (some 10 ms) would hold up the other streams."""
 REASON_NAMES = {number: name for name, number in REASONS.items()}
@@ -79,7 +83,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                     whole.finish.CopyFrom(part.finish)
 
             ask = await self._ask(request, context, fields)
-            await self._answer(Answer(ask, self._tokenizer), self._engine.submit(ask.request), fields, trace, take)
+            answer, stream = Answer(ask, self._tokenizer), self._engine.submit(ask.request)
+            await self._answer(answer, stream, context, fields, trace, take)
             whole.text = "".join(texts)
         return whole
 
@@ -88,22 +93,21 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "StreamGenerate", logging.INFO, trace) as fields:
             ask = await self._ask(request, context, fields, new_token() if self._config.resume_seconds else "")
             answer, stream = Answer(ask, self._tokenizer), self._engine.submit(ask.request)
-            async with _resumable(context, ask.request):
-                await self._answer(answer, stream, fields, trace, context.write)
+            await self._answer(answer, stream, context, fields, trace, context.write)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         trace = self._tracing.begin(context, "ResumeStream") if self._tracing else None
         async with call(context, "ResumeStream", logging.INFO, trace) as fields:
+            whose = caller(context)
+            fields["client"] = whose.name
             self._require_folder()
             held, deadline = request.token_offset, _deadline(context)
-            stream = await self._engine.resume(request.resume_token, held, caller(context).name, deadline)
+            stream = await self._engine.resume(request.resume_token, held, whose.name, deadline)
             with contextlib.closing(stream):
                 asked = stream.request
                 fields.update(id=asked.request_id, prompt_tokens=len(asked.prompt_ids), resumed_at=held)
-                await context.send_initial_metadata(_metadata(asked.request_id, asked.resume_token))
-                async with _resumable(context, asked):
-                    answer = Answer(resume.unpack(asked), self._tokenizer, held)
-                    await self._answer(answer, stream, fields, trace, context.write)
+                answer = Answer(resume.unpack(asked), self._tokenizer, held)
+                await self._answer(answer, stream, context, fields, trace, context.write)
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
         async with call(context, "Tokenize"):
@@ -146,12 +150,14 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def _answer(
-        self, answer: Answer, stream: Stream, fields: dict[str, Any], trace: Trace | None,
+        self, answer: Answer, stream: Stream, context: Context, fields: dict[str, Any], trace: Trace | None,
         send: Callable[[pb.StreamGenerateResponse], Awaitable[None]],
     ) -> None:
-        """Sends the messages of one answer; the last one has its finish. Closes the stream."""
+        """Send the messages of one answer; the last one has its finish. Close the stream."""
         assert self.folder
-        with contextlib.closing(stream), _patient(stream):
+        with contextlib.closing(stream), _patient(stream), _resumable(context, stream):
+            await stream.accepted()
+            await _send_metadata(context, stream.request)
             async for outputs in stream:
                 finish = answer.add(outputs)
                 if answer.keep is not None and finish is None:
@@ -180,7 +186,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         whose = caller(context)
         fields["client"] = whose.name
         name = fields["id"] = validation.request_id(message)
-        await context.send_initial_metadata(_metadata(name, token))
+        context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
         folder, info = self._require_folder(), self._engine.require()
         ask = await _run(_size(message), validation.check, message, folder, info, name, arrival)
         limit = whose.limits.max_requests
@@ -222,8 +228,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return self.folder
 
 
-def _metadata(name: str, token: str) -> tuple[tuple[str, str], ...]:
-    return (("x-request-id", name), *((("x-resume-token", token),) if token else ()))
+async def _send_metadata(context: Context, request: messages.Request) -> None:
+    token = ((RESUME_TOKEN, request.resume_token),) if request.resume_token else ()
+    await context.send_initial_metadata(((REQUEST_ID, request.request_id), *token))
+    context.set_trailing_metadata(())
 
 
 def _deadline(context: Context) -> float | None:
@@ -243,14 +251,14 @@ def _patient(stream: Stream) -> Iterator[None]:
         raise
 
 
-@contextlib.asynccontextmanager
-async def _resumable(context: Context, request: messages.Request) -> AsyncIterator[None]:
-    """A stream that the server cannot go on with ends with its token, which another will take."""
+@contextlib.contextmanager
+def _resumable(context: Context, stream: Stream) -> Iterator[None]:
+    """Add the resume token to the trailing metadata of an accepted stream that this server cannot continue."""
     try:
         yield
     except Unavailable:
-        if request.resume_token:
-            context.set_trailing_metadata((("x-resume-token", request.resume_token),))
+        if stream.is_accepted and stream.request.resume_token:
+            context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
         raise
 
 

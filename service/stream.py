@@ -50,7 +50,8 @@ class Stream:
     record: all that came so far; that of a stream that is resumed is the first that is read. buffered: tokens not yet
     read. first_token, last_token: when they came, time.monotonic() seconds, None before; first_token stays None in a
     resumed stream, whose first token another call has seen. resumable: what it has is of use to a later call. slow: why
-    its reader was cancelled, None unless it was.
+    its reader was cancelled, None unless it was. is_accepted: the engine has queued it, so that its resume token is
+    known to somebody.
     """
 
     def __init__(self, client: Line, key: int, record: Record, resumed: bool = False):
@@ -60,6 +61,7 @@ class Stream:
         self.last_token: float | None = None
         self.buffered = 0
         self.slow: SlowReader | None = None
+        self.is_accepted = resumed
         self._reader: asyncio.Task[object] | None = None
         self._took: float | None = None  # when the reader took what it has not dealt with yet
         self._reads = False  # the reader has been given a token
@@ -89,7 +91,7 @@ class Stream:
 
     @property
     def resumable(self) -> bool:
-        return bool(self.request.resume_token) and (self._error is None or self._closed)
+        return bool(self.request.resume_token) and self.is_accepted and (self._error is None or self._closed)
 
     def __aiter__(self) -> AsyncIterator[list[Output]]:
         self._reader = asyncio.current_task()
@@ -102,8 +104,7 @@ class Stream:
                 raise self._error
             if self._ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._wait()
         outputs, self._outputs = self._outputs, []
         self._reads |= self.buffered > 0
         self.buffered = 0
@@ -113,6 +114,13 @@ class Stream:
             if not self._ended:
                 self._client.send(Unpause(self.key))
         return outputs
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued the request. Raises the error if it refused it."""
+        while not self.is_accepted:
+            if self._error:
+                raise self._error
+            await self._wait()
 
     def check_reader(self, now: float, seconds: float) -> None:
         """Give up a reader that has been busy with what it took for so long: its task is cancelled."""
@@ -150,6 +158,11 @@ class Stream:
         if not self._ended:
             self._ended, self._error = True, error
             self._wake()
+
+    def accept(self) -> None:
+        """The engine has queued the request."""
+        self.is_accepted = True
+        self._wake()
 
     def started(self, message: Started, now: float) -> None:
         """It is in the step that is launched now."""
@@ -229,6 +242,10 @@ class Stream:
         enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
         more_comes = not (self._ended or self._is_cut)
         return bool(self._outputs) and (self.buffered >= enough or not more_comes or not self._reads)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():

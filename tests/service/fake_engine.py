@@ -146,8 +146,10 @@ class FakeEngine:
                 if self.refuse:
                     await self._output(frontend, Output(key, error=self.refuse))
                     return
+                await self._accept(frontend, [key])
                 self._begin(frontend, key, request)
             case Restore(live=live):
+                await self._accept(frontend, [key for key, _ in live])
                 for key, record in live:
                     self._begin(frontend, key, record.rest(accepted=True))
             case Resume(key=key, token=token):
@@ -170,6 +172,9 @@ class FakeEngine:
                 await self.send(frontend, Reply(self.epoch, call, int(origin is not None)))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
+
+    async def _accept(self, frontend: bytes, keys: list[int]) -> None:
+        await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], [], keys))
 
     def _begin(self, frontend: bytes, key: int, request: messages.Request) -> None:
         self._requests[frontend, key] = request

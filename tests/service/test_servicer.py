@@ -22,6 +22,7 @@ from npuserve.v1 import generate_pb2 as pb
 from tests.service.fake_engine import EOS, make_folder, until
 from tests.service.front_end import Running, ask, running
 from tests.service.test_answer import whole
+from tests.service.whole_server import whole_server
 
 
 @pytest.fixture
@@ -114,7 +115,8 @@ async def test_errors_carry_an_id_too(folder: Path) -> None:
     async with running(folder) as server:
         for given, sent in (("mine", "mine"), ("not mine", None), (None, None)):
             call = server.inference.Generate(ask("", **({"request_id": given} if given else {})))
-            found = dict(await call.initial_metadata())["x-request-id"]
+            found = dict(await call.trailing_metadata())["x-request-id"]
+            assert list(await call.initial_metadata()) == []
             assert found == sent or (sent is None and found != given and len(found) == 32)
             assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 
@@ -181,6 +183,40 @@ async def test_the_engines_refusals_carry_retry_info(folder: Path) -> None:
                 details = {d.TypeName() for d in rpc_status.from_call(failed.value).details}
                 assert "google.rpc.ErrorInfo" in details
                 assert ("google.rpc.RetryInfo" in details) == (name != "DuplicateRequest")
+
+
+async def test_stream_refused_before_acceptance_has_its_id_and_no_token(folder: Path) -> None:
+    async with running(folder) as server:
+        refusals = {
+            "MODEL_NOT_FOUND": ask(request_id="mine", model="typo"),
+            "INVALID_FIELD": ask(request_id="mine", top_p=2),
+            "QUEUE_FULL": ask(request_id="mine"),
+        }
+        server.engine.refuse = ("QueueFull", "full", 1.5)
+        for reason, message in refusals.items():
+            call = server.inference.StreamGenerate(message)
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call.read()
+            info = error_details_pb2.ErrorInfo()
+            assert rpc_status.from_call(failed.value).details[0].Unpack(info)
+            assert info.reason == reason
+            assert list(await call.initial_metadata()) == []
+            trailing = dict(await call.trailing_metadata())
+            assert (trailing["x-request-id"], "x-resume-token" in trailing) == ("mine", False)
+
+
+async def test_stream_waiting_in_the_queue_has_its_id_and_token(tmp_path: Path) -> None:
+    async with whole_server(tmp_path, delay=0.01, max_num_seqs=1) as server, server.client() as stub:
+        first = stub.StreamGenerate(ask("a", 500))
+        await first.read()
+        second = stub.StreamGenerate(ask("b", 5, request_id="mine"))
+        metadata = dict(await second.initial_metadata())
+        assert (metadata["x-request-id"], len(metadata["x-resume-token"])) == ("mine", 32)
+        assert server.scheduler.num_waiting == 1
+        second.cancel()  # its connection is lost right after the acceptance
+        first.cancel()
+        resumed = stub.ResumeStream(pb.ResumeStreamRequest(resume_token=metadata["x-resume-token"]))
+        assert "".join([part.text async for part in resumed]) == "cdefg"
 
 
 async def test_unavailable_until_the_engine_is_there_and_a_pause_after_its_death(folder: Path) -> None:
