@@ -18,24 +18,25 @@ RETRY = 0.1, 30.0
 
 
 class Pace:
-    """budget: tokens of a step at most. Times are seconds.
+    """Moving averages of how long steps and answers take. Times are seconds.
 
-    answer: tokens that an answer has. seat: how long one computes. gap: between two tokens of a request.
+    budget: maximum number of tokens in a step.
+    answer: tokens of an answer. seat: time that an answer computes. gap: time between two tokens of a request.
     """
 
     def __init__(self, budget: int):
         self._budget = budget
-        self._light = 0.0  # a step of few tokens: decode rows
-        self._token = 0.0  # each token of a step of many: chunks of prompts
+        self._light = 0.0  # a step of decode rows, or with few prompt tokens
+        self._token = 0.0  # each token of a step whose prompt tokens fill at least a quarter of the budget
         self._promised = 0.0  # when the last one who was refused is to try again
         self.gap = 0.0
         self.seat = 0.0
         self.answer = 0.0
 
-    def step(self, tokens: int, seconds: float, decodes: bool) -> None:
-        """A step took so long."""
-        if tokens * 4 >= self._budget:
-            self._token = _average(self._token, seconds / tokens)
+    def step(self, decodes: int, prompts: int, seconds: float) -> None:
+        """Record the duration of a step of `decodes` decode rows and `prompts` tokens in prefill chunks."""
+        if self._is_prefill(prompts):
+            self._token = _average(self._token, seconds / (decodes + prompts))
         else:
             self._light = _average(self._light, seconds)
         if decodes:
@@ -47,26 +48,49 @@ class Pace:
         self.answer = _average(self.answer, tokens)
 
     def seconds(self, tokens: int) -> float:
-        """To compute them."""
+        """Estimate the time to compute `tokens` prompt tokens."""
         if not self._token:
             return self._light
         return max(self._light, self._token * tokens) if tokens else 0.0
 
+    def step_seconds(self, decodes: int, prompts: int) -> float:
+        """Estimate the duration of a step; the arguments are those of `step`."""
+        return self.seconds(decodes + prompts) if self._is_prefill(prompts) else self._light
+
     @property
     def margin(self) -> float:
-        """A request ends so long before its deadline, for its last message to arrive in time."""
+        """The time before its deadline at which a request ends, so that its last message arrives before the deadline.
+        Follows the measured gap."""
         return max(LEAST_MARGIN, 2 * self.gap)
 
+    def first_token_seconds(self, sequence: Sequence, before: int = 0) -> float:
+        """Estimate the time to a request's first token; 0 if that token exists or is being sampled.
+
+        before: tokens that are computed before its own.
+        """
+        if sequence.num_generated_tokens or sequence.num_pending_tokens:
+            return 0.0
+        return self.seconds(before + sequence.num_uncomputed_tokens)
+
     def last_moment(self, sequence: Sequence, before: int = 0) -> float:
-        """When a request must end for its deadline: a margin before it, or when its first token cannot come in time any
-        more. Infinity if it has none. before: tokens that are computed before its own."""
+        """Return when a request must end because of its deadline, infinity if it has none. With tokens: a margin before
+        the deadline. Without: when its first token can no longer arrive in time. before: as in first_token_seconds.
+        """
         deadline = sequence.request.deadline
         if deadline is None:
             return math.inf
         if sequence.num_generated_tokens:
             return deadline - self.margin
-        needed = 0.0 if sequence.num_pending_tokens else self.seconds(before + sequence.num_uncomputed_tokens)
-        return deadline - max(LEAST_MARGIN, needed)
+        return deadline - max(LEAST_MARGIN, self.first_token_seconds(sequence, before))
+
+    def due(self, sequence: Sequence) -> float:
+        """Return the moment to set in `Deadlines`, infinity without a deadline. The margin is not part of it."""
+        deadline = sequence.request.deadline
+        return math.inf if deadline is None else deadline - self.first_token_seconds(sequence)
+
+    def _is_prefill(self, prompts: int) -> bool:
+        """Whether prompt tokens determine a step's duration, whatever the number of decode rows beside them."""
+        return prompts * 4 >= self._budget
 
     def drained(self, requests: float, seats: int) -> float:
         """Until so many have ended, when so many compute."""
@@ -88,22 +112,22 @@ def _average(before: float, sample: float) -> float:
 
 
 class Deadlines:
-    """When to look at whose deadline next, by id. `now` is of the same clock as what is set."""
+    """Order in which requests are checked against their deadlines.
+
+    A request is due `margin` seconds before the moment that was set for it. The order does not depend on the margin,
+    so the margin may change at any time. Moments and `now` are seconds of the same clock.
+    """
 
     def __init__(self) -> None:
         self._moments: dict[int, float] = {}
         self._order: list[tuple[float, int]] = []
 
     @property
-    def next(self) -> float | None:
-        return self._order[0][0] if self._order else None
-
-    @property
     def ids(self) -> set[int]:
         return set(self._moments)
 
     def set(self, id: int, moment: float) -> None:
-        """Look at it then, and not when it was set to before; never at infinity."""
+        """Set or replace the moment of a request; infinity removes it."""
         self.forget(id)
         if moment < math.inf:
             self._moments[id] = moment
@@ -114,6 +138,10 @@ class Deadlines:
         if moment is not None:
             del self._order[bisect_left(self._order, (moment, id))]
 
-    def due(self, now: float) -> list[int]:
-        """Those whose moments have come."""
-        return [id for _, id in self._order[: bisect_right(self._order, (now, math.inf))]]
+    def next(self, margin: float) -> float | None:
+        """Return when the next request is due; None if there is none."""
+        return self._order[0][0] - margin if self._order else None
+
+    def due(self, now: float, margin: float) -> list[int]:
+        """Return the requests that are due, the earliest first."""
+        return [id for _, id in self._order[: bisect_right(self._order, (now + margin, math.inf))]]

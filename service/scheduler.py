@@ -37,9 +37,9 @@ its priority. An admission preempts the paused alone: their blocks are as good a
 reader. A victim with a step in flight gets no further row until its ids are here, and is preempted then. A request that
 is no longer paused runs on if it still has its blocks and there is a seat; otherwise it is preempted.
 
-Deadlines. A request ends a margin before its deadline, with what it has made; one without a token ends when its prompt
-cannot be computed in time, as far as steps were measured (deadlines.py), and is not admitted then. What was computed
-for it was in vain, and is counted.
+Deadlines. A request ends a margin before its deadline, with what it has made; the margin follows the measured gap
+between tokens. A request without a token ends when its prompt cannot be computed in time, as far as steps were measured
+(deadlines.py), and is not admitted then. The tokens computed for it are counted as tokens_in_vain.
 
 Suspects. Who may have killed the engine before runs apart: while there are suspects, only those of their cohort are
 admitted, and all others wait in their order (suspects.py). A suspect is one until its first token, so that this ends.
@@ -127,7 +127,7 @@ class Scheduler:
         self._paused: dict[int, Sequence] = {}  # also those no longer paused that are not yet where they belong
         self._deadlines = Deadlines()
         self._dropped: list[tuple[Sequence, ServeError | None]] = []
-        self._planned: deque[tuple[float, int, bool]] = deque()  # of steps in flight: (when, tokens, with decode rows)
+        self._planned: deque[tuple[float, int, int]] = deque()  # of steps in flight: (when, decode rows, prompt tokens)
         self._applied = 0.0  # when the last step was
         self._ended: list[int] = []  # not yet reported to the runner
         self._suspects = Suspects()
@@ -156,12 +156,12 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """When to call `expire` at the latest."""
-        return self._deadlines.next
+        return self._deadlines.next(self._pace.margin)
 
     @property
     def expected_seconds(self) -> float:
-        """That the oldest step in flight takes; 0 where nothing was measured."""
-        return self._pace.seconds(self._planned[0][1]) if self._planned else 0.0
+        """Estimated duration of the oldest step in flight; 0 until a step was measured."""
+        return self._pace.step_seconds(*self._planned[0][1:]) if self._planned else 0.0
 
     def arrival_of(self, sequence_id: int) -> float:
         """When a request that has not ended arrived at the front end; KeyError for any other."""
@@ -175,7 +175,7 @@ class Scheduler:
         """Another reads what it makes from now on, until another deadline."""
         sequence.origin = origin
         sequence.request = msgspec.structs.replace(sequence.request, deadline=deadline)
-        self._deadlines.set(sequence.id, self._pace.last_moment(sequence))
+        self._deadlines.set(sequence.id, self._pace.due(sequence))
         self.unpause(sequence.id)
 
     def add(self, request: Request, origin: tuple[bytes, int], now: float) -> Sequence:
@@ -194,7 +194,7 @@ class Scheduler:
         self._suspects.add(sequence.id, request)
         self._queue.join(account)
         self._queue.push(sequence)
-        self._deadlines.set(sequence.id, self._pace.last_moment(sequence))
+        self._deadlines.set(sequence.id, self._pace.due(sequence))
         return sequence
 
     def cancel(self, sequence_id: int) -> Sequence | None:
@@ -225,12 +225,11 @@ class Scheduler:
                 self._queue.push(sequence)
 
     def expire(self, now: float) -> None:
-        """Drop the requests whose deadlines have come or cannot be met."""
-        for sequence_id in self._deadlines.due(now):
+        """Drop the requests whose deadlines are due or cannot be met."""
+        for sequence_id in self._deadlines.due(now, self._pace.margin):
             sequence = self._sequences[sequence_id]
-            moment = self._pace.last_moment(sequence)
-            if moment > now:
-                self._deadlines.set(sequence_id, moment)  # by what is known now
+            if self._pace.last_moment(sequence) > now:
+                self._deadlines.set(sequence_id, self._pace.due(sequence))  # its first token needs less time now
             else:
                 self._drop_late(sequence)
 
@@ -288,7 +287,7 @@ class Scheduler:
         ended: list[int] = []
         if rows:
             ended, self._ended = self._ended, ended
-            self._planned.append((now, self._max_num_batched_tokens - budget, decodes > 0))
+            self._planned.append((now, decodes, self._max_num_batched_tokens - budget - decodes))
         return Step(rows, new, ended)
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
@@ -298,8 +297,8 @@ class Scheduler:
         """
         progress: list[Progress] = []
         if step.rows:
-            planned, tokens, decodes = self._planned.popleft()
-            self._pace.step(tokens, now - max(planned, self._applied), decodes)
+            planned, decodes, prompts = self._planned.popleft()
+            self._pace.step(decodes, prompts, now - max(planned, self._applied))
             self._applied = now
         for row in step.rows:
             sequence = self._sequences.get(row.request_id)

@@ -22,13 +22,23 @@ def test_nothing_measured_refuses_nobody() -> None:
 
 def test_steps_of_few_and_of_many_tokens() -> None:
     pace = Pace(64)
-    pace.step(4, 0.03, True)
+    pace.step(4, 0, 0.03)
     assert (pace.seconds(1), pace.seconds(640)) == (0.03, 0.03)
-    pace.step(64, 0.64, True)
+    pace.step(4, 60, 0.64)
     assert pace.seconds(640) == pytest.approx(6.4)
     assert pace.seconds(1) == 0.03
     assert pace.seconds(0) == 0.0
     assert pace.margin == pytest.approx(2 * (0.03 + 0.1 * 0.61))
+
+
+def test_pace_many_decode_rows_leave_the_prompt_estimate_unchanged() -> None:
+    pace = Pace(256)
+    pace.step(0, 256, 0.256)
+    for _ in range(100):
+        pace.step(250, 0, 0.5)
+    assert pace.seconds(2560) == pytest.approx(2.56)
+    assert pace.step_seconds(250, 0) == pytest.approx(0.5)
+    assert pace.step_seconds(6, 250) == pytest.approx(max(0.5, 0.256))
 
 
 def test_retry_follows_the_seats_that_become_free() -> None:
@@ -40,8 +50,10 @@ def test_retry_follows_the_seats_that_become_free() -> None:
     assert pace.retry(1000.0, 4000) == RETRY[0]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30), st.integers(0, 9))
-def test_deadlines_are_those_set_last(changes: list[tuple[int, int | None]], now: int) -> None:
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30),
+    now=st.integers(0, 9), margin=st.integers(0, 3))
+def test_deadlines_are_those_set_last(changes: list[tuple[int, int | None]], now: int, margin: int) -> None:
     deadlines, plain = Deadlines(), dict[int, int]()
     for key, moment in changes:
         if moment is None:
@@ -51,8 +63,9 @@ def test_deadlines_are_those_set_last(changes: list[tuple[int, int | None]], now
             deadlines.set(key, moment)
             plain[key] = moment
     assert deadlines.ids == set(plain)
-    assert deadlines.next == min(plain.values(), default=None)
-    assert deadlines.due(now) == [k for _, k in sorted((moment, k) for k, moment in plain.items() if moment <= now)]
+    assert deadlines.next(margin) == min((moment - margin for moment in plain.values()), default=None)
+    due = sorted((moment, k) for k, moment in plain.items() if moment <= now + margin)
+    assert deadlines.due(now, margin) == [k for _, k in due]
 
 
 # In the scheduler
@@ -136,6 +149,45 @@ def test_what_was_made_before_the_deadline_stands() -> None:
     assert finish.generated_tokens == len(house.tokens[sequence.id]) > 10
     assert house.tokens[sequence.id] == answer_alone(sequence.request)[0][: finish.generated_tokens]
     assert finish.timing.last_step_end < 101.0
+
+
+def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added() -> None:
+    house = House()
+    deadline = house.now + 10.0
+    sequence = house.add([1, 2, 3], 60, deadline=deadline)
+    house.tick()
+    assert house.scheduler.next_deadline == pytest.approx(deadline - LEAST_MARGIN)
+    for _ in range(8):
+        house.plan()
+        house.now += 0.5
+        house.collect()
+    margin = house.scheduler._pace.margin
+    assert margin > 0.9
+    assert house.scheduler.next_deadline == pytest.approx(deadline - margin)
+    house.scheduler.expire(deadline - margin - TICK)
+    house.settle()
+    assert sequence.id in house.live
+    house.scheduler.expire(deadline - margin + TICK)
+    house.settle()
+    assert house.dropped == {sequence.id: None}
+
+
+def test_deadline_is_admitted_while_many_rows_decode() -> None:
+    """64 decode rows of a budget of 256 take as long as a chunk of 192 tokens does."""
+    house = House(budget=256, num_blocks=2000, max_num_seqs=65, prefix_cache=False)
+    house.add([2] * 512, 1)
+    house.finish()
+    for _ in range(64):
+        house.add([1], 100)
+    for _ in range(50):
+        house.tick()
+    assert house.scheduler.num_running == 64
+    deadline = house.now + 0.45  # 2,000 tokens are 11 steps of 2 ticks
+    sequence = house.add([3] * 2000, 2, deadline=deadline)
+    while sequence.id in house.live:
+        house.tick()
+    assert house.reasons[sequence.id] == "length"
+    assert house.now < deadline
 
 
 def test_a_new_reader_has_its_own_deadline() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from npuserve.npu.fake import FakeRunner
 from npuserve.npu.step import Step, StepResult
+from npuserve.service import engine as engine_module
 from npuserve.service import messages as m
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.engine import Engine
@@ -54,7 +56,7 @@ class Gate:
             self.blocks, max_num_batched_tokens=64, aging_seconds=10,
             **{"max_num_seqs": 2, "max_queue": 1, **options})
         for _ in range(500):  # nobody knows better
-            self.scheduler._pace.step(1, 9.0, False)
+            self.scheduler._pace.step(0, 1, 9.0)
         self.scheduler._pace.step = lambda *sample: None  # type: ignore[method-assign]
         self.address = f"{tmp_path}/engine"
         self.engine = Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7)
@@ -125,6 +127,37 @@ def test_a_deadline_keeps_what_was_made(tmp_path: Path) -> None:
         assert finish.reason == "deadline"
         assert finish.generated_tokens == len(peer.tokens(1)) > 0
         assert engine.scheduler.tokens_in_vain == 0
+
+
+def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's clock is the test's: each step takes 0.3 s of it."""
+    now = time.monotonic()
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
+    with running(tmp_path) as engine:
+        peer = Peer(engine.address)
+        collect, send = engine.runner.collect, engine.engine._socket.send
+        sent: list[float] = []
+
+        def collect_slowly(handle: tuple[StepResult, float]) -> StepResult:
+            nonlocal now
+            now += 0.3
+            return collect(handle)
+
+        def send_and_note(frontend: bytes, message: m.ToFrontend) -> bool:
+            if isinstance(message, m.Outputs) and any(output.finish for output in message.outputs):
+                sent.append(now)
+            return send(frontend, message)
+
+        engine.runner.collect = collect_slowly  # type: ignore[method-assign]
+        engine.engine._socket.send = send_and_note  # type: ignore[method-assign]
+        deadline = now + 5.0
+        peer.submit(1, [5, 6], 240, deadline=deadline)
+        finish = peer.until_end(1)[1].finish
+        assert finish
+        assert (finish.reason, finish.generated_tokens) == ("deadline", len(peer.tokens(1)))
+        assert deadline - 1.0 < sent[0] < deadline
 
 
 def test_an_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
