@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
 DIGEST_BYTES = 16
+AUDIT_BLOCKS = 1024
+"""Blocks in one part of an audit, which takes less than 1 ms."""
 
 
 class IntegrityError(RuntimeError):
@@ -151,36 +153,51 @@ class BlockManager:
             self._free.append(self._evict())
         return flushed
 
-    def check_integrity(self, holders: Iterable[BlockTable]) -> None:
-        """Raise IntegrityError unless the state is consistent and `holders` are exactly those that hold blocks."""
+    def audit(self, holders: Iterable[BlockTable]) -> Iterator[None]:
+        """Check all blocks, AUDIT_BLOCKS at a time, with a yield after each part. Nothing may change until it ends.
+
+        Raises IntegrityError unless the state is consistent and `holders` are exactly those that hold blocks.
+        """
         held: Counter[int] = Counter()
         for table in holders:
             if len(set(table.block_ids)) < len(table.block_ids):
                 raise IntegrityError(f"a block table holds a block twice: {table.block_ids}")
             held.update(table.block_ids)
-        everything = set(range(self.num_blocks))
-        if strangers := held.keys() - everything:
-            raise IntegrityError(f"block tables hold blocks that do not exist: {sorted(strangers)}")
-        refs = [0] * self.num_blocks
-        for block, count in held.items():
-            refs[block] = count
-        if refs != self._refs:
-            block = next(b for b in range(self.num_blocks) if refs[b] != self._refs[b])
-            raise IntegrityError(f"block {block}: {self._refs[block]} references, but {refs[block]} tables hold it")
-        states = [held.keys(), self._cached.keys(), self._free]
-        if sum(map(len, states)) != self.num_blocks or set().union(*states) != everything:
-            where = Counter(block for state in states for block in state)
-            block = next(b for b in [*range(self.num_blocks), *where] if where[b] != 1 or b not in everything)
-            raise IntegrityError(f"block {block}: in {where[block]} of the states used, cached and free")
-        if [self._digest[block] for block in self._by_digest.values()] != list(self._by_digest):
-            digest, block = next((d, b) for d, b in self._by_digest.items() if self._digest[b] != d)
-            raise IntegrityError(f"block {block}: found by a digest that is not its own, {digest.hex()}")
-        if lost := everything.difference(self._by_digest.values()).intersection(self._cached):
-            raise IntegrityError(f"blocks {sorted(lost)}: cached, but no digest finds them")
-        if self.num_blocks - self._digest.count(None) != len(self._by_digest):
-            raise IntegrityError("a block has a digest that does not find it")
-        if full := set(self._by_digest.values()).intersection(self._free):
-            raise IntegrityError(f"blocks {sorted(full)}: free, but found by a digest")
+        if strangers := sorted(block for block in held if not 0 <= block < self.num_blocks):
+            raise IntegrityError(f"block tables hold blocks that do not exist: {strangers}")
+        free = bytearray(self.num_blocks)  # 1 where the free list has the block
+        for start in range(0, len(self._free), AUDIT_BLOCKS):
+            for block in self._free[start : start + AUDIT_BLOCKS]:
+                if not 0 <= block < self.num_blocks or free[block]:
+                    raise IntegrityError(f"block {block}: does not exist, or is in the free list twice")
+                free[block] = 1
+            yield
+        found = 0  # blocks that their digests find
+        for start in range(0, self.num_blocks, AUDIT_BLOCKS):
+            for block in range(start, min(start + AUDIT_BLOCKS, self.num_blocks)):
+                refs, digest, is_cached = self._refs[block], self._digest[block], block in self._cached
+                if refs != held.get(block, 0):
+                    raise IntegrityError(f"block {block}: {refs} references, but {held[block]} tables hold it")
+                if (states := (refs > 0) + is_cached + free[block]) != 1:
+                    raise IntegrityError(f"block {block}: in {states} of the states used, cached and free")
+                if digest is None:
+                    if is_cached:
+                        raise IntegrityError(f"block {block}: cached, but without a digest")
+                elif self._by_digest.get(digest) != block:
+                    raise IntegrityError(f"block {block}: its digest {digest.hex()} does not find it")
+                elif free[block]:
+                    raise IntegrityError(f"block {block}: free, but found by a digest")
+                else:
+                    found += 1
+            yield
+        if len(self._by_digest) != found:
+            raise IntegrityError(f"{len(self._by_digest)} digests, but {found} blocks have one")
+        if len(self._cached) + len(self._free) + len(held) != self.num_blocks:
+            raise IntegrityError(f"blocks are cached that do not exist: {sorted(self._cached)[-1]} or others")
+
+    def check_integrity(self, holders: Iterable[BlockTable]) -> None:
+        """Run the whole audit."""
+        deque(self.audit(holders), maxlen=0)
 
     def _evict(self) -> int:
         """Forget the least recently used cached block and return it."""

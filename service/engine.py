@@ -22,6 +22,7 @@ over, so that all go on in their old order.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict, deque
 from typing import Any, Protocol
@@ -60,6 +61,8 @@ from npuserve.service.sequence import Sequence
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
+AUDIT_SECONDS = 10.0
+"""Minimum time between two audits of the scheduler's state."""
 GATHER_SECONDS = 2.0
 """That a restarted engine waits at most for the front ends, which connect within some 50 ms."""
 LONG_STEP = 0.004
@@ -101,8 +104,9 @@ class Engine:
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
         self._accepted: defaultdict[bytes, list[int]] = defaultdict(list)
         self._collected = 0.0  # when a step was last
-        self._last_heartbeat = 0.0
-        self._idle = False  # nothing is in flight, nothing was to be launched, and all was found in order
+        self._last_heartbeat = -math.inf
+        self._next_audit = -math.inf
+        self._idle = False  # nothing is in flight, and nothing was to be launched
         self._stopping = False
 
     def stop(self) -> None:
@@ -123,10 +127,11 @@ class Engine:
             if self._flying and (not step.rows or len(self._flying) == self._depth):
                 self.collect()
             elif not self._flying and not self._idle:
-                self._scheduler.check_integrity()
                 self._idle = True
-                self._last_heartbeat = 0.0  # all front ends hear now that nothing runs
+                self._last_heartbeat = -math.inf  # send all front ends a heartbeat now: nothing runs
             self.send()
+            if self._idle:
+                self.audit()
         while self._flying:
             self.collect()
 
@@ -141,6 +146,18 @@ class Engine:
         for frontend, message in self._early:
             self._resume(frontend, message)
         self._early.clear()
+
+    def audit(self) -> None:
+        """Check the scheduler's counts, and at most once in AUDIT_SECONDS its whole state. Stop as soon as a message
+        arrives or a deadline is due."""
+        parts, now = self._scheduler.audit(), time.monotonic()
+        next(parts)
+        if now < self._next_audit:
+            return
+        self._next_audit = now + AUDIT_SECONDS
+        for _ in parts:
+            if self._stopping or self._socket.has_input() or not self._patience():
+                return
 
     def announce(self, step: Step) -> None:
         """Tell the front ends who is new in a step."""

@@ -61,6 +61,10 @@ class EngineSocket:
                 self._write(name, frontend)
         return found
 
+    def has_input(self) -> bool:
+        """Whether `receive` would have something to do at once."""
+        return bool(self._selector.select(0))
+
     def send(self, frontend: bytes, message: ToFrontend) -> bool:
         """False if that front end is gone, or has left too much unread."""
         known = self._frontends.get(frontend)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npuserve.service.block_manager import BlockCounts, BlockManager, BlockTable, IntegrityError
+from npuserve.service.block_manager import AUDIT_BLOCKS, BlockCounts, BlockManager, BlockTable, IntegrityError
 
 
 def hold(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
@@ -211,9 +211,20 @@ def test_integrity_names_what_is_wrong() -> None:
     with pytest.raises(IntegrityError, match=r"do not exist: \[77\]"):
         blocks.check_integrity([table, stranger])
     blocks._free.append(3)
-    with pytest.raises(IntegrityError, match=r"block 3: in 2 of the states"):
+    with pytest.raises(IntegrityError, match=r"block 3: does not exist, or is in the free list twice"):
         blocks.check_integrity([table])
-    del blocks._free[-2:]
+    blocks._free[-1] = 4
+    with pytest.raises(IntegrityError, match=r"block 4: does not exist, or is in the free list twice"):
+        blocks.check_integrity([table])
+    blocks._free[-1] = 0
+    with pytest.raises(IntegrityError, match=r"block 0: in 2 of the states"):
+        blocks.check_integrity([table])
+    blocks._free.pop()
+    blocks._cached[4] = None
+    with pytest.raises(IntegrityError, match=r"blocks are cached that do not exist: 4"):
+        blocks.check_integrity([table])
+    del blocks._cached[4]
+    blocks._free.pop()
     with pytest.raises(IntegrityError, match=r"block 2: in 0 of the states"):
         blocks.check_integrity([table])
 
@@ -223,18 +234,24 @@ def test_integrity_of_digests() -> None:
     blocks.free(hold(blocks, [1, 2, 3]))
     (digest,) = blocks._by_digest
     blocks._by_digest[digest] = 2
-    with pytest.raises(IntegrityError, match=f"block 2: found by a digest that is not its own, {digest.hex()}"):
-        blocks.check_integrity([])
-    blocks._by_digest.clear()
-    with pytest.raises(IntegrityError, match=r"blocks \[0\]: cached, but no digest finds them"):
+    with pytest.raises(IntegrityError, match=f"block 0: its digest {digest.hex()} does not find it"):
         blocks.check_integrity([])
     blocks._by_digest[digest] = 0
-    blocks._digest[3] = b"other"
-    with pytest.raises(IntegrityError, match=r"a block has a digest that does not find it"):
+    blocks._by_digest[b"other"] = 0
+    with pytest.raises(IntegrityError, match="2 digests, but 1 blocks have one"):
         blocks.check_integrity([])
-    blocks._by_digest[b"other"] = 3
-    with pytest.raises(IntegrityError, match=r"blocks \[3\]: free, but found by a digest"):
+    blocks._digest[3], blocks._by_digest[b"other"] = b"other", 3
+    with pytest.raises(IntegrityError, match="block 3: free, but found by a digest"):
         blocks.check_integrity([])
+    blocks._by_digest.clear()
+    blocks._digest[0] = blocks._digest[3] = None
+    with pytest.raises(IntegrityError, match="block 0: cached, but without a digest"):
+        blocks.check_integrity([])
+
+
+def test_audit_pauses_after_each_part() -> None:
+    blocks = BlockManager(3 * AUDIT_BLOCKS, 2)
+    assert sum(1 for _ in blocks.audit([])) == 6  # of the free list, and of all blocks
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)

@@ -13,9 +13,10 @@ import pytest
 
 from npuserve.npu.fake import FakeRunner
 from npuserve.npu.step import SamplingParams
+from npuserve.service import engine as engine_module
 from npuserve.service import messages as m
-from npuserve.service.block_manager import BlockManager
-from npuserve.service.engine import HEARTBEAT_SECONDS, Engine
+from npuserve.service.block_manager import AUDIT_BLOCKS, BlockManager, IntegrityError
+from npuserve.service.engine import Engine
 from npuserve.service.engine_socket import EngineSocket
 from npuserve.service.scheduler import Scheduler
 
@@ -86,9 +87,9 @@ class Peer:
 
 
 class Running:
-    def __init__(self, tmp_path: Path, delay: float, budget: int, blocks: int):
+    def __init__(self, tmp_path: Path, delay: float, budget: int, blocks: int, runner: FakeRunner | None = None):
         self.address = f"{tmp_path}/engine"
-        self.runner = FakeRunner(delay=delay, block_size=4)
+        self.runner = runner or FakeRunner(delay=delay, block_size=4)
         self.blocks = BlockManager(blocks, 4, True)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=4, max_num_batched_tokens=budget, max_queue=3, aging_seconds=10)
@@ -107,9 +108,18 @@ class Running:
         assert self.blocks.counts.used == 0, "blocks leaked"
 
 
+def until(true: object) -> None:
+    deadline = time.monotonic() + 10
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @contextmanager
-def running(tmp_path: Path, delay: float = 0.0, budget: int = 64, blocks: int = 64) -> Iterator[Running]:
-    engine = Running(tmp_path, delay, budget, blocks)
+def running(
+    tmp_path: Path, delay: float = 0.0, budget: int = 64, blocks: int = 64, runner: FakeRunner | None = None
+) -> Iterator[Running]:
+    engine = Running(tmp_path, delay, budget, blocks, runner)
     yield engine
     engine.stop()
 
@@ -264,19 +274,79 @@ def test_idle_engine_beats(tmp_path: Path) -> None:
         assert beat.load.free_kv_ratio == 1.0
 
 
-def test_all_hear_at_once_that_nothing_runs(tmp_path: Path) -> None:
+def test_all_hear_at_once_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the regular heartbeats, nothing else is sent to a front end that has no request."""
+    monkeypatch.setattr(engine_module, "HEARTBEAT_SECONDS", 3600.0)
     with running(tmp_path, delay=0.005) as engine:
         peers = Peer(engine.address), Peer(engine.address)
         peers[0].submit(1, [1], 200)
-        for peer in peers:
-            while not (isinstance(message := peer.receive(), m.Outputs) and message.load.running):
-                pass
+        peers[0].until_tokens(1, 1)
+        peers[1].send(m.FlushPrefixCache(1))
+        peers[1].reply(1)  # all that was sent to it before is read
         peers[0].send(m.Cancel(1))
-        cancelled = time.monotonic()
         for peer in peers:
             while not (isinstance(message := peer.receive(), m.Outputs) and not message.load.running):
-                pass
-        assert time.monotonic() - cancelled < HEARTBEAT_SECONDS / 2
+                assert peer is peers[0]
+        engine.engine.stop()
+        peers[0].send(m.FlushPrefixCache(2))  # an idle engine waits for a message, or for the next heartbeat
+
+
+def test_audit_runs_once_in_its_interval_however_often_the_engine_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "AUDIT_SECONDS", 3600.0)
+    parts: list[int] = []  # of each audit
+    audit = Scheduler.audit
+
+    def counting(scheduler: Scheduler) -> Iterator[None]:
+        parts.append(0)
+        for _ in audit(scheduler):
+            parts[-1] += 1
+            yield
+
+    monkeypatch.setattr(Scheduler, "audit", counting)
+    with running(tmp_path, blocks=3 * AUDIT_BLOCKS) as engine:
+        peer = Peer(engine.address)
+        for key in range(20):
+            before = len(parts)
+            peer.submit(key, [5], 3)
+            peer.until_end(key)
+            until(lambda before=before: len(parts) > before)
+        assert sum(count > 1 for count in parts) == 1  # the others have compared the counts
+        engine.engine._next_audit = 0.0
+        until(lambda: sum(count > 1 for count in parts) == 2)
+
+
+def test_audit_ends_when_a_message_arrives(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        peer = Peer(engine.address)
+        begun = threading.Event()
+
+        def endless() -> Iterator[None]:
+            yield  # the counts
+            while True:
+                begun.set()
+                yield
+
+        audit, engine.scheduler.audit = engine.scheduler.audit, endless  # type: ignore[method-assign]
+        engine.engine._next_audit = 0.0
+        assert begun.wait(10)
+        peer.submit(1, [5, 6])
+        assert peer.until_end(1)[1].finish
+        engine.scheduler.audit = audit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", ["count", "digest"])
+def test_audit_of_an_idle_engine_finds_a_fault(tmp_path: Path, fault: str) -> None:
+    blocks = BlockManager(8, 4)
+    scheduler = Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=64, max_queue=3, aging_seconds=10)
+    if fault == "count":
+        blocks._free.pop()
+    else:
+        blocks._digest[3] = b"unknown"
+    engine = Engine(scheduler, FakeRunner(), EngineSocket(f"{tmp_path}/engine"), MODEL, epoch=7)
+    with pytest.raises(IntegrityError):
+        engine.run()
 
 
 def test_logprobs_when_asked(tmp_path: Path) -> None:

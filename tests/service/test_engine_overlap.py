@@ -42,6 +42,9 @@ class Script:
         assert self.turn < 5000, "it never ends"
         return [(FRONTEND, message) for message in found]
 
+    def has_input(self) -> bool:
+        return self.turn in self.messages
+
     def send(self, frontend: bytes, message: m.ToFrontend) -> bool:
         if isinstance(message, m.Outputs):
             for output in message.outputs:

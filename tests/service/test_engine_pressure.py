@@ -17,7 +17,7 @@ from npuserve.service.block_manager import BlockManager
 from npuserve.service.engine import Engine
 from npuserve.service.engine_socket import EngineSocket
 from npuserve.service.scheduler import Scheduler
-from tests.service.test_engine import MODEL, Peer, running
+from tests.service.test_engine import MODEL, Peer, running, until
 
 
 class Gated(FakeRunner):
@@ -76,13 +76,6 @@ class Gate:
         self.thread.join(10)
         assert not self.thread.is_alive()
         self.scheduler.check_integrity()
-
-
-def until(true: object) -> None:
-    deadline = time.monotonic() + 10
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_cancel_frees_before_the_step_that_runs_has_ended(tmp_path: Path) -> None:
@@ -188,29 +181,53 @@ def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) ->
         assert peer.tokens(1) == list(range(7, 107))
 
 
+class Stepped(FakeRunner):
+    """A step ends only when the test releases it."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=4)
+        self._changed = threading.Condition()
+        self._released = 0
+        self._blocked = False
+
+    def release(self, steps: int) -> None:
+        with self._changed:
+            self._released += steps
+            self._changed.notify_all()
+
+    def wait_until_blocked(self) -> None:
+        """Wait until the engine has used all released steps."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._blocked and not self._released, 20)
+
+    def collect(self, handle: tuple[StepResult, float]) -> StepResult:
+        with self._changed:
+            self._blocked = True
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._released, 20)
+            self._released -= 1
+            self._blocked = False
+        return super().collect(handle)
+
+
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_cancel_frees_within_two_steps(tmp_path: Path, paused: bool) -> None:
-    with running(tmp_path, delay=0.003) as engine:
+    runner = Stepped()
+    with running(tmp_path, runner=runner) as engine:
         peer = Peer(engine.address)
-        launched = 0
-        launch = engine.runner.launch
-
-        def counting(step: Step) -> tuple[StepResult, float]:
-            nonlocal launched
-            launched += 1
-            return launch(step)
-
-        engine.runner.launch = counting  # type: ignore[method-assign]
         peer.submit(1, [9], 200)
         for key in (2, 3, 4):
             peer.submit(key, [1, 2, 3], 200)
-            peer.until_tokens(key, 2)
+            while len(peer.tokens(key)) < 2:
+                runner.release(1)
+                peer.keep(peer.receive())
+            runner.wait_until_blocked()
             if paused:
                 peer.send(m.Pause(key))
             used = engine.blocks.counts.used
-            before = launched
             peer.send(m.Cancel(key))
+            runner.release(2)
             until(lambda used=used: engine.blocks.counts.used < used)
-            assert launched - before <= 2
-        peer.send(m.Cancel(1))
-        until(lambda: not engine.blocks.counts.used)
+        runner.release(300)
+        peer.until_end(1)
+        assert engine.blocks.counts.used == 0

@@ -232,7 +232,7 @@ def test_faults_are_seen() -> None:
     house = House()
     house.add([1])
     house.scheduler._queue._length = 7
-    with pytest.raises(IntegrityError, match="7 were counted"):
+    with pytest.raises(IntegrityError, match="1 sequences, but 7 are waiting"):
         house.scheduler.check_integrity()
 
 
