@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service import messages
 from npuserve.service.messages import Output
+from npuserve.service.stream import PROGRESS_SECONDS
 from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
 
@@ -34,6 +35,9 @@ class Answer:
         tokens of the answer: [0, sent) sent | [sent, ready) text in `text` | the rest held by the detokenizer
 
     An end-of-text or stop token leaves text only under include_stop, and then as any other token does.
+
+    While tokens come whose text is empty or must wait, a message without text goes after PROGRESS_SECONDS, so that the
+    client sees progress. It carries the tokens whose text is known to be empty, and none of those whose text must wait.
 
     held: tokens that the client has of a call before this one. The first outputs to be added have at least these, and
     what is sent follows on them: of the text, what is beyond the last message that could have ended there.
@@ -62,6 +66,7 @@ class Answer:
         self._prompt_logprobs: list[TokenLogprobs] | None = (
             None if ask.request.sampling.prompt_logprobs is None or held else [])
         self._last_id: int | None = None
+        self._last_message: float | None = None  # time; of the first token until there was a message
 
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
         """What the engine made. Its finish, if this was the last of it; if a stop string was found, `keep` is set,
@@ -87,9 +92,11 @@ class Answer:
         self._leave_out(self._detokenizer.held_characters)
         return finish
 
-    def message(self) -> pb.StreamGenerateResponse | None:
-        """What there is to send: some text, or tokens without text if they are asked for."""
-        if self._text or (self._ready > self._sent and self._wants_tokens):
+    def message(self, now: float) -> pb.StreamGenerateResponse | None:
+        """Return the next message: text, tokens without text if they are asked for, or progress. now: time.monotonic()
+        seconds."""
+        if self._text or (self._ready > self._sent and self._wants_tokens) or self._is_progress_due(now):
+            self._last_message = now
             return self._take()
         return None
 
@@ -113,6 +120,14 @@ class Answer:
         made.usage.generated_tokens = generated
         _write_timing(made.timing, finish.timing, now, self._ask.request.arrival)
         return message
+
+    def _is_progress_due(self, now: float) -> bool:
+        """Return whether tokens have waited for PROGRESS_SECONDS since the last message, or since the first token."""
+        if not self._ids:
+            return False
+        if self._last_message is None:
+            self._last_message = now
+        return now - self._last_message >= PROGRESS_SECONDS
 
     def _push(self, delta: Delta | None) -> None:
         if delta is None:

@@ -169,7 +169,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                         trace.finished(finish.timing, self.folder.name, stream.first_token)
                     await send(last)
                     return
-                part = answer.message()
+                part = answer.message(time.monotonic())
                 if part:
                     await send(part)
 

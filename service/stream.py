@@ -3,7 +3,7 @@
 What the reader has not taken yet comes to it as one list. A slow one is no burden to others: with more than
 max_buffered_tokens unread its request pauses in the engine, and goes on when it reads; when it takes nothing for
 slow_reader_seconds it is treated as one that has left. After the first token it is woken for every stream_interval
-tokens, and at the end: a message has a price, whatever it carries.
+tokens, after PROGRESS_SECONDS, and at the end: a message has a price, whatever it carries.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from npuserve.service.messages import (
 )
 from npuserve.service.suspects import DEATHS
 
+PROGRESS_SECONDS = 0.5
+"""Time after which the next token is sent on, whatever else holds it back. With it, a stream whose tokens are less than
+0.5 s apart has a message in every second."""
 INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
 
 
@@ -64,7 +67,7 @@ class Stream:
         self.is_accepted = resumed
         self._reader: asyncio.Task[object] | None = None
         self._took: float | None = None  # when the reader took what it has not dealt with yet
-        self._reads = False  # the reader has been given a token
+        self._read: float | None = None  # when the reader was given tokens last
         self._is_cut = False  # from its engine: what is here is all for now
         self._paused = False
         self._client = client
@@ -99,16 +102,17 @@ class Stream:
 
     async def __anext__(self) -> list[Output]:
         self._took = None
-        while not self._due():
+        while not self._due(time.monotonic()):
             if self._error:
                 raise self._error
             if self._ended:
                 raise StopAsyncIteration
             await self._wait()
         outputs, self._outputs = self._outputs, []
-        self._reads |= self.buffered > 0
-        self.buffered = 0
         self._took = time.monotonic()
+        if self.buffered:
+            self._read = self._took
+            self.buffered = 0
         if self._paused:
             self._paused = False
             if not self._ended:
@@ -194,7 +198,7 @@ class Stream:
         if output.finish:
             self.end(None)
             return
-        if self._due():
+        if self._due(now):
             self._wake()
         if self.buffered > self._client.max_buffered_tokens and not self._paused:
             self._paused = self._client.send(Pause(self.key))
@@ -204,7 +208,7 @@ class Stream:
         self._is_cut = True
         if not self._ended and self._keep is not None:
             self._finish()
-        elif self._due():
+        elif self._due(time.monotonic()):
             self._wake()
 
     def resubmit(self, died: bool) -> bool:
@@ -237,11 +241,14 @@ class Stream:
             past.queue + self._began - past.last_step_end, [*past.prefill_chunks, self._token - self._began],
             past.decode + self.last_token - self._token, past.device, past.host, self.last_token)
 
-    def _due(self) -> bool:
-        """The reader is to have what there is."""
+    def _due(self, now: float) -> bool:
+        """Return whether to give the reader the outputs that there are."""
+        if not self._outputs:
+            return False
         enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
         more_comes = not (self._ended or self._is_cut)
-        return bool(self._outputs) and (self.buffered >= enough or not more_comes or not self._reads)
+        return (self.buffered >= enough or not more_comes or self._read is None
+                or now - self._read >= PROGRESS_SECONDS)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

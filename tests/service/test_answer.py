@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npuserve.client.aio import AsyncClient
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service import validation
 from npuserve.service.answer import Answer
@@ -18,7 +20,7 @@ from npuserve.service.messages import Finish, Output, Timing
 from npuserve.service.model_folder import ModelFolder, open_folder
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.fake_engine import EOS, INFO, make_folder
-from tests.service.front_end import ask
+from tests.service.front_end import ask, running
 
 TIMING = Timing(queue=0.5, prefill_chunks=[0.25, 0.125], decode=1.0, device=0.75, host=0.25, last_step_end=11.875)
 
@@ -45,7 +47,7 @@ def answer(
         if made.keep is not None or given:
             parts.append(made.last(given or Finish("stop_string", 2, 1, made.keep or 0, TIMING), 12.0))
             break
-        part = made.message()
+        part = made.message(10.0)
         if part:
             parts.append(part)
     return parts
@@ -135,6 +137,81 @@ def test_tokens_without_text_are_sent_if_asked_for(folder: ModelFolder) -> None:
     assert [(part.text, list(part.token_ids), part.offset) for part in plain] == [("b", [], 0)]
 
 
+def progress(
+    folder: ModelFolder, message: pb.GenerateRequest, ids: Sequence[int], seconds: float
+) -> list[tuple[str, int, int]]:
+    """(text, offset, num_tokens) of each message while a token comes every so many seconds."""
+    made = Answer(validation.check(message, folder, INFO, "r", 10.0), folder.tokenizer)
+    parts = []
+    for number, token in enumerate(ids):
+        made.add([Output(1, [token])])
+        part = made.message(100.0 + number * seconds)
+        if part:
+            assert not part.token_ids
+            parts.append((part.text, part.offset, part.num_tokens))
+    return parts
+
+
+def test_message_of_tokens_without_text_goes_after_half_a_second(folder: ModelFolder) -> None:
+    ids = [298] * 9
+    assert progress(folder, ask("a", 60), ids, 0.25) == [("", 0, 3), ("", 3, 2), ("", 5, 2), ("", 7, 2)]
+    assert progress(folder, ask("a", 60), ids, 0.05) == []
+    assert progress(folder, ask("a", 60), [298, 1, 298, 298, 298], 0.25) == [("b", 0, 2), ("", 2, 2)]
+
+
+def test_message_of_progress_leaves_out_tokens_whose_text_must_wait(folder: ModelFolder) -> None:
+    assert folder.tokenizer
+    smile = folder.tokenizer.encode("😀")
+    assert progress(folder, ask("a", 60), [298, *smile], 1.0) == [("", 0, 1), ("", 1, 0), ("", 1, 0), ("😀", 1, 4)]
+    waiting = progress(folder, ask("a", 60, stop=["bcde"]), [298, 1, 2, 298, 9], 1.0)
+    assert waiting == [("", 0, 1), ("", 1, 0), ("", 1, 0), ("bcj", 1, 4)]
+
+
+def test_message_of_progress_has_the_prompt_logprobs_once(folder: ModelFolder) -> None:
+    made = Answer(validation.check(ask("ab", 60, prompt_logprobs=0), folder, INFO, "r", 10.0), folder.tokenizer)
+    parts = []
+    for number in range(3):
+        reports = [TokenLogprobs(1, -0.5, 1, [], [])] if not number else None
+        made.add([Output(1, [298], prompt_logprobs=reports)])
+        parts.append(made.message(float(number)))
+    assert parts[0] is None
+    assert [len(part.prompt_logprobs) for part in parts[1:] if part] == [2, 0]
+
+
+async def test_stream_of_special_tokens_sends_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gRPC, with progress due at each token; and the client joins such messages."""
+    monkeypatch.setattr("npuserve.service.answer.PROGRESS_SECONDS", 0.0)
+    async with running(make_folder(tmp_path / "model"), resume_seconds=60.0) as server:
+        server.engine.script, server.engine.delay = [298] * 9 + [1], 0.02  # a message may carry several tokens
+        asked = ask("a", 20, ignore_eos=True)
+        parts = [part async for part in server.inference.StreamGenerate(asked)]
+        assert [part.offset for part in parts] == list(accumulate((p.num_tokens for p in parts[:-1]), initial=0))
+        assert "".join(part.text for part in parts) == "bb"
+        silent = [part.num_tokens for part in parts if not (part.text or part.HasField("finish"))]
+        assert silent
+        assert all(silent)
+        async with AsyncClient(server.target) as client, client.stream("a", max_tokens=20) as stream:
+            seen = [part async for part in stream]
+            assert stream.attempts.tokens == 20
+        assert "".join(part.text for part in seen) == "bb"
+        assert any(not part.text for part in seen[:-1])
+
+
+async def test_stream_whose_text_must_wait_sends_progress_without_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npuserve.service.answer.PROGRESS_SECONDS", 0.0)
+    async with running(make_folder(tmp_path / "model")) as server:
+        server.engine.delay = 0.02
+        call = server.inference.StreamGenerate(ask("a", 12, stop=["bcdefghijkx"]))
+        parts = [(part.text, part.offset, part.num_tokens) async for part in call]
+        assert len(parts) > 2
+        assert set(parts[:-2]) == {("", 0, 0)}
+        assert "".join(text for text, *_ in parts) == "bcdefghijklm"
+
+
 def test_logprobs_without_ids_still_go_token_by_token(folder: ModelFolder) -> None:
     parts = answer(folder, ask("a", 9, logprobs=1), [1, 2], "length", [1])
     assert [[p.chosen.token_id for p in part.logprobs] for part in parts] == [[1], [2]]
@@ -149,9 +226,9 @@ def test_prompt_logprobs_of_several_chunks_are_on_the_first_message(folder: Mode
     for token in (1, 2):
         report = TokenLogprobs(token, -0.5, 1, [token], [-0.5])
         assert made.add([Output(1, prompt_logprobs=[report])]) is None
-        assert made.message() is None
+        assert made.message(10.0) is None
     made.add([Output(1, [3])])
-    first = made.message()
+    first = made.message(10.0)
     assert first
     assert [p.chosen.token_id for p in first.prompt_logprobs] == [0, 1, 2]
     assert [len(p.top) for p in first.prompt_logprobs] == [0, 1, 1]

@@ -26,13 +26,19 @@ def report(token: int) -> TokenLogprobs:
 
 
 class Call:
-    """One call that reads the answer `ids`, which end for `reason`, from token `held` on. parts: what it was sent."""
+    """One call that reads the answer `ids`, which end for `reason`, from token `held` on.
 
-    def __init__(self, ask: Ask, made: Tokenizer | None, ids: Sequence[int], reason: str, held: int = 0):
+    parts: the messages that were sent to it. pause: seconds between two reads.
+    """
+
+    def __init__(
+        self, ask: Ask, made: Tokenizer | None, ids: Sequence[int], reason: str, held: int = 0, pause: float = 0.0
+    ):
         self.answer = Answer(ask, made, held)
         self.parts: list[pb.StreamGenerateResponse] = []
         self.over = False
         self._ids, self._reason, self._at = ids, reason, 0
+        self._now, self._pause = 0.0, pause
 
     def read(self, until: int) -> None:
         """The tokens up to this one come, and a message is sent if there is one."""
@@ -48,7 +54,8 @@ class Call:
             self.parts.append(self.answer.last(finish, 1.0))
             self.over = True
         else:
-            part = self.answer.message()
+            self._now += self._pause
+            part = self.answer.message(self._now)
             if part:
                 self.parts.append(part)
 
@@ -112,7 +119,7 @@ def test_resumed_after_any_message(kind: str, data: st.DataObject) -> None:
     made_so_far, calls = 0, 0
     while not (got and got[-1].HasField("finish")):
         held = got[-1].offset + got[-1].num_tokens if got else 0
-        call = Call(ask, made, ids, reason, held)
+        call = Call(ask, made, ids, reason, held, data.draw(st.sampled_from([0.0, 1.0])))
         for _ in range(data.draw(st.integers(1, 4)) if calls < 6 else len(cuts) + 1):
             made_so_far = data.draw(st.sampled_from([cut for cut in cuts if cut >= max(made_so_far, 1)]))
             if not call.over and (call._at < made_so_far or not call._at or made_so_far == len(ids)):

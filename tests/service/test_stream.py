@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service import stream as stream_module
 from npuserve.service.errors import EngineKiller, StreamNotFound, TakenOver, Unavailable
 from npuserve.service.messages import Cancel, Finish, Output, Outputs, Record, Request, Restore, Timing
 from npuserve.service.stream import Stream
@@ -89,8 +91,11 @@ class Desk:
 
 @pytest.mark.parametrize(("interval", "most", "sizes"), [
     (1, 512, [1] * 11), (4, 512, [1, 4, 4, 2]), (4, 3, [1, 3, 3, 3, 1]), (20, 512, [1, 10])])
-async def test_messages_of_several_tokens(interval: int, most: int, sizes: list[int]) -> None:
+async def test_messages_of_several_tokens(
+    interval: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
+    monkeypatch.setattr(stream_module, "PROGRESS_SECONDS", 3600.0)
     stream = Stream(Desk(interval, most), 0, Record(request(11)))
     taken: list[list[int]] = []
 
@@ -109,7 +114,30 @@ async def test_messages_of_several_tokens(interval: int, most: int, sizes: list[
     assert [len(tokens) for tokens in taken] == sizes
 
 
-async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone() -> None:
+async def test_stream_gives_its_reader_the_next_token_after_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 50.0
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
+    stream = Stream(Desk(100, 512), 0, Record(request(11)))
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        async for outputs in stream:
+            taken.append([token for output in outputs for token in output.token_ids])
+
+    reading = asyncio.ensure_future(read())
+    for token in range(8):
+        stream.push(Output(0, [token]), now)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        now += 0.25
+    assert taken == [[0], [1, 2], [3, 4], [5, 6]]
+    reading.cancel()
+
+
+async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "PROGRESS_SECONDS", 3600.0)
     stream = Stream(Desk(4, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
