@@ -4,7 +4,7 @@
     python -m tests.e2e.brittle engine               its engine process
 
 The engine kills itself when it is to compute what a request with the token POISON in its prompt has after its first
-SPARED tokens.
+SPARED tokens. While the file exists that the environment variable SLOW names, each step takes SLOW_SECONDS more.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 POISON = 511
 SPARED = 3
+SLOW = "BRITTLE_SLOW"
+SLOW_SECONDS = 0.1
 PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 
@@ -37,6 +40,7 @@ def engine() -> int:
     from npuserve.service import engine_process
 
     poisoned: dict[int, int] = {}
+    slow = os.environ.get(SLOW)
     launch = Runner.launch
 
     def launch_or_die(self: Runner, step: Any) -> Any:
@@ -46,6 +50,8 @@ def engine() -> int:
         for row in step.rows:
             if row.start + len(row.token_ids) > poisoned.get(row.request_id, 1 << 30):
                 os.kill(os.getpid(), signal.SIGKILL)
+        if slow and os.path.exists(slow):
+            time.sleep(SLOW_SECONDS)
         return launch(self, step)
 
     Runner.launch = launch_or_die  # type: ignore[method-assign]

@@ -179,34 +179,54 @@ def test_lost_connections(kills: ModuleType) -> None:
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_killed_front_end(kills: ModuleType) -> None:
+def test_a_killed_front_end(kills: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its clients go on through the other, and through the one that is started in its place; then the engine dies."""
+    slow = tmp_path / "slow"
+    monkeypatch.setenv(brittle.SLOW, str(slow))
     with serving("--dtype", "float32", "--frontends", "2", **BRITTLE) as server:
         asks = kills.asks(12, 300, seed=7)
         for ask in asks:
             ask.stopping.ignore_eos, ask.stopping.max_tokens = True, 330
         with ThreadPoolExecutor(12) as threads:
             alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), asks))
-        readers = [Reader(kills, server.target) for _ in asks]
-        calls = [reader.begin(ask) for reader, ask in zip(readers, asks, strict=True)]
+        slow.touch()  # so that no stream ends before both are killed
+        readers, calls, places = [], [], []
+        for ask in asks:
+            before = connections(server)
+            readers.append(Reader(kills, server.target))
+            calls.append(readers[-1].begin(ask))
+            (place,) = (pid for pid, count in connections(server).items() if count > before[pid])
+            places.append(place)
         for reader, call in zip(readers, calls, strict=True):
             read(reader.answer, call, 5)
-        os.kill(front_ends(server)[0], signal.SIGKILL)
-        time.sleep(1.0)  # for who read there to hear of it
-        cut = 0
+        os.kill(places[0], signal.SIGKILL)
         for number, reader in enumerate(readers):
-            if not calls[number].is_active():  # type: ignore[attr-defined]
-                with contextlib.suppress(grpc.RpcError):
-                    read(reader.answer, calls[number])  # what had come
-                if reader.answer.finish is None:
-                    cut += 1
-                    calls[number] = reader.go_on(reader.resume(), len(reader.answer.ids) + 1)
-        assert cut  # else nothing was tried; the readers' connections are spread over both by chance
+            if places[number] == places[0]:
+                with pytest.raises(grpc.RpcError) as cut:
+                    read(reader.answer, calls[number])
+                assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert reader.answer.finish is None
+                calls[number] = reader.go_on(reader.resume(), len(reader.answer.ids) + 1)
         os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        slow.unlink()
         for reader, call, expected in zip(readers, calls, alone, strict=True):
             reader.go_on(call)
             assert reader.answer.same(expected)
             reader.close()
+
+
+def connections(server: Server) -> dict[int, int]:
+    """Return the number of client connections of each front end, from Linux' /proc."""
+    port, counts = int(server.target.rpartition(":")[2]), {}
+    for pid in front_ends(server):
+        tables = Path(f"/proc/{pid}/net").glob("tcp*")  # for IPv4 and IPv6
+        lines = [line.split() for table in tables for line in table.read_text().splitlines()]
+        established = {f"socket:[{line[9]}]" for line in lines if line[3] == "01" and line[1].endswith(f":{port:04X}")}
+        counts[pid] = 0
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                counts[pid] += os.readlink(descriptor) in established
+    return counts
 
 
 def front_ends(server: Server) -> list[int]:
