@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from npuserve.v1 import generate_pb2 as pb
@@ -52,9 +53,38 @@ class Options(TypedDict, total=False):
 
 
 def build(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """The request. TypeError for an unknown option or a prompt of another type, ValueError for a value that its field
-    cannot hold; whether it is in range is for the server to say."""
+    """Return the request; the server checks whether its values are in range.
+
+    Raise TypeError for an unknown option or a value of another type, ValueError for a value that its field cannot hold,
+    such as a text with a lone surrogate. The message begins with the option's name.
+    """
     request = pb.GenerateRequest()
+    with _naming("prompt"):
+        _set_prompt(request, prompt)
+    homes = [request, request.sampling, request.stopping, request.output, request.scheduling]
+    if request.HasField("chat"):
+        homes.append(request.chat)  # type: ignore[arg-type]
+    for name, value in options.items():
+        home = next((home for home in homes if name in home.DESCRIPTOR.fields_by_name), None)
+        if home is None or name not in Options.__annotations__:
+            raise TypeError(f"{name}: is no option" + (" without a chat" if name in ("template_args", "tools") else ""))
+        with _naming(name):
+            _set(home, name, value)
+    return request
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the option's name before the message of a TypeError or ValueError."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    except ValueError as error:  # a UnicodeEncodeError is one, and cannot be made of a message
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, pb.GenerateRequest):
         request.CopyFrom(prompt)
     elif isinstance(prompt, str):
@@ -65,19 +95,7 @@ def build(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         request.token_ids.SetInParent()
     else:
-        raise TypeError(f"prompt: must be a text, token ids, a chat or a request, got {type(prompt).__name__}")
-    homes = [request, request.sampling, request.stopping, request.output, request.scheduling]
-    if request.HasField("chat"):
-        homes.append(request.chat)  # type: ignore[arg-type]
-    for name, value in options.items():
-        home = next((home for home in homes if name in home.DESCRIPTOR.fields_by_name), None)
-        if home is None or name not in Options.__annotations__:
-            raise TypeError(f"{name}: is no option" + (" without a chat" if name in ("template_args", "tools") else ""))
-        try:
-            _set(home, name, value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from None
-    return request
+        raise TypeError(f"must be a text, token ids, a chat or a request, got {type(prompt).__name__}")
 
 
 def _set(home: Any, name: str, value: Any) -> None:

@@ -63,6 +63,27 @@ def test_what_no_request_can_hold(prompt: Any, options: Any, said: str) -> None:
         build(prompt, options)
 
 
+LONE = "a\ud800b"
+
+
+@pytest.mark.parametrize(("prompt", "options", "name"), [
+    (LONE, {}, "prompt"),
+    ([{"role": "user", "content": LONE}], {}, "prompt"),
+    ("x", {"request_id": LONE}, "request_id"),
+    ("x", {"model": LONE}, "model"),
+    ("x", {"stop": LONE}, "stop"),
+    ("x", {"stop": ["a", LONE]}, "stop"),
+    ("x", {"cache_salt": LONE}, "cache_salt"),
+    ([{"role": "user", "content": "x"}], {"tools": [LONE]}, "tools"),
+    ([{"role": "user", "content": "x"}], {"template_args": {"a": LONE}}, "template_args"),
+    ([{"role": "user", "content": "x"}], {"template_args": {LONE: 1}}, "template_args"),
+    ([{"role": "user", "content": "x"}], {"template_args": {"a": [{"b": LONE}]}}, "template_args"),
+])
+def test_build_with_a_lone_surrogate_raises_value_error(prompt: Any, options: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: .*surrogates not allowed"):
+        build(prompt, options)
+
+
 def test_the_client_loads_little() -> None:
     code = "import sys, npuserve.client; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
