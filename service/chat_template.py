@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,9 @@ def _strftime_now(form: str) -> str:
 class ChatTemplate:
     """A model's chat template, or several by name: `tool_use` is taken where there are tools, else `default`.
 
-    named_tokens: bos_token and its like, variables of the template. Raises ValueError if a template does not parse or
-    none is the default. Safe to use from several threads.
+    named_tokens: bos_token and its like, variables of the template. roles: names with which a template compares a
+    message's role. Raises ValueError if a template does not parse or none is the default. Safe to use from several
+    threads.
     """
 
     def __init__(self, templates: str | Mapping[str, str], named_tokens: Mapping[str, str] | None = None):
@@ -85,6 +86,8 @@ class ChatTemplate:
             raise ValueError(f"chat template: none of {sorted(sources)} is named default")
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            self.roles = frozenset(
+                role for source in sources.values() for role in _compared_roles(environment.parse(source)))
         except TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
         self._named_tokens = dict(named_tokens or {})
@@ -139,6 +142,17 @@ class ChatTemplate:
         return "".join(parts)
 
 
+def _compared_roles(template: nodes.Template) -> Iterator[str]:
+    """Yield the strings that a template compares with `x.role`, `x["role"]` or `role`, by ==, != or in."""
+    for comparison in template.find_all(nodes.Compare):
+        match comparison.expr:
+            case nodes.Getattr(attr="role") | nodes.Getitem(arg=nodes.Const(value="role")) | nodes.Name(name="role"):
+                for operand in comparison.ops:
+                    constants = [operand.expr] if isinstance(operand.expr, nodes.Const) else (
+                        operand.expr.find_all(nodes.Const))
+                    yield from (constant.value for constant in constants if isinstance(constant.value, str))
+
+
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without its Nones, and with its thinking under the names that templates read it by."""
     known = {key: value for key, value in message.items() if value is not None}
@@ -166,18 +180,34 @@ def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = No
 
 
 def from_json(text: str, field: str) -> dict[str, Any]:
-    """A JSON object's text as plain values, its keys in their order. InvalidField, naming `field`, if it is none."""
+    """Return a JSON object's text as plain values, its keys in their order.
+
+    Raise InvalidField, naming `field`, for a text that is not a JSON object or that escapes a lone surrogate.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
 
+    written = ""
     try:
         value = json.loads(text, parse_constant=refuse)
+        if "\\u" in text:
+            written = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise InvalidField(field, f"must be the text of a JSON object: {error}") from error
     if not isinstance(value, dict):
         raise InvalidField(field, f"must be the text of a JSON object, got {type(value).__name__}")
+    check_unicode(written, field)
     return value
+
+
+def check_unicode(text: str, field: str) -> None:
+    """Raise InvalidField for a text with a lone surrogate: JSON can escape one, and UTF-8 cannot encode it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise InvalidField(field, f"must be valid Unicode, got the lone surrogate {code}") from None
 
 
 def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, Any]:

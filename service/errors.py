@@ -6,7 +6,9 @@ is a bug, INTERNAL to the client, with an id that is in the log.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
@@ -14,6 +16,12 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "npuserve.dev"
 """ErrorInfo.domain: whose reasons these are."""
+MAX_VIOLATIONS = 8
+"""Bad fields that one error lists."""
+MAX_PATH_BYTES = 64
+"""Of a bad field's path."""
+MAX_DESCRIPTION_BYTES = 800
+"""Of all descriptions of one error together."""
 
 
 class ServeError(Exception):
@@ -41,22 +49,70 @@ class ServeError(Exception):
 
 
 class InvalidField(ServeError):
-    """A field is out of range. The message begins with the field's path and says what is allowed."""
+    """One or more fields are out of range. The message names each field and says what is allowed.
+
+    field: path of the first one. violations: (path, description) of each, at most MAX_VIOLATIONS.
+    Long paths and descriptions are cut: a gRPC status, which has all of them three times, must fit 8 KiB of headers.
+    """
 
     code = code_pb2.INVALID_ARGUMENT
 
-    def __init__(self, field: str, message: str):
-        super().__init__(f"{field}: {message}")
-        self.field = field
+    def __init__(self, field: str, description: str, *others: tuple[str, str], omitted: int = 0):
+        """others: further violations. omitted: number of violations that are left out."""
+        found = [(field, description), *others]
+        self.violations = tuple(
+            (_cut(path, MAX_PATH_BYTES), _cut(text, MAX_DESCRIPTION_BYTES // len(found))) for path, text in found)
+        self.field = self.violations[0][0]
+        listed = "; ".join(f"{path}: {text}" for path, text in self.violations)
+        super().__init__(listed + (f"; and {omitted} more" if omitted else ""))
 
     @property
     def logged(self) -> str:
-        path, own, _ = self.field.partition(".template_args")  # names of the client's follow
-        return f"InvalidField: {path}{own}"
+        paths = (path.partition(".template_args") for path, _ in self.violations)  # the client's own names follow
+        return f"InvalidField: {', '.join(path + own for path, own, _ in paths)}"
 
     def details(self) -> list[Message]:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
-        return [*super().details(), error_details_pb2.BadRequest(field_violations=[violation])]
+        found = [error_details_pb2.BadRequest.FieldViolation(field=path, description=text)
+                 for path, text in self.violations]
+        return [*super().details(), error_details_pb2.BadRequest(field_violations=found)]
+
+
+class Violations:
+    """Collector of bad fields, so that one error names them all."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str]] = []
+        self._omitted = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, field: str, description: str) -> None:
+        if len(self._found) < MAX_VIOLATIONS:
+            self._found.append((field, description))
+        else:
+            self._omitted += 1
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add the fields of an InvalidField that the body raises."""
+        try:
+            yield
+        except InvalidField as error:
+            for field, description in error.violations:
+                self.add(field, description)
+
+    def check(self) -> None:
+        """Raise InvalidField if a field was added."""
+        if self._found:
+            first, *others = self._found
+            raise InvalidField(*first, *others, omitted=self._omitted)
+
+
+class MalformedRequest(ServeError):
+    """The request is not the protobuf message that the method takes."""
+
+    code = code_pb2.INVALID_ARGUMENT
 
 
 class ModelNotFound(ServeError):
@@ -84,7 +140,13 @@ class DuplicateRequest(ServeError):
 
 
 class NoTokenizer(ServeError):
-    """The model's folder has no tokenizer or no chat template, and the request needs it."""
+    """The model's folder has no tokenizer, and the request needs it."""
+
+    code = code_pb2.FAILED_PRECONDITION
+
+
+class NoChatTemplate(ServeError):
+    """The model's folder has no chat template, and the request needs it."""
 
     code = code_pb2.FAILED_PRECONDITION
 
@@ -186,6 +248,12 @@ def from_wire(wire: WireError) -> ServeError:
     plain: dict[str, type[ServeError]] = {
         kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, StreamNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
+
+
+def _cut(text: str, most: int) -> str:
+    """Return at most so many bytes of valid UTF-8."""
+    data = text.encode(errors="replace")
+    return (data if len(data) <= most else data[: most - 3] + b"...").decode(errors="ignore")
 
 
 def to_status(error: ServeError) -> status_pb2.Status:

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from npuserve.service import aio_server, child, logs, short_slice
+from npuserve.service import aio_server, child, logs, reflection, short_slice
 from npuserve.service.admin import AdminServicer
 from npuserve.service.auth import Guard
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
@@ -37,6 +36,7 @@ from npuserve.service.errors import Unavailable
 from npuserve.service.health import Health
 from npuserve.service.heartbeat import Pulse
 from npuserve.service.model_folder import ModelFolder, open_folder, resolve
+from npuserve.service.request_parser import ParsingServer
 from npuserve.service.servicer import InferenceServicer
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
@@ -62,7 +62,6 @@ SERVICES = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
     health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-    reflection.SERVICE_NAME,
 )
 
 
@@ -106,7 +105,7 @@ class Frontend:
         await server.start()
         if self._config.health_port:
             probes = aio_server.server([], _options(self._config))
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, probes)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, ParsingServer(probes))
             self._listen(probes, "health_port", self._config.health_port)
             await probes.start()
             self._servers.append(probes)
@@ -169,10 +168,11 @@ class Frontend:
     def _server(self) -> grpc.aio.Server:
         guards: list[Any] = [Guard(self._keys)] if self._keys else []
         server = aio_server.server(guards, _options(self._config))
-        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(SERVICES, server)
+        parsing = ParsingServer(server)
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, parsing)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, parsing)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)
+        reflection.add_reflection(SERVICES, parsing)
         return server
 
     def _listen(self, server: grpc.aio.Server, setting: str, port: int) -> int:

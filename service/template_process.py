@@ -35,11 +35,15 @@ COMMAND = (sys.executable, "-m", "npuserve.service.template_process")
 class TemplateProcess:
     """Has the interface of `ChatTemplate`, whose bounds hold for every template. Safe to use from several threads.
 
-    folder: the model's, which has a template that parses. named_tokens: as of ChatTemplate. seconds: of one
+    folder: the model's, which has a template that parses. named_tokens, roles: as of ChatTemplate. seconds: of one
     conversation, and of waiting for those before it.
     """
 
-    def __init__(self, folder: Path, named_tokens: Mapping[str, str], seconds: float = MAX_SECONDS):
+    def __init__(
+        self, folder: Path, named_tokens: Mapping[str, str], seconds: float = MAX_SECONDS,
+        roles: frozenset[str] = frozenset(),
+    ):
+        self.roles = roles
         self._start = {"folder": str(folder), "named_tokens": dict(named_tokens), "seconds": seconds}
         self._seconds = seconds
         self._turn = threading.Lock()
@@ -105,9 +109,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def contained(folder: Path, named_tokens: Mapping[str, str]) -> TemplateProcess | None:
-    """The chat template of a model's folder; None if it has none. ValueError as of `load_chat_template`, which parses
-    it here: one that takes for ever to parse keeps the server from its start, and no client can bring that about."""
-    return TemplateProcess(folder, named_tokens) if load_chat_template(folder, named_tokens) else None
+    """Return the chat template of a model's folder; None if it has none. ValueError as of `load_chat_template`.
+
+    The template is parsed here too: one that takes for ever to parse keeps the server from its start, and no client can
+    bring that about.
+    """
+    template = load_chat_template(folder, named_tokens)
+    return TemplateProcess(folder, named_tokens, roles=template.roles) if template else None
 
 
 def main() -> int:
@@ -124,7 +132,7 @@ def main() -> int:
         try:
             reply = template.render(*json.loads(line))
         except InvalidField as error:
-            reply = error.field, error.message.partition(": ")[2]
+            (reply,) = error.violations
         try:
             answer = json.dumps(reply).encode() + b"\n"
         except MemoryError:

@@ -1,7 +1,7 @@
 """From the protobuf message to the engine's `Request`: every field is checked, nothing is ignored in silence.
 
-Pure functions. A bad field is errors.InvalidField, whose message begins with the field's path in the message and
-says what is allowed.
+Pure functions. Bad fields are collected in errors.Violations: one InvalidField names each by its path in the message
+and says what is allowed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from npuserve.npu.step import SamplingParams
-from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Reserved
+from npuserve.service.errors import InvalidField, ModelNotFound, NoChatTemplate, NoTokenizer, Reserved, Violations
 from npuserve.service.messages import ModelInfo, Request
 from npuserve.service.model_folder import DEFAULT_RANGES, ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
@@ -38,6 +38,8 @@ MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 128
 MAX_CONSTRAINT = 65536
 """Bytes of a schema, a regex, a grammar or all choices."""
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""Of a chat's messages; a chat template that compares the role with other names adds them."""
 MAX_TURNS = 10_000
 MAX_TOOLS = 1024
 MAX_TOKEN_CHARACTERS = 256
@@ -69,41 +71,48 @@ def check_model(name: str | None, folder: ModelFolder) -> None:
 
 
 def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, name: str, arrival: float) -> Ask:
-    """The whole request, tokenized. name: its `request_id`. arrival: time.monotonic() seconds.
+    """Check the whole request and tokenize its prompt.
 
-    Raises InvalidField, ModelNotFound, Reserved, NoTokenizer.
+    name: its `request_id`.
+    arrival: time.monotonic() seconds.
+
+    Raises InvalidField with all bad fields, ModelNotFound, Reserved, NoTokenizer, NoChatTemplate.
     """
+    check_model(message.model if message.HasField("model") else None, folder)
+    bad = Violations()
     if message.HasField("request_id") and message.request_id != name:
-        raise InvalidField("request_id", (
+        bad.add("request_id", (
             f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
             f"got {_cut(message.request_id)}"))
-    check_model(message.model if message.HasField("model") else None, folder)
-    _check_reserved(message)
+    _check_reserved(message, bad)
     vocabulary, context = info.vocabulary_size, info.max_model_len
     stopping, output, scheduling = message.stopping, message.output, message.scheduling
-    stop_token_ids = _ids("stopping.stop_token_ids", stopping.stop_token_ids, vocabulary, MAX_STOP_TOKEN_IDS)
+    stop_token_ids = _ids("stopping.stop_token_ids", stopping.stop_token_ids, vocabulary, bad, MAX_STOP_TOKEN_IDS)
     eos = frozenset() if stopping.ignore_eos else folder.eos_token_ids
-    stop = _stop(stopping.stop, folder.tokenizer)
-    sampling = _sampling(message.sampling, folder.defaults, vocabulary)
-    logprobs = _logprobs(output, "logprobs", vocabulary)
-    prompt_logprobs = _logprobs(output, "prompt_logprobs", vocabulary)
-    priority = _number("scheduling.priority", scheduling.priority, PRIORITY)
+    stop = _stop(stopping.stop, folder.tokenizer, bad)
+    sampling = _sampling(message.sampling, folder.defaults, vocabulary, bad)
+    logprobs = _logprobs(output, "logprobs", vocabulary, bad)
+    prompt_logprobs = _logprobs(output, "prompt_logprobs", vocabulary, bad)
+    priority = _number("scheduling.priority", scheduling.priority, PRIORITY, bad)
     if len(scheduling.cache_salt) > MAX_CACHE_SALT:
-        raise InvalidField(
+        bad.add(
             "scheduling.cache_salt",
             f"must be at most {MAX_CACHE_SALT} characters, got {len(scheduling.cache_salt)}")
-
-    prompt_ids = prompt_token_ids(message, folder.tokenizer, info)
-    max_tokens, min_tokens = _lengths(stopping, len(prompt_ids), context)
     ending = eos | stop_token_ids
     allowed = sampling.pop("allowed_token_ids")
-    if min_tokens and allowed and ending.issuperset(allowed):
-        raise InvalidField(
-            "sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
+    if stopping.min_tokens and allowed and ending.issuperset(allowed):
+        bad.add("sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
+
+    prompt_ids: list[int] = []
+    with bad.collect():
+        prompt_ids = prompt_token_ids(message, folder.tokenizer, info)
+    max_tokens, min_tokens = _lengths(stopping, len(prompt_ids), context, bad)
+    bad.check()
     request = Request(
         name, prompt_ids, max_tokens, arrival,
         sampling=SamplingParams(
-            **sampling, allowed_token_ids=allowed, min_tokens=min_tokens, ending_ids=tuple(sorted(ending)),
+            **sampling, allowed_token_ids=allowed, min_tokens=min_tokens,
+            ending_ids=tuple(sorted(token for token in ending if token < vocabulary)),
             logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         stop_token_ids=stop_token_ids, eos_token_ids=eos, priority=priority,
         bypass_prefix_cache=scheduling.bypass_prefix_cache, cache_salt=scheduling.cache_salt)
@@ -112,28 +121,34 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
 
 
 def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo) -> list[int]:
-    """The prompt's ids: at least one, and fewer than the context. Slow for long texts."""
+    """Return the prompt's ids: at least one, and fewer than the context. Slow for long texts."""
     kind = message.WhichOneof("prompt")
-    room = info.max_model_len - 1
+    room, vocabulary = info.max_model_len - 1, info.vocabulary_size
     if kind is None:
         raise InvalidField("prompt", "one of text, token_ids and chat is needed")
     if kind == "token_ids":
         ids = list(message.token_ids.ids)
         if len(ids) <= room:
-            _ids("token_ids.ids", ids, info.vocabulary_size)
+            bad = Violations()
+            _ids("token_ids.ids", ids, vocabulary, bad)
+            bad.check()
     else:
         text = message.text if kind == "text" else chat_text(message.chat, tokenizer)
         if len(text) > info.max_model_len * MAX_TOKEN_CHARACTERS:
             raise InvalidField(kind, (
                 f"{len(text)} characters cannot fit; max_model_len {info.max_model_len} leaves room for "
                 f"at most {room} tokens of prompt"))
-        ids = encode(text, kind, tokenizer, special=kind == "text")
+        # An empty text is refused also where the tokenizer adds a beginning-of-text token.
+        ids = encode(text, kind, tokenizer, special=kind == "text") if text or tokenizer is None else []
     if not ids:
         raise InvalidField(kind, "must be at least one token, got an empty prompt")
     if len(ids) > room:
         raise InvalidField(kind, (
             f"{len(ids)} tokens of prompt are too many; max_model_len {info.max_model_len} leaves room for "
             f"at most {room}"))
+    if kind != "token_ids" and max(ids) >= vocabulary:
+        raise InvalidField(
+            kind, f"the tokenizer makes token id {max(ids)} of it, and the model's ids are in [0, {vocabulary - 1}]")
     return ids
 
 
@@ -149,62 +164,86 @@ def tokenize(message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None)
 
 
 def detokenize(message: tokenize_pb2.DetokenizeRequest, tokenizer: Tokenizer | None, vocabulary: int) -> str:
-    """A Detokenize call's answer."""
+    """Return a Detokenize call's answer."""
     if tokenizer is None:
         raise NoTokenizer("token_ids: the served model has no tokenizer")
-    _ids("token_ids", message.token_ids, vocabulary)
+    bad = Violations()
+    _ids("token_ids", message.token_ids, vocabulary, bad)
+    bad.check()
     return tokenizer.decode(list(message.token_ids), message.skip_special_tokens)
 
 
 def encode(text: str, field: str, tokenizer: Tokenizer | None, special: bool) -> list[int]:
-    """special: adds the beginning-of-text token and its like, where the tokenizer has them."""
+    """Return the ids of a text.
+
+    special: add the beginning-of-text token and its like, where the tokenizer has them.
+    """
     if tokenizer is None:
         raise NoTokenizer(f"{field}: the served model has no tokenizer; send token_ids")
     return tokenizer.encode(text, add_special_tokens=special)
 
 
 def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
-    """The conversation as the model's chat template writes it."""
-    if tokenizer is None or tokenizer.chat is None:
-        missing = "tokenizer" if tokenizer is None else "chat template"
-        raise NoTokenizer(f"chat: the served model has no {missing}; send text or token_ids")
+    """Return the conversation as the model's chat template writes it."""
+    if tokenizer is None:
+        raise NoTokenizer("chat: the served model has no tokenizer; send token_ids")
+    if tokenizer.chat is None:
+        raise NoChatTemplate("chat: the served model has no chat template; send text or token_ids")
     if not chat.messages:
         raise InvalidField("chat.messages", "must be at least one message, got none")
+    bad = Violations()
     for field, found, most in (("messages", chat.messages, MAX_TURNS), ("tools", chat.tools, MAX_TOOLS)):
         if len(found) > most:
-            raise InvalidField(f"chat.{field}", f"must be at most {most}, got {len(found)}")
-    messages = [_turn(index, turn) for index, turn in enumerate(chat.messages)]
-    from npuserve.service.chat_template import from_json, from_struct
+            bad.add(f"chat.{field}", f"must be at most {most}, got {len(found)}")
+    bad.check()
+    roles = ROLES | tokenizer.chat.roles
+    messages = [_turn(index, turn, roles, bad) for index, turn in enumerate(chat.messages)]
+    from npuserve.service.chat_template import check_unicode, from_json, from_struct
 
-    tools = [from_json(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
-    return tokenizer.chat.render(messages, from_struct(chat.template_args, "chat.template_args"), tools)
+    tools: list[dict[str, Any]] = []
+    arguments: dict[str, Any] = {}
+    for index, tool in enumerate(chat.tools):
+        with bad.collect():
+            tools.append(from_json(tool, f"chat.tools[{index}]"))
+    with bad.collect():
+        arguments = from_struct(chat.template_args, "chat.template_args")
+    bad.check()
+    text = tokenizer.chat.render(messages, arguments, tools)
+    check_unicode(text, "chat")
+    return text
 
 
-def _turn(index: int, turn: prompt_pb2.Message) -> dict[str, Any]:
+def _turn(index: int, turn: prompt_pb2.Message, roles: frozenset[str], bad: Violations) -> dict[str, Any]:
     from npuserve.service.chat_template import from_json
 
     path = f"chat.messages[{index}]"
     if not turn.role:
-        raise InvalidField(f"{path}.role", "must not be empty")
+        bad.add(f"{path}.role", "must not be empty")
+    elif turn.role not in roles:
+        bad.add(f"{path}.role", f"must be one of {', '.join(sorted(roles))}; got {_cut(turn.role)}")
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if turn.HasField(name):
             message[name] = getattr(turn, name)
     if turn.tool_calls:
-        message["tool_calls"] = [from_json(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(turn.tool_calls)]
+        calls: list[dict[str, Any]] = []
+        message["tool_calls"] = calls
+        for i, call in enumerate(turn.tool_calls):
+            with bad.collect():
+                calls.append(from_json(call, f"{path}.tool_calls[{i}]"))
     return message
 
 
-def _check_reserved(message: pb.GenerateRequest) -> None:
+def _check_reserved(message: pb.GenerateRequest, bad: Violations) -> None:
     constraint = message.WhichOneof("constraint")
     if constraint:
         if message.ByteSize() > MAX_CONSTRAINT:  # not even looked at where the rest is small enough
             _check_constraint(constraint, getattr(message, constraint))
         raise Reserved(constraint)
     if message.HasField("n") and message.n != 1:
-        if message.n == 0:
-            raise InvalidField("n", "must be 1, got 0")
-        raise Reserved("n")
+        if message.n:
+            raise Reserved("n")
+        bad.add("n", "must be 1, got 0")
     if message.scheduling.HasField("target_itl_ms"):
         raise Reserved("scheduling.target_itl_ms")
 
@@ -215,19 +254,22 @@ def _check_constraint(name: str, constraint: Any) -> None:
         raise InvalidField(name, f"must be at most {MAX_CONSTRAINT} bytes, got {size}")
 
 
-def _sampling(given: pb.SamplingParams, defaults: dict[str, float], vocabulary: int) -> dict[str, Any]:
-    """Keyword arguments of step.SamplingParams."""
+def _sampling(
+    given: pb.SamplingParams, defaults: dict[str, float], vocabulary: int, bad: Violations
+) -> dict[str, Any]:
+    """Return the keyword arguments of step.SamplingParams."""
 
     def number(name: str, default: float) -> Any:
         value = getattr(given, name) if given.HasField(name) else defaults.get(name, default)  # type: ignore[arg-type]
-        return _number(f"sampling.{name}", value, DEFAULT_RANGES.get(name, PENALTY))
+        return _number(f"sampling.{name}", value, DEFAULT_RANGES.get(name, PENALTY), bad)
 
     if len(given.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidField(
-            "sampling.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, got {len(given.logit_bias)}")
-    for token, bias in given.logit_bias.items():
-        _check_id(f"sampling.logit_bias[{token}]", token, vocabulary)
-        _number(f"sampling.logit_bias[{token}]", bias, BIAS)
+        bad.add("sampling.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, got {len(given.logit_bias)}")
+    else:
+        for token, bias in given.logit_bias.items():
+            if token >= vocabulary:
+                bad.add(f"sampling.logit_bias[{token}]", f"token id must be in [0, {vocabulary - 1}], got {token}")
+            _number(f"sampling.logit_bias[{token}]", bias, BIAS, bad)
     temperature = number("temperature", 1.0)
     top_k = number("top_k", 0)
     return {
@@ -240,58 +282,60 @@ def _sampling(given: pb.SamplingParams, defaults: dict[str, float], vocabulary: 
         "frequency_penalty": number("frequency_penalty", 0.0),
         "seed": given.seed if given.HasField("seed") else random.getrandbits(64),
         "logit_bias": dict(given.logit_bias),
-        "allowed_token_ids": tuple(sorted(_ids("sampling.allowed_token_ids", given.allowed_token_ids, vocabulary))),
+        "allowed_token_ids": tuple(sorted(
+            _ids("sampling.allowed_token_ids", given.allowed_token_ids, vocabulary, bad))),
     }
 
 
-def _lengths(stopping: pb.StoppingParams, prompt: int, context: int) -> tuple[int, int]:
-    """max_tokens and min_tokens."""
-    room = context - prompt
+def _lengths(stopping: pb.StoppingParams, prompt: int, context: int, bad: Violations) -> tuple[int, int]:
+    """Return max_tokens and min_tokens. prompt: its tokens, 0 where it is bad and their number is not known."""
+    room = context - (prompt or 1)
+    has = f"has {prompt}" if prompt else "needs at least 1"
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else room
     if not 1 <= max_tokens <= room:
-        raise InvalidField("stopping.max_tokens", (
-            f"must be in [1, {room}], as max_model_len is {context} and the prompt has {prompt} tokens, "
-            f"got {max_tokens}"))
-    if stopping.min_tokens > max_tokens:
-        raise InvalidField("stopping.min_tokens", f"must be in [0, {max_tokens}], got {stopping.min_tokens}")
+        bad.add("stopping.max_tokens", (
+            f"must be in [1, {room}], as max_model_len is {context} and the prompt {has} tokens, got {max_tokens}"))
+    elif stopping.min_tokens > max_tokens:
+        bad.add("stopping.min_tokens", f"must be in [0, {max_tokens}], got {stopping.min_tokens}")
     return max_tokens, stopping.min_tokens
 
 
-def _stop(strings: Sequence[str], tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    if len(strings) > MAX_STOP:
-        raise InvalidField("stopping.stop", f"must be at most {MAX_STOP} strings, got {len(strings)}")
-    for index, string in enumerate(strings):
-        if not 1 <= len(string) <= MAX_STOP_LENGTH:
-            raise InvalidField(
-                f"stopping.stop[{index}]", f"must be 1 to {MAX_STOP_LENGTH} characters, got {len(string)}")
+def _stop(strings: Sequence[str], tokenizer: Tokenizer | None, bad: Violations) -> tuple[str, ...]:
     if strings and tokenizer is None:
         raise NoTokenizer("stopping.stop: the served model has no tokenizer; use stop_token_ids")
+    if len(strings) > MAX_STOP:
+        bad.add("stopping.stop", f"must be at most {MAX_STOP} strings, got {len(strings)}")
+        return ()
+    for index, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            bad.add(f"stopping.stop[{index}]", f"must be 1 to {MAX_STOP_LENGTH} characters, got {len(string)}")
     return tuple(strings)
 
 
-def _logprobs(output: pb.OutputParams, name: Literal["logprobs", "prompt_logprobs"], vocabulary: int) -> int | None:
+def _logprobs(
+    output: pb.OutputParams, name: Literal["logprobs", "prompt_logprobs"], vocabulary: int, bad: Violations
+) -> int | None:
     if not output.HasField(name):
         return None
     wanted: int = getattr(output, name)
-    return _number(f"output.{name}", wanted, Range(0, min(MAX_LOGPROBS, vocabulary)))
+    return _number(f"output.{name}", wanted, Range(0, min(MAX_LOGPROBS, vocabulary)), bad)
 
 
-def _ids(path: str, ids: Sequence[int], vocabulary: int, most: int | None = None) -> frozenset[int]:
+def _ids(
+    path: str, ids: Sequence[int], vocabulary: int, bad: Violations, most: int | None = None
+) -> frozenset[int]:
     if most is not None and len(ids) > most:
-        raise InvalidField(path, f"must be at most {most} ids, got {len(ids)}")
+        bad.add(path, f"must be at most {most} ids, got {len(ids)}")
+        return frozenset()
     for index, token in enumerate(ids):
-        _check_id(f"{path}[{index}]", token, vocabulary)
+        if token >= vocabulary:
+            bad.add(f"{path}[{index}]", f"token id must be in [0, {vocabulary - 1}], got {token}")
     return frozenset(ids)
 
 
-def _check_id(path: str, token: int, vocabulary: int) -> None:
-    if token >= vocabulary:
-        raise InvalidField(path, f"token id must be in [0, {vocabulary - 1}], got {token}")
-
-
-def _number(path: str, value: Number, allowed: Range) -> Number:
+def _number(path: str, value: Number, allowed: Range, bad: Violations) -> Number:
     if value not in allowed:
-        raise InvalidField(path, f"must be in {allowed}, got {value if isinstance(value, int) else format(value, 'g')}")
+        bad.add(path, f"must be in {allowed}, got {value if isinstance(value, int) else format(value, 'g')}")
     return value
 
 

@@ -272,3 +272,25 @@ def test_from_struct_numbers() -> None:
     struct.fields["list"].list_value.values.add().number_value = float("nan")
     with pytest.raises(InvalidField, match=r"^chat\.template_args\.list\[0\]: must be a finite number, got nan"):
         from_struct(struct, "chat.template_args")
+
+
+@pytest.mark.parametrize(("template", "roles"), [
+    (CHATML, {"skip", "system", "user", "assistant", "tool"}),
+    ("{% for m in messages %}{{ m.role }}{% endfor %}", set()),
+    ("{% if messages[0]['role'] == \"developer\" %}{% endif %}", {"developer"}),
+    ("{% set role = messages[0].role %}{% if role != 'observation' and 'x' == 'y' %}{% endif %}", {"observation"}),
+    ("{% if m.role in ('ipython', 'tool') or m.content == 'no' %}{% endif %}", {"ipython", "tool"}),
+])
+def test_roles_are_those_that_the_template_compares(template: str, roles: set[str]) -> None:
+    assert ChatTemplate(template).roles == roles
+    assert ChatTemplate({"default": "", "tool_use": template}).roles == roles
+
+
+@pytest.mark.parametrize("text", [r'{"a": "\ud800"}', r'{"\uDBFF": 1}', r'{"a": [{"b": "x\udc00\ud800"}]}'])
+def test_from_json_with_a_lone_surrogate_is_refused(text: str) -> None:
+    with pytest.raises(InvalidField, match=r"^f: must be valid Unicode, got the lone surrogate U\+D[89A-F]"):
+        from_json(text, "f")
+
+
+def test_from_json_with_a_surrogate_pair_is_one_character() -> None:
+    assert from_json(r'{"\ud83d\ude00": "\\ud800"}', "f") == {"😀": r"\ud800"}

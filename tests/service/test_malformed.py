@@ -47,6 +47,17 @@ INVALID = {
     "huge text": (ask("a" * (8 << 20)), "text: 8388608 characters cannot fit"),
     "chat without turns": (chat(), "chat.messages: must be at least one message"),
     "chat without a role": (chat(("user", "a"), ("", "b")), "chat.messages[1].role: must not be empty"),
+    "chat with an unknown role": (
+        chat(("user", "a"), ("usr", "b")),
+        "chat.messages[1].role: must be one of assistant, system, tool, user; got 'usr'"),
+    "surrogate in a tool": (
+        chat(("user", "a"), tools=["{}", '{"name": "\\ud800"}']),
+        "chat.tools[1]: must be valid Unicode, got the lone surrogate U+D800"),
+    "surrogate as a tool's key": (chat(("user", "a"), tools=['{"\\uDFFF": 1}']), "chat.tools[0]: must be valid Uni"),
+    "surrogate in a tool call": (
+        pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[
+            prompt_pb2.Message(role="assistant", tool_calls=["{}", '{"a": [{"b": "x\\udc00\\ud83d"}]}'])])),
+        "chat.messages[0].tool_calls[1]: must be valid Unicode, got the lone surrogate U+DC00"),
     "chat too long": (chat(("user", "a" * 70)), "chat: 77 tokens of prompt are too many"),
     "template argument taken": (chat(("user", "a"), template_args=struct(messages=[])), "chat.template_args.messages"),
     "template argument NaN": (chat(("user", "a"), template_args=struct(x=NAN)), "chat.template_args.x: must be a fin"),
@@ -121,6 +132,11 @@ OTHERS = {
     "target": (ask(target_itl_ms=5), grpc.StatusCode.UNIMPLEMENTED, "scheduling.target_itl_ms: reserved"),
 }
 TOKENIZE = {
+    "surrogate in a tool": (
+        tokenize_pb2.TokenizeRequest(chat=chat(("user", "a"), tools=['{"a": "\\ud800"}']).chat),
+        "chat.tools[0]: must be valid Unicode"),
+    "unknown role": (
+        tokenize_pb2.TokenizeRequest(chat=chat(("human", "a")).chat), "chat.messages[0].role: must be one of "),
     "nothing": (tokenize_pb2.TokenizeRequest(), "prompt: one of text and chat is needed"),
     "no turns": (tokenize_pb2.TokenizeRequest(chat=prompt_pb2.Chat()), "chat.messages: must be at least one message"),
 }
@@ -167,14 +183,44 @@ async def test_bytes_that_are_no_message(tmp_path: Path) -> None:
     """Not protobuf, and a message larger than the server takes."""
     async with running(make_folder(tmp_path / "m")) as server:
         raw = server.channel.unary_unary("/npuserve.v1.InferenceService/Generate")
-        for data in (b"\xff\xff\xff", b"\x1a\xff\xff\xff\x7fabc", b"\x1a\x02\xc3\x28"):
-            with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await raw(data)
-            assert failed.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+        for data, said in ((b"\xff\xff\xff", "malformed protobuf"), (b"\x1a\xff\xff\xff\x7fabc", "malformed protobuf"),
+                           (b"\x1a\x02\xc3\x28", "text: must be valid UTF-8")):
+            await refused(raw(data), grpc.StatusCode.INVALID_ARGUMENT, said)
             await good(server)
         too_large = server.inference.Generate(ask("a" * (65 << 20)))
         await refused(too_large, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than")
         await good(server)
+
+
+async def test_request_with_several_bad_fields_names_them_all(tmp_path: Path) -> None:
+    message = pb.GenerateRequest(
+        text="a" * 64, request_id="a b", sampling=pb.SamplingParams(temperature=-1, top_p=2, allowed_token_ids=[300]),
+        stopping=pb.StoppingParams(max_tokens=0, stop=[""]), scheduling=pb.SchedulingParams(priority=101))
+    async with running(make_folder(tmp_path / "m")) as server:
+        error = await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "; ")
+        bad = error_details_pb2.BadRequest()
+        assert any(detail.Unpack(bad) for detail in rpc_status.from_call(error).details)
+        found = {violation.field: violation.description for violation in bad.field_violations}
+        assert list(found) == [
+            "request_id", "stopping.stop[0]", "sampling.temperature", "sampling.top_p", "sampling.allowed_token_ids[0]",
+            "scheduling.priority", "text", "stopping.max_tokens"]
+        assert not any(field in description for field, description in found.items())
+        assert error.details() == "; ".join(f"{field}: {description}" for field, description in found.items())
+        message.sampling.min_p, message.scheduling.cache_salt = 2, "s" * 129
+        error = await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "; and 2 more")
+        turns = chat(("x", ""), ("y", ""), tools=["[]", "{"])
+        said = "chat.messages[1].role: must be one of assistant, system, tool, user; got 'y'; chat.tools[0]: must be"
+        await refused(server.inference.Generate(turns), grpc.StatusCode.INVALID_ARGUMENT, said)
+
+
+async def test_bad_names_of_any_length_fit_the_status(tmp_path: Path) -> None:
+    """The client's names are in the paths; gRPC drops a status beyond 8 KiB."""
+    for name in ("x" * 100_000, "中" * 100_000):
+        message = chat(*[("\u00e9" * 100_000, "")] * 20, template_args=struct(**{name: NAN}))
+        async with running(make_folder(tmp_path / "m")) as server:
+            await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "chat.messages[0].role")
+            message = chat(("user", ""), template_args=struct(**{name: NAN}))
+            await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, f"_args.{name[:10]}")
 
 
 async def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
@@ -188,6 +234,15 @@ async def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
         answer = await server.inference.Generate(ask([1], 3, return_token_ids=True, logprobs=1))
         assert (answer.text, list(answer.token_ids)) == ("", [2, 3, 4])
         assert [p.chosen.text for p in answer.logprobs] == ["", "", ""]
+
+
+async def test_chat_with_a_template_that_writes_a_lone_surrogate_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(r"{% if messages[0].role == 'developer' %}{{ '\ud800' }}{% endif %}a")
+    async with running(folder) as server:
+        call = server.inference.Generate(chat(("developer", "b")))
+        await refused(call, grpc.StatusCode.INVALID_ARGUMENT, "chat: must be valid Unicode, got the lone surrogate")
+        assert (await server.inference.Generate(chat(("user", "b")))).text  # another role is served
 
 
 async def test_a_folder_without_a_chat_template_takes_text(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service import validation
 from npuserve.service.errors import InvalidField
-from npuserve.service.model_folder import ModelFolder, open_folder
+from npuserve.service.model_folder import ModelFolder, open_folder, resolve
 from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2, tokenize_pb2
@@ -120,6 +120,27 @@ def test_tokenize_reads_text_as_generate_does(folder: ModelFolder) -> None:
     assert validation.detokenize(back, folder.tokenizer, 300) == text
     back.skip_special_tokens = True
     assert validation.detokenize(back, folder.tokenizer, 300) == "né 中 "
+
+
+def test_check_with_an_id_beyond_the_models_vocabulary_is_refused(folder: ModelFolder) -> None:
+    """A tokenizer may have more tokens than the model has embeddings."""
+    small = msgspec.structs.replace(INFO, vocabulary_size=297)
+    for message, field in ((ask("a<eos>"), "text"), (pb.GenerateRequest(chat=prompt_pb2.Chat(
+            messages=[prompt_pb2.Message(role="user", content="<eos>")])), "chat")):
+        with pytest.raises(InvalidField) as refused:
+            validation.check(message, folder, small, "id-1", 0.0)
+        assert refused.value.message == (
+            f"{field}: the tokenizer makes token id 297 of it, and the model's ids are in [0, 296]")
+    request = validation.check(ask("a", min_tokens=1), folder, small, "id-1", 0.0).request
+    assert request.sampling.ending_ids == ()  # the end-of-text token, which the model does not have, is not masked
+
+
+@pytest.mark.parametrize("model", ["", "counting"])
+def test_check_of_an_empty_text_is_refused(folder: ModelFolder, model: str) -> None:
+    """Also by the built-in model, whose tokenizer begins every text with a token."""
+    served = folder if model else open_folder(resolve(""), "", "")
+    with pytest.raises(InvalidField, match=r"^text: must be at least one token, got an empty prompt$"):
+        check(ask(""), served)
 
 
 def test_messages_do_not_repeat_long_input(folder: ModelFolder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,11 +12,14 @@ import grpc.aio
 from tests.e2e.fuzz.wire import Noise
 
 AT_ONCE = 48
+UNREADABLE = re.compile("malformed protobuf$|must be valid UTF-8$")
 
 
 async def calls(target: str, methods: dict[str, bool], noise: Noise, count: int) -> Counter[str]:
-    """methods: full name -> whether it streams. Counts the status names, and as UNREAD what
-    gRPC itself could not read: it says UNKNOWN and no more."""
+    """Count the status names of the calls, and as UNREAD the INVALID_ARGUMENT of requests that protobuf cannot parse.
+
+    methods: full name -> whether it streams.
+    """
     codes: Counter[str] = Counter()
     names = sorted(methods)
 
@@ -29,7 +33,8 @@ async def calls(target: str, methods: dict[str, bool], noise: Noise, count: int)
                 await channel.unary_unary(name)(body, timeout=20)
             codes["OK"] += 1
         except grpc.aio.AioRpcError as error:
-            unread = error.code() is grpc.StatusCode.UNKNOWN and "DecodeError" in (error.details() or "")
+            unread = error.code() is grpc.StatusCode.INVALID_ARGUMENT and bool(
+                UNREADABLE.search(error.details() or ""))
             codes["UNREAD" if unread else error.code().name] += 1
 
     async def client(channel: grpc.aio.Channel, numbers: Iterator[int]) -> None:

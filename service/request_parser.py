@@ -1,0 +1,124 @@
+"""Parsing of request messages: a malformed one ends its call with INVALID_ARGUMENT and names the field.
+
+grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler receives bytes and parses
+them itself, so that a malformed message is an error like any other: counted, logged in one line, with details.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from npuserve.service.call import Context, call
+from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
+
+MAX_DEPTH = 100
+"""Nested messages that protobuf parses; deeper ones are malformed."""
+_LENGTH_DELIMITED = 2
+
+
+class ParsingServer:
+    """The part of grpc.aio.Server that generated code calls to add a servicer; wraps each handler in a parser."""
+
+    def __init__(self, server: grpc.aio.Server):
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        """Do nothing: generated code adds the same methods by `add_registered_method_handlers`."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        parsing = {name: _parsing(name, handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, parsing),))
+        self._server.add_registered_method_handlers(service, parsing)  # type: ignore[attr-defined]
+
+
+def parse(deserializer: Callable[[bytes], Message], data: bytes) -> Message:
+    """Return the message. Raise InvalidField for a text that is not UTF-8, MalformedRequest for any other fault."""
+    try:
+        return deserializer(data)
+    except DecodeError:
+        kind: Descriptor = deserializer.__self__.DESCRIPTOR  # type: ignore[attr-defined]
+        field = _invalid_text(kind, data, 0)
+    if field:
+        raise InvalidField(field, "must be valid UTF-8")
+    raise MalformedRequest(f"the request is not a valid {kind.full_name}: malformed protobuf")
+
+
+def _invalid_text(kind: Descriptor, data: bytes, depth: int) -> str:
+    """Return the path of the first text in a serialized message that is not UTF-8; "" if there is none.
+
+    A path ends at a message of google.protobuf, such as a Struct, whose keys are the client's.
+    """
+    try:
+        fields = list(UnknownFieldSet(Empty.FromString(data)))  # to Empty every field is unknown
+    except DecodeError:
+        return ""
+    seen: dict[int, int] = {}
+    for part in fields:
+        field = kind.fields_by_number.get(part.field_number)
+        if field is None or part.wire_type != _LENGTH_DELIMITED:
+            continue
+        index = seen[part.field_number] = seen.get(part.field_number, -1) + 1
+        path = f"{field.name}[{index}]" if field.is_repeated else field.name
+        if field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(part.data):
+            return path
+        if field.message_type is not None and depth < MAX_DEPTH:
+            rest = _invalid_text(field.message_type, part.data, depth + 1)
+            if rest:
+                return path if field.message_type.file.package == "google.protobuf" else f"{path}.{rest}"
+    return ""
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _parsing(rpc: str, handler: Any) -> Any:
+    """Return the handler with bytes as its requests, parsed before the method is called."""
+    deserializer = handler.request_deserializer
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(
+            _streaming(rpc, handler.stream_stream, deserializer), None, handler.response_serializer)
+    method = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+    async def parsed(data: bytes, context: Context) -> Any:
+        try:
+            request = parse(deserializer, data)
+        except ServeError as error:
+            return await _refuse(rpc, context, error)
+        return await method(request, context)
+
+    kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    return kind(parsed, None, handler.response_serializer)
+
+
+def _streaming(rpc: str, method: Any, deserializer: Callable[[bytes], Message]) -> Any:
+    async def parsed(data: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        async def requests() -> AsyncIterator[Message]:
+            async for one in data:
+                yield parse(deserializer, one)
+
+        try:
+            async for reply in method(requests(), context):
+                yield reply
+        except ServeError as error:
+            await _refuse(rpc, context, error)
+
+    return parsed
+
+
+async def _refuse(rpc: str, context: Context, error: ServeError) -> None:
+    async with call(context, rpc, logging.INFO):
+        raise error

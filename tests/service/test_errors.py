@@ -1,0 +1,57 @@
+"""Errors and the gRPC status that is made of them."""
+
+from __future__ import annotations
+
+import pytest
+from google.rpc import error_details_pb2
+
+from npuserve.service import errors
+from npuserve.service.errors import InvalidField, NoChatTemplate, NoTokenizer, Violations
+
+
+def violations(error: InvalidField) -> list[tuple[str, str]]:
+    found = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(found) for detail in errors.to_status(error).details)
+    return [(one.field, one.description) for one in found.field_violations]
+
+
+def test_invalid_field_description_does_not_repeat_the_field() -> None:
+    error = InvalidField("n", "must be 1, got 0")
+    assert (error.message, violations(error)) == ("n: must be 1, got 0", [("n", "must be 1, got 0")])
+
+
+def test_violations_are_all_in_one_error_up_to_a_limit() -> None:
+    bad = Violations()
+    bad.check()
+    bad.add("a", "must be 1")
+    with bad.collect():
+        raise InvalidField("b", "must be 2", ("c", "must be 3"))
+    with pytest.raises(InvalidField) as raised:
+        bad.check()
+    assert raised.value.message == "a: must be 1; b: must be 2; c: must be 3"
+    assert violations(raised.value) == [("a", "must be 1"), ("b", "must be 2"), ("c", "must be 3")]
+    assert raised.value.logged == "InvalidField: a, b, c"
+    for number in range(errors.MAX_VIOLATIONS):
+        bad.add(str(number), "must be 4")
+    with pytest.raises(InvalidField, match=r"; and 3 more$") as raised:
+        bad.check()
+    assert len(raised.value.violations) == errors.MAX_VIOLATIONS
+
+
+@pytest.mark.parametrize("letter", ["x", "中", "\ud800", "\0"])
+def test_status_of_long_fields_fits_the_headers(letter: str) -> None:
+    """Percent-encoded as grpc-message, and in base64 as grpc-status-details-bin."""
+    field, *others = [(letter * 10_000, letter * 10_000)] * errors.MAX_VIOLATIONS
+    error = InvalidField(*field, *others, omitted=7)
+    status = errors.to_status(error).SerializeToString()
+    assert 3 * len(error.message.encode()) + len(status) * 4 / 3 < 8192
+
+
+def test_log_has_no_name_of_the_client() -> None:
+    error = InvalidField("chat.template_args.secret", "must be", ("chat.template_args.other", "must be"))
+    assert error.logged == "InvalidField: chat.template_args, chat.template_args"
+
+
+def test_missing_chat_template_is_an_error_of_its_own() -> None:
+    assert NoChatTemplate.code == NoTokenizer.code
+    assert not issubclass(NoChatTemplate, NoTokenizer)
