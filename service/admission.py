@@ -47,7 +47,8 @@ class Admission:
             return None
         if request.client_limit and account.live >= request.client_limit:
             raise QueueFull(
-                f"client: {account.live} of its requests are under way, and it may have {request.client_limit}",
+                f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
+                f"{account.live} requests of this client have not ended",
                 self._pace.retry(now, account.live), "client_limit")
         if request.deadline is not None:
             self._check_deadline(request, account, now)
@@ -57,9 +58,8 @@ class Admission:
         retry = self._pace.retry(now, running)
         displaced = self._queue.displaced_by(account, request.priority)
         if displaced is None:
-            waits = f"{waiting} requests wait already, max_queue is {self._max_queue}"
-            raise QueueFull(f"queue full: {waits}", retry)
-        why = "displaced: the queue is full, and others have fewer requests in it"
+            raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
+        why = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
         return displaced, QueueFull(why, retry, "displaced")
 
     def _check(self, request: Request) -> None:
@@ -82,7 +82,9 @@ class Admission:
         assert request.deadline is not None
         left, wait = max(0.0, request.deadline - now), self.wait(request, account)
         if wait + self._pace.margin > left:
-            raise DeadlineExceeded(f"deadline: in {left:.3f} s, and the first token would take about {wait:.3f} s")
+            raise DeadlineExceeded(
+                f"deadline: in {left:.3f} s; the first token would take about {wait:.3f} s, and the margin before a "
+                f"deadline is {self._pace.margin:.3f} s")
 
     def wait(self, request: Request, account: Account) -> float:
         """About how many seconds until its first token: until there is a seat and room for it, or until the prompts

@@ -163,7 +163,9 @@ class EngineClient:
         most = 2 * (info.max_num_seqs + info.max_queue)
         if len(self._streams) + len(self._resuming) >= most:
             metrics.queue_rejections_total.labels("front_end").inc()
-            raise QueueFull(f"{most} requests are under way already")
+            raise QueueFull(
+                f"front end full: it holds {most} requests, twice the sum of max_num_seqs ({info.max_num_seqs}) and "
+                f"max_queue ({info.max_queue})")
 
     def _key(self) -> int:
         self._last_key += 1

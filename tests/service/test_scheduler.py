@@ -149,7 +149,7 @@ def test_queue_full() -> None:
         house.add([1], 2)
     assert caught.value.retry_seconds > 0
     house.tick()
-    with pytest.raises(QueueFull, match="1 requests wait already"):
+    with pytest.raises(QueueFull, match="max_queue is 1, and 1 requests wait"):
         house.add([1], 2)
     house.tick()
     house.add([1], 2)
