@@ -244,8 +244,6 @@ def _check_reserved(message: pb.GenerateRequest, bad: Violations) -> None:
         if message.n:
             raise Reserved("n")
         bad.add("n", "must be 1, got 0")
-    if message.scheduling.HasField("target_itl_ms"):
-        raise Reserved("scheduling.target_itl_ms")
 
 
 def _check_constraint(name: str, constraint: Any) -> None:

@@ -12,7 +12,7 @@ from npuserve.client.ask import Options, build
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 
-RESERVED = {"target_itl_ms", "n", "json_schema", "regex", "grammar", "choices", "json_object"}
+RESERVED = {"n", "json_schema", "regex", "grammar", "choices", "json_object"}
 
 
 def test_every_field_is_an_option() -> None:

@@ -129,7 +129,6 @@ OTHERS = {
     "choices": (
         pb.GenerateRequest(text="a", choices=pb.Choices(choices=["a"])), grpc.StatusCode.UNIMPLEMENTED,
         "choices: reserved"),
-    "target": (ask(target_itl_ms=5), grpc.StatusCode.UNIMPLEMENTED, "scheduling.target_itl_ms: reserved"),
 }
 TOKENIZE = {
     "surrogate in a tool": (

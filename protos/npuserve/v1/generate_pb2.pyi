@@ -342,7 +342,9 @@ class OutputParams(_message.Message):
     logprobs: _builtins.int
     """Log-probabilities of each token of the answer and of this many likeliest ones, 0 to 20; absent: none."""
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens."""
+    """The same for the prompt's tokens. Generate refuses what would not fit 4 MiB, the largest message that most clients
+    take; StreamGenerate sends it in several messages.
+    """
     skip_special_tokens: _builtins.bool
     """Special tokens leave no text. Default true."""
     return_token_ids: _builtins.bool
@@ -407,13 +409,10 @@ class SchedulingParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PRIORITY_FIELD_NUMBER: _builtins.int
-    TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Lower is earlier, -100 to 100. Default 0. Waiting raises it: see docs/architecture.md."""
-    target_itl_ms: _builtins.int
-    """Target gap between tokens. Reserved: UNIMPLEMENTED in this version."""
     bypass_prefix_cache: _builtins.bool
     """Computes the whole prompt even where a cached prefix would serve. Default false."""
     cache_salt: _builtins.str
@@ -422,13 +421,12 @@ class SchedulingParams(_message.Message):
         self,
         *,
         priority: _builtins.int | None = ...,
-        target_itl_ms: _builtins.int | None = ...,
         bypass_prefix_cache: _builtins.bool | None = ...,
         cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "_target_itl_ms", b"_target_itl_ms", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority", "target_itl_ms", b"target_itl_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "_target_itl_ms", b"_target_itl_ms", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority", "target_itl_ms", b"target_itl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bypass_prefix_cache: _TypeAlias = _typing.Literal["bypass_prefix_cache"]  # noqa: Y015
     _WhichOneofArgType__bypass_prefix_cache: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache"]  # noqa: Y015
@@ -436,16 +434,12 @@ class SchedulingParams(_message.Message):
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
-    _WhichOneofReturnType__target_itl_ms: _TypeAlias = _typing.Literal["target_itl_ms"]  # noqa: Y015
-    _WhichOneofArgType__target_itl_ms: _TypeAlias = _typing.Literal["_target_itl_ms", b"_target_itl_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bypass_prefix_cache) -> _WhichOneofReturnType__bypass_prefix_cache | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_itl_ms) -> _WhichOneofReturnType__target_itl_ms | None: ...
 
 Global___SchedulingParams: _TypeAlias = SchedulingParams  # noqa: Y015
 
@@ -519,7 +513,9 @@ class StreamGenerateResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
-        """On the first message only, when asked for."""
+        """When asked for, before the first token or beside it: many positions come in several messages, each below 1 MiB, of
+        which all but the last have no token (offset and num_tokens are 0). A stream resumed at token 0 repeats them all.
+        """
 
     @_builtins.property
     def finish(self) -> Global___Finish:

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17npuserve/v1/model.proto\x12\x0bnpuserve.v1\"\x15\n\x13GetModelInfoRequest\"\xd1\x02\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x07 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x15\n\rhas_tokenizer\x18\t \x01(\x08\x12\x19\n\x11has_chat_template\x18\n \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x11\n\tmax_queue\x18\x0c \x01(\r\x12\x17\n\x0fkv_cache_tokens\x18\r \x01(\x04\x12\x15\n\reos_token_ids\x18\x0e \x03(\r\x12\x12\n\nparameters\x18\x0f \x01(\x04\"\x10\n\x0eGetLoadRequest\"\x8e\x01\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rfree_kv_ratio\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x11\n\tmax_queue\x18\x06 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17npuserve/v1/model.proto\x12\x0bnpuserve.v1\"\x15\n\x13GetModelInfoRequest\"\xd1\x02\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x07 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x15\n\rhas_tokenizer\x18\t \x01(\x08\x12\x19\n\x11has_chat_template\x18\n \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x11\n\tmax_queue\x18\x0c \x01(\r\x12\x17\n\x0fkv_cache_tokens\x18\r \x01(\x04\x12\x15\n\reos_token_ids\x18\x0e \x03(\r\x12\x12\n\nparameters\x18\x0f \x01(\x04\"\x10\n\x0eGetLoadRequest\"\xa1\x01\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rfree_kv_ratio\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x11\n\tmax_queue\x18\x06 \x01(\r\x12\x11\n\tpreparing\x18\x07 \x01(\rB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npuserve.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.npuserve.v1P\001Z#npuserve.dev/npuserve/v1;npuservev1'
   _globals['_GETMODELINFOREQUEST']._serialized_start=40
   _globals['_GETMODELINFOREQUEST']._serialized_end=61
   _globals['_GETMODELINFORESPONSE']._serialized_start=64
@@ -38,5 +39,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=403
   _globals['_GETLOADREQUEST']._serialized_end=419
   _globals['_GETLOADRESPONSE']._serialized_start=422
-  _globals['_GETLOADRESPONSE']._serialized_end=564
+  _globals['_GETLOADRESPONSE']._serialized_end=583
 # @@protoc_insertion_point(module_scope)

@@ -129,6 +129,7 @@ class GetLoadResponse(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_FIELD_NUMBER: _builtins.int
+    PREPARING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     free_kv_ratio: _builtins.float
@@ -137,6 +138,8 @@ class GetLoadResponse(_message.Message):
     """Generated, over the last seconds."""
     max_num_seqs: _builtins.int
     max_queue: _builtins.int
+    preparing: _builtins.int
+    """Requests that this front end tokenizes or writes by the chat template; they are not yet part of waiting."""
     def __init__(
         self,
         *,
@@ -146,10 +149,11 @@ class GetLoadResponse(_message.Message):
         tokens_per_second: _builtins.float = ...,
         max_num_seqs: _builtins.int = ...,
         max_queue: _builtins.int = ...,
+        preparing: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_kv_ratio", b"free_kv_ratio", "max_num_seqs", b"max_num_seqs", "max_queue", b"max_queue", "running", b"running", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_kv_ratio", b"free_kv_ratio", "max_num_seqs", b"max_num_seqs", "max_queue", b"max_queue", "preparing", b"preparing", "running", b"running", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

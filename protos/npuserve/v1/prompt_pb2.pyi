@@ -92,7 +92,7 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Such as system, user, assistant or tool."""
+    """system, user, assistant, tool, or another name with which the model's chat template compares the role."""
     content: _builtins.str
     name: _builtins.str
     tool_call_id: _builtins.str
