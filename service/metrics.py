@@ -50,6 +50,7 @@ request_generation_tokens = _histogram("request_generation_tokens", "Generated t
 requests_on_target_total = _counter("requests_on_target_total", "Answers that kept both latency targets")
 streams_continued_total = _counter(
     "streams_continued_total", "Streams that went on after their engine's death, or that a client resumed", "after")
+requests_preparing = _gauge("requests_preparing", "Requests being tokenized or written by the chat template")
 stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
 tls_certificate_expiry = _gauge(
     "tls_certificate_expiry_timestamp_seconds", "Unix time of the end of the certificates in use", "certificate",

@@ -68,6 +68,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._config = config
         self._engine = engine
         self._tracing = tracing
+        self._preparing = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._tracing.begin(context, "Generate") if self._tracing else None
@@ -113,7 +114,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "Tokenize"):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
-            response = await _run(_size(request), validation.tokenize, request, folder.tokenizer)
+            response = await self._prepare(_size(request), validation.tokenize, request, folder.tokenizer)
         return response
 
     async def Detokenize(
@@ -146,7 +147,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             info, load = self._engine.require(), self._engine.load
             response = model_pb2.GetLoadResponse(
                 running=load.running, waiting=load.waiting, free_kv_ratio=load.free_kv_ratio,
-                tokens_per_second=load.tokens_per_second, max_num_seqs=info.max_num_seqs, max_queue=info.max_queue)
+                tokens_per_second=load.tokens_per_second, max_num_seqs=info.max_num_seqs, max_queue=info.max_queue,
+                preparing=self._preparing)
         return response
 
     async def _answer(
@@ -188,7 +190,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         name = fields["id"] = validation.request_id(message)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
         folder, info = self._require_folder(), self._engine.require()
-        ask = await _run(_size(message), validation.check, message, folder, info, name, arrival)
+        ask = await self._prepare(_size(message), validation.check, message, folder, info, name, arrival)
         limit = whose.limits.max_requests
         if limit is None:
             limit = self._config.max_requests_per_client
@@ -219,6 +221,18 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             if ttft <= self._config.target_ttft_seconds and tpot <= self._config.target_itl_seconds:
                 metrics.requests_on_target_total.inc()
             fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))
+
+    async def _prepare(self, size: int, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Call the function as `_run` does, and count the request as one that is being prepared."""
+        self._count_preparing(1)
+        try:
+            return await _run(size, function, *arguments, **keywords)
+        finally:
+            self._count_preparing(-1)
+
+    def _count_preparing(self, change: int) -> None:
+        self._preparing += change
+        metrics.requests_preparing.set(self._preparing)
 
     def _require_folder(self) -> ModelFolder:
         if self.draining:

@@ -46,7 +46,7 @@ def test_the_document_has_every_metric_with_its_type_and_labels() -> None:
 def test_names_end_in_their_unit() -> None:
     units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens",
              "_ratio": "0 to 1", "_timestamp_seconds": "Unix time", "_blocks": "blocks", "_running": "requests",
-             "_waiting": "requests", "_paused": "requests", "_info": "1"}
+             "_preparing": "requests", "_waiting": "requests", "_paused": "requests", "_info": "1"}
     for name, (unit, meaning) in meanings().items():
         assert name.endswith(("_total", *units)), name
         assert unit, name

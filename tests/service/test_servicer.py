@@ -331,6 +331,29 @@ async def test_tokenize_and_detokenize(folder: Path) -> None:
         assert server.engine.got(Submit)[-1].request.prompt_ids == list(seen.token_ids)
 
 
+async def test_load_shows_requests_that_wait_for_the_chat_template(folder: Path) -> None:
+    chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])
+    async with running(folder) as server:
+        served = server.frontend._inference.folder
+        assert served
+        assert served.tokenizer
+        assert served.tokenizer.chat
+        with served.tokenizer.chat._turn:  # as long as another conversation takes
+            calls: list[grpc.aio.Call] = [
+                server.inference.Generate(pb.GenerateRequest(chat=chat)),
+                server.inference.StreamGenerate(pb.GenerateRequest(chat=chat)),
+                server.inference.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat))]
+            asking = [asyncio.ensure_future(call.code()) for call in calls]
+            await until(lambda: metric("requests_preparing") == 3)
+            load = await server.inference.GetLoad(model_pb2.GetLoadRequest())
+            assert (load.preparing, load.running, load.waiting) == (3, 0, 0)
+        await calls[1].read()
+        calls[1].cancel()
+        await asyncio.gather(*asking)
+        assert (await server.inference.GetLoad(model_pb2.GetLoadRequest())).preparing == 0
+        assert metric("requests_preparing") == 0
+
+
 async def test_long_texts_do_not_hold_up_the_others(folder: Path) -> None:
     """A text long enough for a thread gives the same ids as its parts."""
     async with running(folder) as server:
