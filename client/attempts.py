@@ -89,12 +89,14 @@ class Attempts:
         self._request = request
         self._retries = retries
         self._received = request is None
-        self._has_prompt_logprobs = False
+        self._prompt_positions = 0  # received of prompt_logprobs, by all calls and by this one
+        self._call_positions = 0
         self._asked = 0
 
     def next(self) -> tuple[str, pb.GenerateRequest | pb.ResumeStreamRequest, float | None]:
         """(name of the RPC, its message, its timeout)."""
         self.calls += 1
+        self._call_positions = 0
         if self._request is None or self.resume_token:
             resume = pb.ResumeStreamRequest(resume_token=self.resume_token, token_offset=self.tokens)
             return "ResumeStream", resume, self._retries.left()
@@ -116,10 +118,11 @@ class Attempts:
         self._retries.progress()
         self._received = True
         self.tokens += message.num_tokens
-        if message.prompt_logprobs:
-            if self._has_prompt_logprobs:  # a stream that is resumed at token 0 has a first message again
-                message.ClearField("prompt_logprobs")
-            self._has_prompt_logprobs = True
+        if message.prompt_logprobs:  # a stream that is resumed at token 0 repeats them from the first position
+            repeated = max(0, self._prompt_positions - self._call_positions)
+            self._call_positions += len(message.prompt_logprobs)
+            self._prompt_positions = max(self._prompt_positions, self._call_positions)
+            del message.prompt_logprobs[:repeated]
         if message.HasField("finish"):
             self.finish = message.finish
         return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from npuserve.npu.step import TokenLogprobs
@@ -26,8 +26,12 @@ REASONS = {
 }
 
 
+MAX_PROMPT_LOGPROBS_BYTES = 256 << 10
+"""Of one message's prompt_logprobs: a few milliseconds of work, and far below the 4 MiB that most clients take."""
+
+
 class Answer:
-    """`add` what came, then take `message`s; after `add` said that it is over, `last` once.
+    """`add` what came, then take `prompt_messages` and `message`s; after `add` said that it is over, `last` once.
 
     Tokens wait here until their text is known to be whole and no beginning of a stop string; a message carries the ids
     and logprobs of exactly the tokens whose text it carries.
@@ -65,6 +69,8 @@ class Answer:
         # None once sent, as they were with the first token, or never asked for.
         self._prompt_logprobs: list[TokenLogprobs] | None = (
             None if ask.request.sampling.prompt_logprobs is None or held else [])
+        self._prompt_part = pb.StreamGenerateResponse()  # has the positions that are converted and not yet sent
+        self._prompt_part_bytes = 0
         self._last_id: int | None = None
         self._last_message: float | None = None  # time; of the first token until there was a message
 
@@ -91,6 +97,24 @@ class Answer:
             self._push(self._detokenizer.finish())
         self._leave_out(self._detokenizer.held_characters)
         return finish
+
+    def prompt_messages(self) -> Iterator[pb.StreamGenerateResponse]:
+        """Yield messages of prompt_logprobs alone, until what is left fits the message of the first token."""
+        if self._prompt_logprobs is None:
+            return
+        if not self._prompt_part.prompt_logprobs:  # a prompt's first token has no probability
+            first = self._ask.request.prompt_ids[0]
+            token = pb.TokenLogprob(token_id=first, text=self._text_of(first))
+            self._prompt_part.prompt_logprobs.add().chosen.MergeFrom(token)
+        reports, self._prompt_logprobs = self._prompt_logprobs, []
+        for report in reports:
+            position = self._position(report)
+            size = position.ByteSize()
+            if self._prompt_part_bytes + size > MAX_PROMPT_LOGPROBS_BYTES:
+                full, self._prompt_part, self._prompt_part_bytes = self._prompt_part, pb.StreamGenerateResponse(), 0
+                yield full
+            self._prompt_part.prompt_logprobs.append(position)
+            self._prompt_part_bytes += size
 
     def message(self, now: float) -> pb.StreamGenerateResponse | None:
         """Return the next message: text, tokens without text if they are asked for, or progress. now: time.monotonic()
@@ -154,9 +178,8 @@ class Answer:
         if self._logprobs:
             message.logprobs.extend(map(self._position, self._logprobs[:count]))
         if self._prompt_logprobs is not None:
-            first = self._ask.request.prompt_ids[0]
-            message.prompt_logprobs.add().chosen.MergeFrom(pb.TokenLogprob(token_id=first, text=self._text_of(first)))
-            message.prompt_logprobs.extend(map(self._position, self._prompt_logprobs))
+            parts = [*self.prompt_messages(), self._prompt_part]
+            message.prompt_logprobs.extend(position for part in parts for position in part.prompt_logprobs)
             self._prompt_logprobs = None
         del self._ids[:count], self._logprobs[:count]
         self._sent += count

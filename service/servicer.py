@@ -84,6 +84,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                     whole.finish.CopyFrom(part.finish)
 
             ask = await self._ask(request, context, fields)
+            validation.check_unary_size(ask.request)
             answer, stream = Answer(ask, self._tokenizer), self._engine.submit(ask.request)
             await self._answer(answer, stream, context, fields, trace, take)
             whole.text = "".join(texts)
@@ -164,6 +165,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 finish = answer.add(outputs)
                 if answer.keep is not None and finish is None:
                     finish = await stream.stop(answer.keep)
+                for part in answer.prompt_messages():
+                    await send(part)
+                    await asyncio.sleep(0)  # other streams go on between the parts of a long prompt
                 if finish:
                     last = answer.last(finish, time.monotonic())
                     self._record(last.finish, finish.timing, stream, fields)
@@ -171,9 +175,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                         trace.finished(finish.timing, self.folder.name, stream.first_token)
                     await send(last)
                     return
-                part = answer.message(time.monotonic())
-                if part:
-                    await send(part)
+                message = answer.message(time.monotonic())
+                if message:
+                    await send(message)
 
     @property
     def _tokenizer(self) -> Tokenizer | None:

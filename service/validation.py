@@ -42,6 +42,10 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Of a chat's messages; a chat template that compares the role with other names adds them."""
 MAX_TURNS = 10_000
 MAX_TOOLS = 1024
+MAX_UNARY_BYTES = 4 << 20
+"""Of a message that gRPC's clients receive unless they are told otherwise."""
+BYTES_PER_LOGPROB = 24
+"""Of a serialized TokenLogprob, as estimated: 2 of header, 4 of id, 5 of logprob, 4 of rank, 2 + 7 of text."""
 MAX_TOKEN_CHARACTERS = 256
 """No token stands for more characters, so that a text longer than this times the context is refused unread."""
 
@@ -118,6 +122,20 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
         bypass_prefix_cache=scheduling.bypass_prefix_cache, cache_salt=scheduling.cache_salt)
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
     return Ask(request, stop, stopping.include_stop, skip, output.return_token_ids)
+
+
+def check_unary_size(request: Request) -> None:
+    """Raise InvalidField if the prompt's log-probabilities alone exceed the largest message that most clients take."""
+    wanted = request.sampling.prompt_logprobs
+    if wanted is None:
+        return
+    most = MAX_UNARY_BYTES // (BYTES_PER_LOGPROB * (wanted + 1))
+    if len(request.prompt_ids) > most:
+        raise InvalidField(
+            "output.prompt_logprobs",
+            f"the answer must fit {MAX_UNARY_BYTES >> 20} MiB, the largest message that clients take by default: "
+            f"at most {most} tokens of prompt with {wanted} log-probabilities each, got {len(request.prompt_ids)}; "
+            "StreamGenerate has no such limit")
 
 
 def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo) -> list[int]:

@@ -149,11 +149,20 @@ def test_a_gap_or_a_repetition_is_an_error(offset: int) -> None:
         made.take(pb.StreamGenerateResponse(text="x", offset=offset, num_tokens=1))
 
 
-def test_prompt_logprobs_come_once() -> None:
-    made, first = attempts(), pb.StreamGenerateResponse()
-    first.prompt_logprobs.add().chosen.token_id = 7
-    assert len(made.take(pb.StreamGenerateResponse.FromString(first.SerializeToString())).prompt_logprobs) == 1
-    assert len(made.take(first).prompt_logprobs) == 0
+@given(sizes=st.lists(st.lists(st.integers(1, 4), max_size=6), max_size=4))
+def test_prompt_logprobs_of_streams_resumed_at_token_0_come_once(sizes: list[list[int]]) -> None:
+    """Each call sends all positions from the first on, in messages of any size, and all but the last call break."""
+    made, received = attempts(), []
+    for call in [*sizes, [30]]:
+        made.next()
+        sent = 0
+        for size in call:
+            message = pb.StreamGenerateResponse()
+            for position in range(sent, sent + size):
+                message.prompt_logprobs.add().chosen.token_id = position
+            sent += size
+            received += [position.chosen.token_id for position in made.take(message).prompt_logprobs]
+    assert received == list(range(30))
 
 
 @given(retry=st.none() | st.floats(0, 3), failures=st.integers(1, 30))

@@ -237,6 +237,32 @@ def test_prompt_logprobs_of_several_chunks_are_on_the_first_message(folder: Mode
     assert not last.prompt_logprobs
 
 
+@pytest.mark.parametrize("chunk", [1, 700, 3000])
+def test_prompt_messages_are_each_below_a_mebibyte_and_precede_the_first_token(folder: ModelFolder, chunk: int) -> None:
+    info = msgspec.structs.replace(INFO, max_model_len=4000)
+    ids = [i % 26 for i in range(3001)]
+    checked = validation.check(ask(ids, 9, prompt_logprobs=20), folder, info, "r", 10.0)
+    made, parts = Answer(checked, folder.tokenizer), []
+    reports = [TokenLogprobs(i, -0.5, 1, list(range(20)), [-0.5] * 20) for i in ids[1:]]
+    for start in range(0, 3000, chunk):
+        last = start + chunk >= 3000
+        assert not made.add([Output(1, [1] if last else [], prompt_logprobs=reports[start : start + chunk])])
+        parts += made.prompt_messages()
+    first = made.message()
+    assert first
+    assert (first.offset, first.num_tokens, first.text) == (0, 1, "b")
+    assert len(parts) > 2
+    assert all((part.offset, part.num_tokens, part.text) == (0, 0, "") for part in parts)
+    assert all(part.ByteSize() < 1 << 20 for part in [*parts, first])
+    positions = [position for part in [*parts, first] for position in part.prompt_logprobs]
+    assert [position.chosen.token_id for position in positions] == ids
+    assert not list(made.prompt_messages())
+    made.add([Output(1, [2])])
+    following = made.message()
+    assert following
+    assert not following.prompt_logprobs
+
+
 def test_aborted_before_a_token(folder: ModelFolder) -> None:
     checked = validation.check(ask("abc", 9, return_token_ids=True), folder, INFO, "r", 10.0)
     made = Answer(checked, folder.tokenizer)

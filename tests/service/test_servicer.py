@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -17,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from npuserve.service import errors
 from npuserve.service.messages import Cancel, Resume, Submit
-from npuserve.v1 import admin_service_pb2, model_pb2, prompt_pb2, tokenize_pb2
+from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.fake_engine import EOS, make_folder, until
 from tests.service.front_end import Running, ask, running
@@ -101,6 +102,32 @@ async def test_tokens_come_as_they_are_made(folder: Path) -> None:
             if not part.HasField("finish"):
                 assert server.engine.live == 1  # the answer is still being made
         assert texts == ["b", "c", "d"]
+
+
+async def test_prompt_logprobs_beyond_a_message_are_streamed_and_refused_by_generate(folder: Path) -> None:
+    """With a client that takes 4 MiB, gRPC's default."""
+    ids = [i % 26 for i in range(20_000)]
+    message = ask(ids, 3, prompt_logprobs=20, return_token_ids=True)
+    async with running(folder, start_engine=False) as server:
+        server.engine.info = msgspec.structs.replace(server.engine.info, max_model_len=30_000)
+        server.engine.start()
+        await until(lambda: server.frontend._engine.state == "ready")
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Generate(message)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details().startswith(
+                "output.prompt_logprobs: the answer must fit 4 MiB, the largest message that clients take by default: "
+                "at most 8322 tokens of prompt with 20 log-probabilities each, got 20000; StreamGenerate")
+            assert not server.engine.got(Submit)
+            parts = [part async for part in stub.StreamGenerate(message)]
+            assert sum(part.ByteSize() for part in parts) > 4 << 20
+            assert max(part.ByteSize() for part in parts) < 1 << 20
+            assert [position.chosen.token_id for part in parts for position in part.prompt_logprobs] == ids
+            assert whole(parts)[1] == [(ids[-1] + i) % 26 for i in (1, 2, 3)]
+            message.output.prompt_logprobs = 0  # 24 bytes each
+            assert len((await stub.Generate(message)).prompt_logprobs) == 20_000
 
 
 async def test_ids_are_made_where_none_is_given(folder: Path) -> None:
