@@ -19,9 +19,9 @@ DOMAIN = "npuserve.dev"
 MAX_VIOLATIONS = 8
 """Bad fields that one error lists."""
 MAX_PATH_BYTES = 64
-"""Of a bad field's path."""
+"""Length limit of a bad field's path."""
 MAX_DESCRIPTION_BYTES = 800
-"""Of all descriptions of one error together."""
+"""Length limit of all descriptions of one error together."""
 
 
 class ServeError(Exception):
@@ -251,7 +251,7 @@ def from_wire(wire: WireError) -> ServeError:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return at most so many bytes of valid UTF-8."""
+    """Return the text, cut to `most` bytes of UTF-8."""
     data = text.encode(errors="replace")
     return (data if len(data) <= most else data[: most - 3] + b"...").decode(errors="ignore")
 

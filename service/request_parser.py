@@ -17,6 +17,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from npuserve.service.auth import caller
 from npuserve.service.call import Context, call
 from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
 
@@ -120,5 +121,6 @@ def _streaming(rpc: str, method: Any, deserializer: Callable[[bytes], Message]) 
 
 
 async def _refuse(rpc: str, context: Context, error: ServeError) -> None:
-    async with call(context, rpc, logging.INFO):
+    async with call(context, rpc, logging.INFO) as fields:
+        fields["client"] = caller(context).name
         raise error

@@ -165,8 +165,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 finish = answer.add(outputs)
                 if answer.keep is not None and finish is None:
                     finish = await stream.stop(answer.keep)
-                for part in answer.prompt_messages():
-                    await send(part)
+                for prompt_part in answer.prompt_messages():
+                    await send(prompt_part)
                     await asyncio.sleep(0)  # other streams go on between the parts of a long prompt
                 if finish:
                     last = answer.last(finish, time.monotonic())
@@ -175,9 +175,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                         trace.finished(finish.timing, self.folder.name, stream.first_token)
                     await send(last)
                     return
-                message = answer.message(time.monotonic())
-                if message:
-                    await send(message)
+                part = answer.message(time.monotonic())
+                if part:
+                    await send(part)
 
     @property
     def _tokenizer(self) -> Tokenizer | None:

@@ -20,7 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.service import client
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
+from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving, streamed
 from tests.service.certificates import Authority, needs_openssl
 
@@ -155,3 +157,52 @@ def test_a_drain_on_demand() -> None:
         asking.join(90)
         assert len(answer) == 200
         assert server.process.wait(30) == 0
+
+
+def test_bad_requests_of_any_language_are_invalid_argument_by_field() -> None:
+    """As bytes, since Python's protobuf refuses to send what those of C++, Ruby and Node do."""
+    generate = "/npuserve.v1.InferenceService/Generate"
+    with serving() as server:
+        raw = server.channel.unary_unary(generate, response_deserializer=pb.GenerateResponse.FromString)
+        several = pb.GenerateRequest(text="a")
+        several.sampling.temperature, several.scheduling.priority = -1, 1000
+        for data, code, said in (
+            (b"\x1a\x04caf\xe9", "INVALID_ARGUMENT", "text: must be valid UTF-8"),
+            (b"\x0a\x03\xed\xa0\x80", "INVALID_ARGUMENT", "request_id: must be valid UTF-8"),
+            (b"\xff\xff\xff", "INVALID_ARGUMENT", "the request is not a valid npuserve.v1.GenerateRequest: malformed"),
+            (several.SerializeToString(), "INVALID_ARGUMENT",
+             "sampling.temperature: must be in [0, 100], got -1; scheduling.priority: must be in [-100, 100], got"),
+            (pb.GenerateRequest(text="").SerializeToString(), "INVALID_ARGUMENT", "text: must be at least one token"),
+            (b"\x2a\x08\x0a\x06\x0a\x04user", "FAILED_PRECONDITION", "chat: the served model has no chat template"),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                raw(data, timeout=30)
+            assert (refused.value.code().name, refused.value.details()[: len(said)]) == (code, said)
+        assert len(streamed(server.stub, request("Once upon a time", 4))[1]) == 4
+        assert server.metric("npuserve_requests_total", rpc="Generate", code="INVALID_ARGUMENT") == 5
+        assert server.metric("npuserve_requests_total", rpc="Generate", code="FAILED_PRECONDITION") == 1
+        assert "Traceback" not in server.log
+        assert "InvalidField: text" in server.log
+
+
+def test_lone_surrogates_in_a_chats_json_are_invalid_argument_by_field(tmp_path: Path) -> None:
+    with target(tmp_path) as fuzzed:
+        ask = pb.GenerateRequest(stopping=pb.StoppingParams(max_tokens=2))
+        ask.chat.messages.add(role="user", content="hi")
+        message = ask.chat.messages.add(role="assistant")
+        calls = "chat.messages[1].tool_calls[0]"
+        for field, strings in (("chat.tools[0]", ask.chat.tools), (calls, message.tool_calls)):
+            strings.append(r'{"name": "\ud800"}')
+            with pytest.raises(grpc.RpcError) as refused:
+                fuzzed.server.stub.Generate(ask, timeout=30)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details() == f"{field}: must be valid Unicode, got the lone surrogate U+D800"
+            strings[0] = r'{"name": "\ud83d\ude00"}'
+            assert fuzzed.server.stub.Generate(ask, timeout=30).finish.usage.generated_tokens
+            del strings[:]
+        message.role = "bot"
+        with pytest.raises(grpc.RpcError) as refused:
+            fuzzed.server.stub.Generate(ask, timeout=30)
+        assert refused.value.details() == (
+            "chat.messages[1].role: must be one of assistant, system, tool, user; got 'bot'")
+        fuzzed.settle()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import code_pb2, error_details_pb2
 
 from npuserve.service import errors
 from npuserve.service.errors import InvalidField, NoChatTemplate, NoTokenizer, Violations
@@ -55,3 +58,16 @@ def test_log_has_no_name_of_the_client() -> None:
 def test_missing_chat_template_is_an_error_of_its_own() -> None:
     assert NoChatTemplate.code == NoTokenizer.code
     assert not issubclass(NoChatTemplate, NoTokenizer)
+
+
+def kinds(base: type[errors.ServeError]) -> set[type[errors.ServeError]]:
+    found = base.__subclasses__()
+    return set(found).union(*(kinds(kind) for kind in found))
+
+
+def test_clients_page_lists_every_reason_with_its_status() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    listed = re.findall(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \|", text, re.MULTILINE)
+    raised = kinds(errors.ServeError) - {errors.Retryable}
+    assert len(listed) == len(raised)
+    assert dict(listed) == {kind.reason(): code_pb2.Code.Name(kind.code) for kind in raised}

@@ -500,7 +500,9 @@ class StreamGenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Never ends inside a character."""
+    """Never ends inside a character. Empty in a message that carries prompt_logprobs or tokens without text, or that
+    shows progress while the text must wait.
+    """
     offset: _builtins.int
     """Tokens of the answer sent before this message."""
     num_tokens: _builtins.int
