@@ -59,7 +59,7 @@ def _invalid_text(kind: Descriptor, data: bytes, depth: int) -> str:
     A path ends at a message of google.protobuf, such as a Struct, whose keys are the client's.
     """
     try:
-        fields = list(UnknownFieldSet(Empty.FromString(data)))  # to Empty every field is unknown
+        fields: Any = UnknownFieldSet(Empty.FromString(data))  # to Empty every field is unknown
     except DecodeError:
         return ""
     seen: dict[int, int] = {}
