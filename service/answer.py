@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service import messages
 from npuserve.service.messages import Output
-from npuserve.service.stream import PROGRESS_SECONDS
 from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
 
@@ -24,6 +23,9 @@ REASONS = {
     "deadline": pb.FINISH_REASON_DEADLINE,
     "aborted": pb.FINISH_REASON_ABORTED,
 }
+PROGRESS_SECONDS = 0.5
+"""Time after which tokens without text are sent. With MAX_INTERVAL_SECONDS of stream.py, a stream whose tokens are at
+most 1 s apart has a message in every second."""
 
 
 MAX_PROMPT_LOGPROBS_BYTES = 256 << 10

@@ -3,7 +3,7 @@
 What the reader has not taken yet comes to it as one list. A slow one is no burden to others: with more than
 max_buffered_tokens unread its request pauses in the engine, and goes on when it reads; when it takes nothing for
 slow_reader_seconds it is treated as one that has left. After the first token it is woken for every stream_interval
-tokens, after PROGRESS_SECONDS, and at the end: a message has a price, whatever it carries.
+tokens, after MAX_INTERVAL_SECONDS, and at the end: a message has a price, whatever it carries.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from npuserve.service.messages import (
 )
 from npuserve.service.suspects import DEATHS
 
-PROGRESS_SECONDS = 0.5
-"""Time after which the next token is sent on, whatever else holds it back. With it, a stream whose tokens are less than
-0.5 s apart has a message in every second."""
+MAX_INTERVAL_SECONDS = 0.25
+"""Time after the reader took tokens at which the next token wakes it, whatever stream_interval is."""
 INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
 
 
@@ -248,7 +247,7 @@ class Stream:
         enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
         more_comes = not (self._ended or self._is_cut)
         return (self.buffered >= enough or not more_comes or self._read is None
-                or now - self._read >= PROGRESS_SECONDS)
+                or now - self._read >= MAX_INTERVAL_SECONDS)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -248,7 +248,7 @@ def test_prompt_messages_are_each_below_a_mebibyte_and_precede_the_first_token(f
         last = start + chunk >= 3000
         assert not made.add([Output(1, [1] if last else [], prompt_logprobs=reports[start : start + chunk])])
         parts += made.prompt_messages()
-    first = made.message()
+    first = made.message(0.0)
     assert first
     assert (first.offset, first.num_tokens, first.text) == (0, 1, "b")
     assert len(parts) > 2
@@ -258,7 +258,7 @@ def test_prompt_messages_are_each_below_a_mebibyte_and_precede_the_first_token(f
     assert [position.chosen.token_id for position in positions] == ids
     assert not list(made.prompt_messages())
     made.add([Output(1, [2])])
-    following = made.message()
+    following = made.message(0.0)
     assert following
     assert not following.prompt_logprobs
 

@@ -95,7 +95,7 @@ async def test_messages_of_several_tokens(
     interval: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
-    monkeypatch.setattr(stream_module, "PROGRESS_SECONDS", 3600.0)
+    monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
     stream = Stream(Desk(interval, most), 0, Record(request(11)))
     taken: list[list[int]] = []
 
@@ -114,7 +114,7 @@ async def test_messages_of_several_tokens(
     assert [len(tokens) for tokens in taken] == sizes
 
 
-async def test_stream_gives_its_reader_the_next_token_after_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
     stream = Stream(Desk(100, 512), 0, Record(request(11)))
@@ -129,7 +129,7 @@ async def test_stream_gives_its_reader_the_next_token_after_half_a_second(monkey
         stream.push(Output(0, [token]), now)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        now += 0.25
+        now += 0.125
     assert taken == [[0], [1, 2], [3, 4], [5, 6]]
     reading.cancel()
 
@@ -137,7 +137,7 @@ async def test_stream_gives_its_reader_the_next_token_after_half_a_second(monkey
 async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "PROGRESS_SECONDS", 3600.0)
+    monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
     stream = Stream(Desk(4, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
