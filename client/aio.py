@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,9 +21,7 @@ from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-LOCALLY = "Locally cancelled by application!"
-"""What grpc.aio says of a call that was cancelled on this side."""
-
+T = TypeVar("T")
 
 class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
     """As `Stream`; cancelling the task that reads it, or leaving its `async with`, cancels the request."""
@@ -32,18 +30,18 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
         self.attempts = attempts
         self._client = client
         self._call: Any = None
-        self._cancelled = asyncio.Event()
+        self._is_cancelled = False
 
     async def __anext__(self) -> pb.StreamGenerateResponse:
         if self.attempts.finish:
             raise StopAsyncIteration
-        while not (self._cancelled.is_set() or self._client.closed):
+        while not self._is_over():
             try:
                 message = await self._read()
             except ClientError as error:
                 self._call = None
-                if not (self._cancelled.is_set() or self._client.closed):
-                    await self._sleep(self.attempts.failed(error))
+                if not self._is_over():
+                    await self._client.wait(self.attempts.failed(error), self._is_over)
                 continue
             try:
                 taken = self.attempts.take(message)
@@ -56,10 +54,11 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
 
     def cancel(self) -> None:
-        """Nobody waits for the rest. The server keeps it for a while: see AsyncClient.resume."""
-        self._cancelled.set()
+        """End the stream early. The server keeps the answer so far for a while: see AsyncClient.resume."""
+        self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
+        self._client.wake()
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -67,37 +66,37 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
     async def __aexit__(self, *exception: object) -> None:
         self.cancel()
 
-    async def _sleep(self, seconds: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._cancelled.wait(), seconds)
+    def _is_over(self) -> bool:
+        return self._is_cancelled or self._client.closed
 
     async def _read(self) -> pb.StreamGenerateResponse:
+        if self._call is None:
+            name, message, timeout = self.attempts.next()
+            self._call = self._client.call(name, message, timeout)
+        received = await _settled(self._receive(self._call), self.cancel)
+        if isinstance(received, ClientError):
+            raise received
+        return received
+
+    async def _receive(self, call: Any) -> pb.StreamGenerateResponse | ClientError:
+        """Read one message, or how the call ended."""
         try:
-            if self._call is None:
-                name, message, timeout = self.attempts.next()
-                self._call = self._client.call(name, message, timeout)
-            received = await self._call.read()
-            self.attempts.began(await self._call.initial_metadata())
+            received = await call.read()
+            self.attempts.began(await call.initial_metadata())
         except grpc.aio.AioRpcError as error:
             self.attempts.began(error.initial_metadata())
-            raise from_rpc(error) from None
+            self.attempts.began(error.trailing_metadata())
+            return from_rpc(error)
         except asyncio.CancelledError:
-            # grpc.aio raises it for a status of CANCELLED too, whoever it is of.
-            if not self._call.done() or await self._call.details() == LOCALLY:
-                if self._cancelled.is_set():
-                    raise ClientError(grpc.StatusCode.CANCELLED, "cancelled here") from None
-                self.cancel()
-                raise
-            raise ClientError(grpc.StatusCode.CANCELLED, await self._call.details()) from None
+            return await _cancelled(call)
         if received is grpc.aio.EOF:  # type: ignore[attr-defined]
-            raise ended_early()
+            return ended_early()
         assert isinstance(received, pb.StreamGenerateResponse)
         return received
 
     async def _end(self) -> None:
         """Read the status too, so that the server does not see a cancel."""
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the answer is whole
-            await self._call.read()
+        await _settled(self._receive(self._call), self.cancel)  # the answer is whole, whatever the status is
         self._call = None
 
 
@@ -109,6 +108,7 @@ class AsyncClient:
         patience: float = 60.0,
     ):
         self.closed = False
+        self._changed: asyncio.Future[None] | None = None
         self._timeout = timeout
         self._patience = patience
         self._metadata = channel.metadata(api_key)
@@ -157,8 +157,9 @@ class AsyncClient:
         return text
 
     async def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancel all calls and waits."""
         self.closed = True
+        self.wake()
         await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
@@ -168,8 +169,21 @@ class AsyncClient:
         await self.close()
 
     def call(self, name: str, message: Any, timeout: float | None) -> Any:
-        """One call of a streaming RPC, once."""
+        """Begin one call of an RPC."""
         return getattr(self._stub, name)(message, timeout=timeout, metadata=self._metadata)
+
+    async def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait, at most until `is_over()`, which is checked after each `wake`."""
+        end = time.monotonic() + seconds
+        while not is_over() and (left := end - time.monotonic()) > 0:
+            if self._changed is None or self._changed.done():
+                self._changed = asyncio.get_running_loop().create_future()
+            # asyncio.wait_for may lose a cancel of the task before Python 3.12.
+            await asyncio.wait([self._changed], timeout=left)
+
+    def wake(self) -> None:
+        if self._changed and not self._changed.done():
+            self._changed.set_result(None)
 
     def _retries(self, timeout: float | None) -> Retries:
         return Retries(self._timeout if timeout is None else timeout, self._patience)
@@ -177,10 +191,42 @@ class AsyncClient:
     async def _unary(self, name: str, message: Any, timeout: float | None) -> Any:
         retries = self._retries(timeout)
         while True:
-            try:
-                return await getattr(self._stub, name)(message, timeout=retries.left(), metadata=self._metadata)
-            except grpc.aio.AioRpcError as failed:
-                error = from_rpc(failed)
-            if self.closed or not is_passing(error):
-                raise error
-            await asyncio.sleep(retries.wait(error))
+            call = self.call(name, message, retries.left())
+            answer = await _settled(_answer(call), call.cancel)
+            if not isinstance(answer, ClientError):
+                return answer
+            if not (self.closed or is_passing(answer)):
+                raise answer
+            if not self.closed:
+                await self.wait(retries.wait(answer), lambda: self.closed)
+            if self.closed:
+                raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
+
+
+async def _answer(call: Any) -> Any:
+    """Return the message of a unary call, or its error."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return from_rpc(error)
+    except asyncio.CancelledError:
+        return await _cancelled(call)
+
+
+async def _cancelled(call: Any) -> ClientError:
+    return ClientError(grpc.StatusCode.CANCELLED, await call.details() or "no details")
+
+
+async def _settled(reading: Coroutine[Any, Any, T], cancel: Callable[[], object]) -> T:
+    """Return the result of `reading`. If this task is cancelled, `cancel` the call, which ends `reading`.
+
+    grpc.aio raises CancelledError for a cancelled call, too, and in one task Python 3.10 cannot tell the two apart.
+    `reading` has a task of its own, and asyncio.wait raises CancelledError only if this task is cancelled.
+    """
+    task = asyncio.ensure_future(reading)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        cancel()
+        raise
+    return task.result()

@@ -2,11 +2,12 @@
 
 1. A failure is passing if the server gave a time (RetryInfo), if it is UNAVAILABLE, or if nobody at the server said it:
    INTERNAL, UNKNOWN or CANCELLED without an ErrorInfo is a connection or a proxy that broke. All else is final.
-2. After a passing one comes a wait: at least the server's time, and at least a back-off that doubles with each failure
-   in a row; both jittered. If it would end beyond the deadline, or more than `patience` seconds after the first failure
-   in a row, the failure is raised at once. A message that comes ends the row.
+2. Every further call waits first: at least the server's time, and at least a back-off that doubles with each failure
+   in a row; both jittered. If the wait would end beyond the deadline, or more than `patience` seconds after the first
+   failure in a row, the failure is raised at once. A message with tokens ends the row.
 3. Then the stream is resumed from the tokens received, if its resume token is known. If nothing has come yet, it is
-   asked for anew without a token, where the server itself ended it, and where it does not know the token (any more).
+   asked for anew without a token, where the server itself ended it, and where ResumeStream does not know the token:
+   its reason is STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
 4. What came and cannot be continued is StreamLost. Each message must begin where the last one ended, so that nothing is
    repeated and nothing is missed: otherwise ServerError.
 """
@@ -20,11 +21,15 @@ from typing import Any
 
 import grpc
 
-from npuserve.client.errors import RESUME_TOKEN, ClientError, Conflict, NotFound, ServerError, StreamLost
+from npuserve.client.errors import RESUME_TOKEN, ClientError, ServerError, StreamLost
 from npuserve.v1 import generate_pb2 as pb
 
 FIRST_WAIT = 0.05
 LONGEST_WAIT = 5.0
+MIN_JITTER = 0.5
+"""A back-off is at least this share of its nominal length, so FIRST_WAIT * MIN_JITTER is the minimum between calls."""
+STREAM_NOT_FOUND = "STREAM_NOT_FOUND"
+DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
 BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
 
@@ -56,11 +61,11 @@ class Retries:
         self._failures = 0
 
     def wait(self, error: ClientError) -> float:
-        """Seconds to wait after a passing failure; raises it if that is too long."""
+        """Return the seconds to wait after a failure. Raise the failure if that is too long."""
         now = time.monotonic()
         if not self._failures:
             self._failing_since = now
-        backoff = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self._failures, 16)) * random.uniform(0.5, 1.0)
+        backoff = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self._failures, 16)) * random.uniform(MIN_JITTER, 1.0)
         wait = max(backoff, (error.retry_seconds or 0.0) * random.uniform(1.0, 1.25))
         self._failures += 1
         if now + wait - self._failing_since > self._patience:
@@ -92,20 +97,23 @@ class Attempts:
         self._prompt_positions = 0  # received of prompt_logprobs, by all calls and by this one
         self._call_positions = 0
         self._asked = 0
+        self._resuming = False
 
     def next(self) -> tuple[str, pb.GenerateRequest | pb.ResumeStreamRequest, float | None]:
         """(name of the RPC, its message, its timeout)."""
         self.calls += 1
         self._call_positions = 0
-        if self._request is None or self.resume_token:
+        self._resuming = self._request is None or bool(self.resume_token)
+        if self._resuming:
             resume = pb.ResumeStreamRequest(resume_token=self.resume_token, token_offset=self.tokens)
             return "ResumeStream", resume, self._retries.left()
+        assert self._request
         self._asked += 1
         return "StreamGenerate", self._request, self._retries.left()
 
-    def began(self, initial_metadata: Iterable[Any] | None) -> None:
-        """The call's initial metadata, if there was any."""
-        told: dict[str, Any] = dict(initial_metadata or ())
+    def began(self, metadata: Iterable[Any] | None) -> None:
+        """Take the request's id and resume token from a call's initial metadata, or from an error's trailing ones."""
+        told: dict[str, Any] = dict(metadata or ())
         self.request_id = told.get("x-request-id", self.request_id)
         self.resume_token = told.get(RESUME_TOKEN, self.resume_token)
 
@@ -115,7 +123,8 @@ class Attempts:
             raise ServerError(
                 grpc.StatusCode.DATA_LOSS, f"a message at token {message.offset} where {self.tokens} was next",
                 resume_token=self.resume_token)
-        self._retries.progress()
+        if message.num_tokens:
+            self._retries.progress()
         self._received = True
         self.tokens += message.num_tokens
         if message.prompt_logprobs:  # a stream that is resumed at token 0 repeats them from the first position
@@ -128,16 +137,16 @@ class Attempts:
         return message
 
     def failed(self, error: ClientError) -> float:
-        """Seconds to wait until the next call. Raises what is final."""
+        """Return the seconds to wait until the next call: never less than the minimum back-off. Raise a final error."""
         self.resume_token = error.resume_token = error.resume_token or self.resume_token
         fresh = not self._received and self._request is not None
-        if isinstance(error, NotFound) and self.resume_token:
-            if not fresh:
-                raise self._lost(error)
-            self.resume_token = ""
-            return 0.0
-        if not is_passing(error) and not (isinstance(error, Conflict) and self._asked > 1):
-            raise error  # a request_id of ours is live until the server sees that the connection is gone
+        is_unknown = self._resuming and error.reason == STREAM_NOT_FOUND
+        if is_unknown and not fresh:
+            raise self._lost(error)
+        # A request_id of ours is live until the server sees that the connection is gone.
+        is_ours = error.reason == DUPLICATE_REQUEST and self._asked > 1
+        if not (is_unknown or is_ours or is_passing(error)):
+            raise error
         if fresh and error.reason:
             self.resume_token = ""  # the server itself did not take it, and another may
         elif not fresh and not self.resume_token:

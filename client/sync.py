@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -31,18 +31,18 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
         self.attempts = attempts
         self._client = client
         self._call: Any = None
-        self._cancelled = threading.Event()
+        self._is_cancelled = False
 
     def __next__(self) -> pb.StreamGenerateResponse:
         if self.attempts.finish:
             raise StopIteration
-        while not (self._cancelled.is_set() or self._client.closed):
+        while not self._is_over():
             try:
                 message = self._read()
             except ClientError as error:
                 self._call = None
-                if not (self._cancelled.is_set() or self._client.closed):
-                    self._cancelled.wait(self.attempts.failed(error))
+                if not self._is_over():
+                    self._client.wait(self.attempts.failed(error), self._is_over)
                 continue
             try:
                 taken = self.attempts.take(message)
@@ -55,11 +55,12 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
 
     def cancel(self) -> None:
-        """Nobody waits for the rest. The server keeps it for a while: see Client.resume."""
-        self._cancelled.set()
+        """End the stream early. The server keeps the answer so far for a while: see Client.resume."""
+        self._is_cancelled = True
         call = self._call
         if call is not None:
             call.cancel()
+        self._client.wake()
 
     def __enter__(self) -> Stream:
         return self
@@ -67,15 +68,22 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
     def __exit__(self, *exception: object) -> None:
         self.cancel()
 
+    def _is_over(self) -> bool:
+        return self._is_cancelled or self._client.closed
+
     def _read(self) -> pb.StreamGenerateResponse:
         try:
-            if self._call is None:
+            call = self._call
+            if call is None:
                 name, message, timeout = self.attempts.next()
-                self._call = self._client.call(name, message, timeout)
-            received: pb.StreamGenerateResponse | None = next(self._call, None)
-            self.attempts.began(self._call.initial_metadata())
+                call = self._call = self._client.call(name, message, timeout)
+                if self._is_over():  # before the assignment, `cancel` found no call to cancel
+                    call.cancel()
+            received: pb.StreamGenerateResponse | None = next(call, None)
+            self.attempts.began(call.initial_metadata())
         except grpc.RpcError as error:
             self.attempts.began(error.initial_metadata())  # type: ignore[attr-defined]
+            self.attempts.began(error.trailing_metadata())  # type: ignore[attr-defined]
             raise from_rpc(error) from None
         if received is None:
             raise ended_early()
@@ -101,6 +109,7 @@ class Client:
         patience: float = 60.0,
     ):
         self.closed = False
+        self._changed = threading.Condition()
         self._timeout = timeout
         self._patience = patience
         self._metadata = channel.metadata(api_key)
@@ -149,8 +158,9 @@ class Client:
         return text
 
     def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancel all calls and waits."""
         self.closed = True
+        self.wake()
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -160,8 +170,22 @@ class Client:
         self.close()
 
     def call(self, name: str, message: Any, timeout: float | None) -> Any:
-        """One call of a streaming RPC, once."""
-        return getattr(self._stub, name)(message, timeout=timeout, metadata=self._metadata)
+        """Begin one call of an RPC. Raise Cancelled if the client is closed."""
+        try:
+            return getattr(self._stub, name)(message, timeout=timeout, metadata=self._metadata)
+        except ValueError:
+            if self.closed:  # gRPC raises it for a closed channel
+                raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed") from None
+            raise
+
+    def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait, at most until `is_over()`, which is checked after each `wake`."""
+        with self._changed:
+            self._changed.wait_for(is_over, seconds)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _retries(self, timeout: float | None) -> Retries:
         return Retries(self._timeout if timeout is None else timeout, self._patience)
@@ -170,12 +194,15 @@ class Client:
         retries = self._retries(timeout)
         while True:
             try:
-                return getattr(self._stub, name)(message, timeout=retries.left(), metadata=self._metadata)
+                return self.call(name, message, retries.left())
             except grpc.RpcError as failed:
                 error = from_rpc(failed)
-            if self.closed or not is_passing(error):
+            if not (self.closed or is_passing(error)):
                 raise error
-            threading.Event().wait(retries.wait(error))
+            if not self.closed:
+                self.wait(retries.wait(error), lambda: self.closed)
+            if self.closed:
+                raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
 
 
 def put_together(whole: pb.GenerateResponse, delta: pb.StreamGenerateResponse) -> None:

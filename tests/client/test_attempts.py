@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.client import ClientError, Conflict, NotFound, Overloaded, ServerError, StreamLost, Unavailable
-from npuserve.client.attempts import Attempts, Retries
+from npuserve.client.attempts import FIRST_WAIT, MIN_JITTER, Attempts, Retries
 from npuserve.client.errors import KINDS
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import TEXT, WHOLE, parts
@@ -107,6 +108,99 @@ def test_a_stream_that_the_server_forgot(messages: int) -> None:
     else:
         made.failed(gone.value)
         assert made.next()[0] == "StreamGenerate"
+
+
+def test_not_found_of_anything_but_the_stream_is_final() -> None:
+    """Whatever the initial metadata had, and whichever call it is the answer to."""
+    for reason in ("MODEL_NOT_FOUND", "REQUEST_NOT_FOUND", ""):
+        made, server = attempts(), dict[str, bool]()
+        answered(made, server, True, 0, [1])
+        error = failure(S.NOT_FOUND, reason=reason)
+        with pytest.raises(NotFound) as raised:
+            made.failed(error)
+        assert raised.value is error
+        answered(made, server, True, 2, [1])
+        made.failed(failure(S.UNAVAILABLE))
+        assert made.next()[0] == "ResumeStream"
+        with pytest.raises(NotFound) as raised:
+            made.failed(error)
+        assert raised.value is error
+
+
+def test_stream_not_found_is_final_for_a_call_that_does_not_resume() -> None:
+    made = attempts()
+    made.next()
+    made.began((("x-resume-token", "t"),))
+    with pytest.raises(NotFound):
+        made.failed(failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND"))
+
+
+ANY = st.builds(
+    lambda code, reason, retry: failure(code, reason=reason, retry_seconds=retry),
+    st.sampled_from([S.NOT_FOUND, S.UNAVAILABLE, S.UNKNOWN, S.ALREADY_EXISTS, S.RESOURCE_EXHAUSTED, S.ABORTED]),
+    st.sampled_from(["", "STREAM_NOT_FOUND", "MODEL_NOT_FOUND", "DUPLICATE_REQUEST", "UNAVAILABLE"]),
+    st.none() | st.floats(-1.0, 1.0))
+
+
+@given(calls=st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 1), ANY), max_size=12))
+def test_no_two_calls_are_closer_than_the_minimum_back_off(calls: list[tuple[bool, int, int, ClientError]]) -> None:
+    made = attempts()
+    for has_token, messages, tokens, error in calls:
+        made.next()
+        if has_token:
+            made.began((("x-resume-token", "t"),))
+        for _ in range(messages):
+            made.take(pb.StreamGenerateResponse(offset=made.tokens, num_tokens=tokens))
+        try:
+            assert made.failed(error) >= FIRST_WAIT * MIN_JITTER
+        except ClientError:
+            return
+
+
+def test_patience_bounds_a_server_that_forgets_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, names = [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    made = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
+
+    def call() -> None:
+        names.append(made.next()[0])
+        made.began((("x-resume-token", f"token-{len(names)}"),))
+        forgot = failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND")
+        clock[0] += made.failed(forgot if names[-1] == "ResumeStream" else failure(S.UNAVAILABLE))
+
+    with pytest.raises((NotFound, Unavailable)):
+        repeat(call)
+    assert set(names) == {"StreamGenerate", "ResumeStream"}
+    assert len(names) < 20
+    assert clock[0] <= 3.0
+
+
+def test_messages_without_tokens_do_not_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    made = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
+
+    def call() -> None:
+        made.next()
+        made.began((("x-resume-token", "t"),))
+        made.take(pb.StreamGenerateResponse(offset=0))
+        clock[0] += made.failed(failure(S.UNAVAILABLE))
+
+    with pytest.raises(Unavailable):
+        repeat(call)
+    assert clock[0] <= 3.0
+
+
+def repeat(call: Callable[[], None]) -> None:
+    for _ in range(1000):
+        call()
+
+
+def test_the_request_id_of_an_error_is_in_its_trailing_metadata() -> None:
+    made = attempts()
+    made.began(None)
+    made.began((("x-request-id", "r"),))
+    assert (made.request_id, made.resume_token) == ("r", "")
 
 
 def test_without_a_resume_token_what_came_cannot_be_continued() -> None:

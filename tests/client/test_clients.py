@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from npuserve.client import (
 from npuserve.service import errors
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import TEXT, WHOLE, Counting, Proxy, serving
-from tests.service.fake_engine import until
 
 
 async def collect_async(target: str, **options: float) -> list[pb.StreamGenerateResponse]:
@@ -166,29 +164,6 @@ async def test_another_client_takes_the_stream_up() -> None:
         with pytest.raises(StreamLost):
             await anext(one.resume("unknown", 3))
         assert {metadata["authorization"] for _, _, metadata in server.asked} == {"Bearer k-1"}
-
-
-async def test_cancelling_the_task_cancels_the_call() -> None:
-    async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
-        server.fail = [errors.QueueFull("full", 20.0)]
-        waiting = asyncio.ensure_future(client.generate("x"))
-        await until(lambda: server.asked)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-
-async def test_a_thread_is_cancelled_from_another() -> None:
-    async with serving() as (server, proxy):
-        server.fail = [errors.QueueFull("full", 20.0)]
-
-        def work() -> None:
-            with Client(target(proxy)) as client, client.stream("x") as stream:
-                threading.Timer(0.2, stream.cancel).start()
-                with pytest.raises(Cancelled):
-                    next(stream)
-
-        await asyncio.to_thread(work)
 
 
 @both
