@@ -9,7 +9,8 @@ const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 const protobuf = require("protobufjs");
 
-const { UNAVAILABLE, NOT_FOUND, INTERNAL, UNKNOWN, CANCELLED } = grpc.status;
+const { UNAVAILABLE, INTERNAL, UNKNOWN, CANCELLED } = grpc.status;
+const DOMAIN = "npuserve.dev"; // of the server's own reasons
 const FIRST_WAIT = 50, LONGEST_WAIT = 5000; // ms
 const OPTIONS = {
   "grpc.keepalive_time_ms": 10000, "grpc.keepalive_timeout_ms": 10000, "grpc.initial_reconnect_backoff_ms": 50,
@@ -19,18 +20,25 @@ const OPTIONS = {
 const DETAILS = protobuf.parse(`syntax = "proto3";
   message Any { string type_url = 1; bytes value = 2; }
   message Status { int32 code = 1; string message = 2; repeated Any details = 3; }
+  message ErrorInfo { string reason = 1; string domain = 2; }
   message Duration { int64 seconds = 1; int32 nanos = 2; }
   message RetryInfo { Duration retry_delay = 1; }`, { keepCase: true }).root;
 
-// { byServer: whether the server itself said it, retry: ms after which to try again, undefined if it did not say }
+// Returns { reason: the server's name of the cause, "" if the error is not the server's own (a connection broke),
+//           retry: ms after which to try again, undefined if the server gave none }
 function read(error) {
   const [bytes] = error.metadata?.get("grpc-status-details-bin") ?? [];
-  if (!bytes) return { byServer: false };
-  const details = DETAILS.lookupType("Status").decode(bytes).details;
-  const info = details.find((detail) => detail.type_url.endsWith("/google.rpc.RetryInfo"));
-  if (!info) return { byServer: true };
-  const delay = DETAILS.lookupType("RetryInfo").decode(info.value).retry_delay ?? { seconds: 0, nanos: 0 };
-  return { byServer: true, retry: Number(delay.seconds) * 1e3 + delay.nanos / 1e6 };
+  const details = bytes ? DETAILS.lookupType("Status").decode(bytes).details : [];
+  const find = (name) => {
+    const detail = details.find(({ type_url }) => type_url.endsWith(`/google.rpc.${name}`));
+    return detail && DETAILS.lookupType(name).decode(detail.value);
+  };
+  const info = find("ErrorInfo"), wait = find("RetryInfo");
+  const delay = wait && (wait.retry_delay ?? { seconds: 0, nanos: 0 });
+  return {
+    reason: info?.domain === DOMAIN ? info.reason : "",
+    retry: delay && Number(delay.seconds) * 1e3 + delay.nanos / 1e6,
+  };
 }
 
 // Yields the messages of one answer. timeout: ms for the whole. patience: ms of failures in a row.
@@ -38,7 +46,8 @@ async function* stream(client, request, { timeout = Infinity, patience = 60000 }
   const deadline = timeout === Infinity ? Infinity : Date.now() + timeout;
   let token = "", tokens = 0, received = false, failures = 0, failingSince = 0;
   for (;;) {
-    const call = token
+    const resuming = token !== "";
+    const call = resuming
       ? client.resumeStream({ resume_token: token, token_offset: tokens }, { deadline })
       : client.streamGenerate(request, { deadline });
     call.on("metadata", (metadata) => { [token = token] = metadata.get("x-resume-token"); });
@@ -48,7 +57,7 @@ async function* stream(client, request, { timeout = Infinity, patience = 60000 }
         if (message.offset !== tokens) throw new Error(`a message at token ${message.offset}, ${tokens} was next`);
         tokens += message.num_tokens;
         received = true;
-        failures = 0;
+        if (message.num_tokens) failures = 0;
         finished = Boolean(message.finish);
         yield message;
       }
@@ -61,12 +70,12 @@ async function* stream(client, request, { timeout = Infinity, patience = 60000 }
     } finally {
       if (!finished) call.cancel();
     }
-    const { byServer, retry } = read(failure);
-    const unknown = failure.code === NOT_FOUND && token !== "";
+    const { reason, retry } = read(failure);
+    const unknown = resuming && reason === "STREAM_NOT_FOUND";
     const passing = retry !== undefined || failure.code === UNAVAILABLE
-      || (!byServer && [INTERNAL, UNKNOWN, CANCELLED].includes(failure.code));
+      || (!reason && [INTERNAL, UNKNOWN, CANCELLED].includes(failure.code));
     if (!(passing || (unknown && !received)) || (received && !token)) throw failure;
-    if (!received && byServer) token = ""; // the server did not take it, or forgot it: ask anew
+    if (!received && reason) token = ""; // the server did not accept the request, or forgot the stream: ask anew
     if (!failures) failingSince = performance.now();
     const backoff = Math.min(LONGEST_WAIT, FIRST_WAIT * 2 ** failures++) * (0.5 + Math.random() / 2);
     const wait = Math.max(backoff, (retry ?? 0) * (1 + Math.random() / 4));

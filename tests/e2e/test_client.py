@@ -16,6 +16,7 @@ import pytest
 from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.server import Server, serving
+from tests.service.fake_engine import until
 
 PROMPTS = ("Once upon a time", "One day", "The cat", "Tim wanted", "从前有", "😀 é")
 
@@ -63,7 +64,7 @@ def test_a_client_leaves_and_another_goes_on(server: Server) -> None:
     with Client(server.target) as one, Client(server.target) as other:
         whole = one.generate("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True)
         with one.stream("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True) as stream:
-            text = "".join(next(stream).text for _ in range(5))
+            text = next(stream).text  # how many messages follow depends on the load: tokens share messages
         token, tokens = stream.attempts.resume_token, stream.attempts.tokens
         deltas = list(other.resume(token, tokens))
         assert text + "".join(delta.text for delta in deltas) == whole.text
@@ -71,8 +72,30 @@ def test_a_client_leaves_and_another_goes_on(server: Server) -> None:
         with pytest.raises(InvalidRequest, match="token_offset") as raised:
             list(other.resume(token, 101))
         assert raised.value.field == "token_offset"
-        with pytest.raises((NotFound, StreamLost)):
+        with pytest.raises(StreamLost) as lost:
             next(other.resume("of nobody", 0))
+        assert lost.value.reason == "STREAM_NOT_FOUND"
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+async def test_unknown_model_is_raised_after_one_call(server: Server, kind: str) -> None:
+    calls = calls_of(server)
+
+    def ask() -> object:
+        with Client(server.target, timeout=20) as client:
+            return client.generate("x", model="typo")
+
+    async with AsyncClient(server.target, timeout=20) as client:
+        with pytest.raises(NotFound, match="typo") as raised:
+            await (client.generate("x", model="typo") if kind == "asyncio" else asyncio.to_thread(ask))
+    assert (raised.value.reason, raised.value.resume_token) == ("MODEL_NOT_FOUND", "")
+    await until(lambda: calls_of(server) > calls)
+    assert calls_of(server) == calls + 1
+
+
+def calls_of(server: Server) -> float:
+    """Return the number of streaming calls that ended."""
+    return sum(server.metric("npuserve_requests_total", rpc=rpc) for rpc in ("StreamGenerate", "ResumeStream"))
 
 
 def test_the_unary_calls(server: Server) -> None:

@@ -78,9 +78,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(node: Path, program: str, *arguments: str) -> Any:
+def run(node: Path, program: str, *arguments: str, **environment: str) -> Any:
     done = subprocess.run(["node", program, *arguments], cwd=node, capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PROTOS": str(ROOT / "protos")})
+                          env={**os.environ, "PROTOS": str(ROOT / "protos"), **environment})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -93,6 +93,14 @@ def test_node(server: Server, node: Path) -> None:
     assert said["family"] == "Qwen3ForCausalLM"
     assert said["health"] == "SERVING"
     assert said["invalid"] == {"code": 3, "field": True}
+
+
+@pytest.mark.slow
+def test_nodes_example_raises_an_unknown_model_after_one_call(server: Server, node: Path) -> None:
+    assert run(node, "resume.js", server.target, MODEL="typo") == [{"code": 5, "got": 0}]
+    assert run(node, "resume.js", server.target)[0]["tokens"] > 0  # by now the first call is counted
+    assert server.metric("npuserve_requests_total", rpc="StreamGenerate", code="NOT_FOUND") == 1
+    assert server.metric("npuserve_requests_total", rpc="ResumeStream") == 0
 
 
 @pytest.mark.slow
