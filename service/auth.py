@@ -40,11 +40,17 @@ class Limits:
 @dataclass(frozen=True)
 class Caller:
     """name: the API key's, the certificate's as `cert:NAME`, the peer's address without its port as `ipv4:10.0.0.7`,
-    or `local`. admin: may call AdminService."""
+    or `local`. admin: may call AdminService. is_authenticated: the name is proved, by a key or a certificate."""
 
     name: str
     limits: Limits = Limits()
     admin: bool = True
+    is_authenticated: bool = True
+
+    @property
+    def owner(self) -> str:
+        """The only caller who may resume its streams; "" for an anonymous one, whose address may change."""
+        return self.name if self.is_authenticated else ""
 
 
 # Of the call whose task this is; set by the guard before the call's handler runs.
@@ -59,7 +65,7 @@ def caller(context: Context) -> Caller:
     identities = context.peer_identities()
     if identities:  # the alternative names of a certificate that a trusted authority signed, else its common name
         return Caller(f"cert:{next(iter(identities)).decode(errors='replace')}")
-    return Caller(peer_name(context.peer()))
+    return Caller(peer_name(context.peer()), is_authenticated=False)
 
 
 def peer_name(peer: str) -> str:

@@ -117,13 +117,13 @@ class EngineClient:
         self.send(messages.Submit(stream.key, request))
         return stream
 
-    async def resume(self, token: str, token_offset: int, client: str, deadline: float | None) -> Stream:
-        """The stream of that token. Raises what `submit` and Ledger.resume do."""
+    async def resume(self, token: str, token_offset: int, owner: str, deadline: float | None) -> Stream:
+        """The stream of that token. owner: see Caller. Raises what `submit` and Ledger.resume do."""
         self._check_room()
         key = self._key()
         found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._resuming[key] = found
-        self.send(Resume(key, token, token_offset, client, deadline))
+        self.send(Resume(key, token, token_offset, owner, deadline))
         try:
             return await found
         except asyncio.CancelledError:

@@ -71,7 +71,7 @@ class Ledger:
         """Give a stream to a new reader: its record, and whom it was taken from. A request that was left is queued
         again. Raises StreamNotFound, InvalidField if the reader claims more tokens than there are, and what `begin`
         does."""
-        record = self.records.find(ask.token, ask.client, now)
+        record = self.records.find(ask.token, ask.owner, now)
         if record is None:
             raise StreamNotFound("resume_token: no such stream; it was never here, or ended or was left too long ago")
         made = len(record.token_ids)

@@ -58,6 +58,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     front end got it. deadline: when it is of no use any more. client: whose it is, see auth.py. client_limit: requests
     that it may have at once, 0 for no limit. resume_token: "" if nobody may resume it. ask: what front ends need of it
     and the engine does not, see resume.py. deaths: of engines, in a row, while it ran and made no token.
+    owner: the only caller who may resume it, see auth.py; "": whoever has the token.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     deaths: int = 0
     past: Past = Past()
     client_limit: int = 0
+    owner: str = ""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -239,12 +241,12 @@ class FlushPrefixCache(Wire, frozen=True):
 
 class Resume(Wire, frozen=True):
     """Somebody wants to read a stream from token_offset on. Answered by Resumed, and Outputs follow under `key`; or by
-    an Output with an error. Who read it so far gets TakenOver. deadline: of the new reader."""
+    an Output with an error. Who read it so far gets TakenOver. owner: see Caller. deadline: of the new reader."""
 
     key: int
     token: str
     token_offset: int
-    client: str
+    owner: str
     deadline: float | None
 
 

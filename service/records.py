@@ -79,12 +79,12 @@ class Records:
         if token not in self.live and not (known and _told(known[0]) >= _told(record)):
             self.end(record, now if record.ended is None else min(record.ended, now))
 
-    def find(self, token: str, client: str, now: float) -> Record | None:
-        """The record of that token, if it is this client's."""
+    def find(self, token: str, owner: str, now: float) -> Record | None:
+        """Return the record of that token. One that has an owner is found by its owner alone."""
         self.expire(now)
         ended = self._ended.get(token)
         record = self.live.get(token) or (ended[0] if ended else None)
-        return record if record and record.request.client == client else None
+        return record if record and record.request.owner in ("", owner) else None
 
     def expire(self, now: float) -> None:
         most, most_bytes = self._limits

@@ -104,7 +104,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             fields["client"] = whose.name
             self._require_folder()
             held, deadline = request.token_offset, _deadline(context)
-            stream = await self._engine.resume(request.resume_token, held, whose.name, deadline)
+            stream = await self._engine.resume(request.resume_token, held, whose.owner, deadline)
             with contextlib.closing(stream):
                 asked = stream.request
                 fields.update(id=asked.request_id, prompt_tokens=len(asked.prompt_ids), resumed_at=held)
@@ -199,8 +199,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         if limit is None:
             limit = self._config.max_requests_per_client
         ask = dataclasses.replace(ask, request=msgspec.structs.replace(
-            ask.request, client=whose.name, client_limit=limit, deadline=deadline, resume_token=token,
-            ask=resume.pack(ask)))
+            ask.request, client=whose.name, owner=whose.owner, client_limit=limit, deadline=deadline,
+            resume_token=token, ask=resume.pack(ask)))
         fields["prompt_tokens"] = len(ask.request.prompt_ids)
         if self._config.log_prompts:
             fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)

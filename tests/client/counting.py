@@ -92,12 +92,14 @@ class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
 
 class Proxy:
     """Between client and server on TCP. cuts: after how many bytes from the server the next connections are reset, one
-    each; those after them live. passed: bytes that the server sent. port: where it listens."""
+    each; those after them live. passed: bytes that the server sent. port: where it listens. source: the address from
+    which it connects to the server, None: the system's choice."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, source: str | None = None):
         self.cuts: list[int] = []
         self.passed = 0
         self._target = port
+        self._source = (source, 0) if source else None
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -121,7 +123,7 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         left = self.cuts.pop(0) if self.cuts else None
-        back, to = await asyncio.open_connection("127.0.0.1", self._target)
+        back, to = await asyncio.open_connection("127.0.0.1", self._target, local_addr=self._source)
         ours = {writer, to}
         self._writers |= ours
 

@@ -11,8 +11,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
 
 from npuserve.service import metrics
 from npuserve.service.auth import peer_name
@@ -22,6 +24,7 @@ from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.fake_engine import make_folder, until
 from tests.service.front_end import ask, running
+from tests.service.whole_server import whole_server
 
 
 @pytest.fixture
@@ -118,6 +121,27 @@ async def test_without_keys_everybody_may_do_everything(folder: Path) -> None:
         found = await codes(server, None)
         assert not {"UNAUTHENTICATED", "PERMISSION_DENIED"} & set(found.values())
         assert {message.request.client for message in server.engine.got(Submit)} == {"ipv4:127.0.0.1"}
+        assert {message.request.owner for message in server.engine.got(Submit)} == {""}
+
+
+async def test_stream_begun_with_a_key_is_resumed_with_that_key_alone(
+    tmp_path: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "npuserve")
+    async with whole_server(tmp_path, api_keys=keys["file"]) as server, server.client() as stub:
+        call = stub.StreamGenerate(ask("a", 5), metadata=bearer(keys["alice"]))
+        resume = pb.ResumeStreamRequest(resume_token=dict(await call.initial_metadata())["x-resume-token"])
+        assert "".join([part.text async for part in call]) == "bcdef"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ResumeStream(resume, metadata=bearer(keys["root"])).read()
+        info = error_details_pb2.ErrorInfo()
+        assert rpc_status.from_call(refused.value).details[0].Unpack(info)
+        assert info.reason == "STREAM_NOT_FOUND"
+        again = stub.ResumeStream(resume, metadata=bearer(keys["alice"]))
+        assert "".join([part.text async for part in again]) == "bcdef"
+        lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+        assert [(line["rpc"], line["client"]) for line in lines] == [
+            ("StreamGenerate", "alice"), ("ResumeStream", "root"), ("ResumeStream", "alice")]
 
 
 async def test_a_changed_file_is_read_again(

@@ -45,8 +45,8 @@ def running(tmp_path: Path, delay: float = 0.002, seconds: float = 60.0, fronten
 
 
 class Reader(Peer):
-    def resume(self, key: int, token: str, offset: int = 0, client: str = "me") -> None:
-        self.send(m.Resume(key, token, offset, client, None))
+    def resume(self, key: int, token: str, offset: int = 0, owner: str = "me") -> None:
+        self.send(m.Resume(key, token, offset, owner, None))
 
     def record(self, key: int) -> m.Record:
         """The answer to `resume`."""
@@ -57,7 +57,7 @@ class Reader(Peer):
             self.keep(message)
 
     def begin(self, key: int, prompt: list[int], max_tokens: int, **fields: object) -> None:
-        self.submit(key, prompt, max_tokens, resume_token=f"token {key}", client="me", **fields)
+        self.submit(key, prompt, max_tokens, resume_token=f"token {key}", owner="me", **fields)
 
     def started(self) -> list[m.Started]:
         while True:
@@ -167,7 +167,7 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
         peer.submit(2, [5, 6], 5)
         peer.until_end(1, 2)
         peer.resume(10, "token 1", 6)
-        peer.resume(11, "token 1", 0, client="somebody else")
+        peer.resume(11, "token 1", 0, owner="somebody else")
         peer.resume(12, "", 0)
         peer.resume(13, "token 2", 0)
         ends = peer.until_end(10, 11, 12, 13)
@@ -183,7 +183,7 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def restored(key: int, tokens: int, **fields: object) -> tuple[int, m.Record]:
-    request = m.Request(f"r{key}", [5, 6], 30, time.monotonic(), resume_token=f"token {key}", client="me")
+    request = m.Request(f"r{key}", [5, 6], 30, time.monotonic(), resume_token=f"token {key}", owner="me")
     record = m.Record(msgspec.structs.replace(request, **fields))
     record.add(m.Output(key, [7 + i for i in range(tokens)]))
     return key, record

@@ -22,8 +22,8 @@ from tests.service.fake_engine import INFO
 TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
 
 
-def record(token: str, tokens: int = 3, client: str = "me", finish: bool = False) -> Record:
-    made = Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, client=client, resume_token=token))
+def record(token: str, tokens: int = 3, owner: str = "me", finish: bool = False) -> Record:
+    made = Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, owner=owner, resume_token=token))
     made.add(Output(1, list(range(tokens)), Finish("length", 3, 0, tokens, TIMING) if finish else None))
     return made
 
@@ -34,17 +34,26 @@ def test_tokens_are_long_random_and_fit_metadata() -> None:
     assert all(len(token) >= 32 and token.replace("-", "a").replace("_", "a").isalnum() for token in tokens)
 
 
-def test_a_record_is_its_client_s_alone_and_for_its_time() -> None:
+def test_a_record_is_its_owner_s_alone_and_for_its_time() -> None:
     kept = Records(10.0)
     one = record("t")
     kept.begin(one)
     assert kept.find("t", "me", 1e9) is one  # however long it lives
     assert kept.find("t", "other", 0.0) is None
+    assert kept.find("t", "", 0.0) is None
     assert kept.find("", "me", 0.0) is None
     kept.end(one, 100.0)
     assert kept.find("t", "me", 109.9) is one
     assert kept.find("t", "me", 110.0) is None
     kept.check_integrity()
+
+
+def test_a_record_of_an_anonymous_caller_is_found_by_whoever_has_its_token() -> None:
+    kept = Records(10.0)
+    kept.begin(one := record("t", owner=""))
+    assert kept.find("t", "", 0.0) is one
+    assert kept.find("t", "me", 0.0) is one
+    assert kept.find("u", "", 0.0) is None
 
 
 def test_without_a_time_nothing_is_kept() -> None:

@@ -20,6 +20,7 @@ from npuserve.service import errors
 from npuserve.service.messages import Cancel, Resume, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
+from tests.client.counting import Proxy
 from tests.service.fake_engine import EOS, make_folder, until
 from tests.service.front_end import Running, ask, running
 from tests.service.test_answer import whole
@@ -412,10 +413,27 @@ async def test_resuming(folder: Path) -> None:
         assert (finish.reason, finish.matched_stop) == (pb.FINISH_REASON_STOP_STRING, "xy")
         (asked,) = server.engine.got(Resume)
         assert (asked.token, asked.token_offset) == (metadata["x-resume-token"], held)
-        assert asked.client == sent.request.client
+        assert asked.owner == sent.request.owner == ""
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read()
         assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_anonymous_stream_is_resumed_from_another_address(tmp_path: Path) -> None:
+    """As after a change of the network, or behind a NAT with several addresses."""
+    async with whole_server(tmp_path, delay=0.005) as server, server.client() as stub:
+        call = stub.StreamGenerate(ask("a", 60))
+        token = dict(await call.initial_metadata())["x-resume-token"]
+        text = (await call.read()).text
+        call.cancel()
+        proxy = Proxy(int(server.target.rpartition(":")[2]), source="127.0.0.2")
+        await proxy.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:
+            other = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            again = other.ResumeStream(pb.ResumeStreamRequest(resume_token=token, token_offset=len(text)))
+            text += "".join([part.text async for part in again])
+        proxy.close()
+        assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
 
 
 async def test_no_token_where_nothing_is_kept(folder: Path) -> None:

@@ -34,7 +34,7 @@ async def reborn(engine: FakeEngine, client: object) -> None:
 
 def asked(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: object) -> Request:
     return Request(name, [prompt, prompt + 1], max_tokens, time.monotonic(), SamplingParams(**sampling),  # type: ignore[arg-type]
-                   resume_token=token, client="me")
+                   resume_token=token, owner="me")
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -165,6 +165,7 @@ async def test_clients_are_known_by_their_certificates(
         await answered(server, trust(authority, spiffe))
         names = [message.request.client for message in server.engine.got(Submit)]
         assert names == ["cert:alice", "cert:spiffe://cluster/ns/llm"]
+        assert [message.request.owner for message in server.engine.got(Submit)] == names
         await refused(server, trust(authority))
         await refused(server, trust(authority, other.issue("mallory")))
 
