@@ -16,10 +16,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal
-
-import msgspec
 
 from npuserve.service import logs, messages, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
@@ -51,6 +49,8 @@ STALL_SECONDS = 60.0
 chunk takes its time on a CPU."""
 
 RECONNECT_SECONDS = 0.05
+FAILED_SECONDS = 1.0
+"""Time until work in the background that failed by a bug starts again."""
 PAGE_SECONDS = 0.1
 """What is counted with every token reaches the metrics page no more often while tokens come."""
 
@@ -90,8 +90,8 @@ class EngineClient:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._run(), name="engine client"), loop.create_task(self._watch(), name="slow readers")]
+        work = {"engine client": self._connection, "slow readers": self._check_readers}
+        self._tasks = [loop.create_task(self._repeat(name, each), name=name) for name, each in work.items()]
 
     async def close(self) -> None:
         """Every stream ends with Unavailable."""
@@ -181,39 +181,40 @@ class EngineClient:
         finally:
             del self._calls[message.call]
 
-    async def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    await self._connection()
-                except OSError:
-                    await asyncio.sleep(RECONNECT_SECONDS)
-                except msgspec.MsgspecError:
-                    log.exception("the engine sent what is no message; connecting again")
-                    await asyncio.sleep(1)
-        finally:
-            self._lose()
+    async def _repeat(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work` again and again. An exception is a bug: it is logged, and the work starts again after a while."""
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                logs.bug(log, f"{name}: failed, starting again", error)
+                await asyncio.sleep(FAILED_SECONDS)
 
     async def _connection(self) -> None:
-        """Connect, and serve the connection until it breaks. OSError if there is none to be had."""
+        """Connect, and serve the connection until it breaks. Raise what a message of it or its timer raised."""
         loop = asyncio.get_running_loop()
-        transport, connection = await loop.create_unix_connection(lambda: _Connection(self._hear), self._address)
+        try:
+            transport, connection = await loop.create_unix_connection(lambda: _Connection(self._hear), self._address)
+        except OSError:  # no engine is there
+            await asyncio.sleep(RECONNECT_SECONDS)
+            return
         listening = asyncio.ensure_future(self._listen())
         try:
             transport.write(messages.encode(messages.Hello()))
-            await connection.ended
+            done, _ = await asyncio.wait((connection.ended, listening), return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
         finally:
             listening.cancel()
             transport.abort()
             self._lose()
 
-    async def _watch(self) -> None:
-        """Look for readers that take nothing."""
-        while True:
-            await asyncio.sleep(min(1.0, self._slow_reader_seconds / 4))
-            now = time.monotonic()
-            for stream in list(self._streams.values()):
-                stream.check_reader(now, self._slow_reader_seconds)
+    async def _check_readers(self) -> None:
+        """Look once, after a while, for readers that take nothing."""
+        await asyncio.sleep(min(1.0, self._slow_reader_seconds / 4))
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            stream.check_reader(now, self._slow_reader_seconds)
 
     async def _listen(self) -> None:
         """Count the seconds of silence: those in which this process ran, its own pauses not being the engine's."""
@@ -325,7 +326,7 @@ class _Connection(asyncio.Protocol):
         try:
             for message in self._received.feed(data):
                 self._hear(message, self._transport)
-        except msgspec.MsgspecError as error:
+        except Exception as error:
             self._transport.abort()
             if not self.ended.done():
                 self.ended.set_exception(error)

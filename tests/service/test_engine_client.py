@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from npuserve.service import engine_client as module
 from npuserve.service import metrics
 from npuserve.service.engine_client import EngineClient, Stream
 from npuserve.service.errors import InternalError, QueueFull, Unavailable
@@ -235,3 +236,38 @@ async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
         engine.hold.set()
         assert await ids_of(stream) == [1, 2, 3, 4, 5]
         assert (client.state, stream.record.deaths) == ("ready", 0)
+
+
+@pytest.mark.parametrize(("kind", "method", "work"), [
+    (EngineClient, "_take", "engine client"), (EngineClient, "_listen", "engine client"),
+    (Stream, "check_reader", "slow readers")])
+async def test_background_work_that_fails_is_logged_and_starts_again(
+    kind: type, method: str, work: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FAILED_SECONDS", 0.01, raising=False)
+    calls: list[int] = []
+    works = getattr(kind, method)
+
+    def fails(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("a bug")
+        return works(*arguments)
+
+    async def fails_in_its_task(self: EngineClient) -> None:
+        await fails(self)  # type: ignore[misc]
+
+    monkeypatch.setattr(kind, method, fails_in_its_task if method == "_listen" else fails)
+    async with fake_engine.engine() as engine:
+        client = EngineClient(engine.address, slow_reader_seconds=0.04)
+        client.start()
+        await until(lambda: client.state == "ready")
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: len(calls) > 1)
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        await client.close()
+    (bug,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert bug.getMessage().startswith(work)
+    assert bug.fields["exception_type"] == "KeyError"  # type: ignore[attr-defined]
