@@ -500,13 +500,15 @@ class StreamGenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Never ends inside a character. Empty in a message that carries prompt_logprobs or tokens without text, or that
-    shows progress while the text must wait.
+    """Never ends inside a character. Empty in a message that carries prompt_logprobs alone, and in a message of progress,
+    which is sent at least once a second while tokens are made whose text is empty or not yet certain.
     """
     offset: _builtins.int
     """Tokens of the answer sent before this message."""
     num_tokens: _builtins.int
-    """Tokens whose text this message carries: offset + num_tokens is the token_offset to resume from after it."""
+    """Tokens whose text this message carries: offset + num_tokens is the token_offset to resume from after it. 0 in a
+    message of progress whose tokens' text is not yet certain.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Exactly those whose text this message carries, when asked for."""
