@@ -97,7 +97,8 @@ class Child:
 
     arguments: its first line on stdin, made anew at each start. heard: called with each JSON line of its stdout.
     pulse: its sign of life. files: open ones that it gets under the same numbers. `starts` counts its lives; `stopping`
-    is set once it must not live again; `silence` is for how many seconds its main loop has stood still.
+    is set once it must not live again; `silence` is for how many seconds its main loop has stood still; `hung` is
+    whether this life was killed for that.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Child:
         self.name = name
         self.starts = 0
         self.silence = 0.0
+        self.hung = False
         self.pulse = pulse
         self.stopping = asyncio.Event()
         self.pid = 0
@@ -127,6 +129,7 @@ class Child:
         """One life, from its start to its exit code; negative for a signal."""
         self.starts += 1
         self.silence = 0.0
+        self.hung = False
         self.pulse.reset()
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command, env=self._environment, start_new_session=True, pass_fds=self._files,
@@ -163,8 +166,9 @@ class Child:
         lives = self._process is not None and self._process.returncode is None
         self.silence = self.silence + seconds if self.pulse.missed() and lives else 0.0
 
-    def kill(self) -> None:
-        """Ends this life alone."""
+    def kill_hung(self) -> None:
+        """Kill the process because it hangs; the next life may start."""
+        self.hung = True
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
@@ -335,12 +339,12 @@ class Supervisor:
             if child.stopping.is_set():
                 return 0
             self._page.forget(child.pid)
-            worked = child in self._up and not child.silence
+            worked = child in self._up and not child.hung
             # Without the engine no front end is ready, and each says so again.
             self._up = {} if child is self._engine else {up: line for up, line in self._up.items() if up is not child}
             if code in (UNUSABLE, NODE_FAULT):
                 return code
-            lived = time.monotonic() - began - child.silence  # it was of no use while it hung
+            lived = time.monotonic() - began - (child.silence if child.hung else 0.0)
             if lived >= self._restarts.healthy:
                 stillborn = at_work = 0
             stillborn, at_work = (0, at_work + 1) if worked else (stillborn + 1, at_work)
@@ -374,7 +378,7 @@ class Supervisor:
                     continue
                 if child.silence < limit + every:
                     logs.event(log, f"{child.name} hangs, killing it", level=logging.ERROR, seconds=child.silence)
-                    child.kill()
+                    child.kill_hung()
                 elif child.silence >= limit + STUCK_SECONDS:
                     logs.event(log, f"{child.name} cannot be killed, giving up", level=logging.CRITICAL, pid=child.pid)
                     self._finish(NODE_FAULT)

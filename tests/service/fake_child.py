@@ -2,7 +2,8 @@
 
 It writes what it lives through to the journal, a JSON array a line. The n-th life takes the n-th behaviour, later
 ones the last: live, live:SECONDS (how long it takes to leave), deaf (to SIGTERM and orders), exit:CODE, hang (after its
-first beats), drain:SECONDS (asks its parent for it, once the engine has been started).
+first beats), step:SECONDS (stands still for so long after its first beats, then dies), drain:SECONDS (asks its parent
+for it, once the engine has been started).
 """
 
 import contextlib
@@ -67,6 +68,9 @@ if behaviour == "drain":
     print(json.dumps({"event": "drain", "seconds": float(argument)}), flush=True)
     argument = ""
 for turn in itertools.count(1):
+    if behaviour == "step" and turn == 10:
+        time.sleep(float(argument))
+        os._exit(1)
     if behaviour != "hang" or turn < 10:
         pulse[:8] = turn.to_bytes(8, "little")
     # A front end is ready again after each start of the engine.
