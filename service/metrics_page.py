@@ -1,12 +1,14 @@
 """/metrics: what all processes of this server count, on one page.
 
 The processes write to memory-mapped files in one folder (see metrics.py); this adds them up at each scrape. It lives
-in the supervisor, so it outlasts every other process.
+in the supervisor, so it outlasts every other process. The files of a dead process are added to one file of each type
+and removed, so that the number of files is bounded by the processes that run.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
+DEAD = "dead"
+"""In place of the process id in the names of the files that hold the counts of all dead processes."""
 
 
 class MetricsPage:
@@ -32,7 +36,6 @@ class MetricsPage:
     def __init__(self, folder: Path, config: ServerConfig):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.multiprocess import MultiProcessCollector
 
         # Makes this process's own files, in which every metric without labels is 0.
         from npuserve.service import metrics
@@ -46,7 +49,7 @@ class MetricsPage:
         self._vllm = config.metrics_vllm_aliases
         self._model = ""
         self._folder = folder
-        self._all = MultiProcessCollector(None, str(folder))  # type: ignore[no-untyped-call]
+        self._files_lock = threading.Lock()  # scrapes have threads of their own
         self._last_beat = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
@@ -82,11 +85,14 @@ class MetricsPage:
         self._metrics.build_info.labels(version("npuserve"), version("torch"), backend, model).set(1)
 
     def forget(self, pid: int) -> None:
-        """The process is dead: its gauges go; what it counted stays."""
-        from prometheus_client.multiprocess import mark_process_dead
-
-        self._sums()
-        mark_process_dead(pid, str(self._folder))  # type: ignore[no-untyped-call]
+        """Keep what a dead process counted, drop its gauges, and remove its files."""
+        self._sums()  # notes its last heartbeat
+        with self._files_lock:
+            for file in self._folder.glob(f"*_{pid}.db"):
+                kind = file.name.partition("_")[0]
+                if kind != "gauge":
+                    _add(file, self._folder / f"{kind}_{DEAD}.db")
+                file.unlink()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -94,8 +100,31 @@ class MetricsPage:
         self._thread.join()
 
     def _sums(self) -> dict[str, Metric]:
-        """All processes' metrics by name; notes the latest heartbeat on the way."""
-        found = {metric.name: metric for metric in self._all.collect()}
+        """Return all processes' metrics by name; note the latest heartbeat."""
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        with self._files_lock:
+            # An empty file is one that its process has not sized yet.
+            files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
+            merged = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        found = {metric.name: metric for metric in merged}
         for sample in found[HEARTBEAT].samples if HEARTBEAT in found else ():
             self._last_beat = max(self._last_beat, sample.value)
         return found
+
+
+def _add(source: Path, total: Path) -> None:
+    """Add each value of a metrics file to the value of the same key in another file, which is made if it is missing.
+
+    Files hold the buckets of a histogram one by one, not cumulated, so that sums by key are exact.
+    """
+    from prometheus_client.mmap_dict import MmapedDict
+
+    if not source.stat().st_size:
+        return
+    sums = MmapedDict(str(total))  # type: ignore[no-untyped-call]
+    try:
+        for key, value, *_ in MmapedDict.read_all_values_from_file(str(source)):  # type: ignore[no-untyped-call]
+            sums.write_value(key, sums.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
+    finally:
+        sums.close()  # type: ignore[no-untyped-call]

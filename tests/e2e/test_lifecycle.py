@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -35,6 +36,21 @@ def children(server: Server) -> dict[str, int]:
         if match := re.search(r"npuserve\.service\.(\w+)", line):
             found[match.group(1)] = int(line.split()[0])
     return found
+
+
+def is_serving(server: Server) -> bool:
+    """Whether it answers and is ready; False while a front end starts again."""
+    try:
+        return health(server) == SERVING
+    except grpc.RpcError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_health_while_loading_and_watch() -> None:
@@ -76,6 +92,34 @@ def test_engine_death_is_a_pause() -> None:
         assert health(server) == SERVING
         assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
         assert server.metric("npuserve_engine_restarts_total") == 1
+
+
+def test_metrics_after_kills_keep_totals_in_as_many_files() -> None:
+    """Three deaths of the engine and three of the front end, each after a request whose counts have reached the page."""
+    with serving() as server:
+        environment = Path(f"/proc/{children(server)['frontend']}/environ").read_bytes()
+        found = re.search(rb"PROMETHEUS_MULTIPROC_DIR=([^\0]+)", environment)
+        assert found
+        folder = Path(found[1].decode())
+        files, rounds = [], 3
+        for number in range(1, rounds + 1):
+            for name in ("engine_process", "frontend"):
+                until(lambda: is_serving(server))
+                assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
+                # Three figures of the engine and the front end, which write them some time after the answer.
+                total = 8 * (2 * number - (name == "engine_process"))
+                until(lambda total=total: server.metric("npuserve_generation_tokens_total") == total)
+                until(lambda total=total: server.metric("npuserve_request_finish_total", reason="length") == total / 8)
+                until(lambda total=total: server.metric("npuserve_time_to_first_token_seconds_count") == total / 8)
+                pid = children(server)[name]
+                os.kill(pid, signal.SIGKILL)
+                until(lambda name=name, pid=pid: children(server).get(name, pid) != pid)
+            until(lambda: is_serving(server))
+            files.append(len(list(folder.glob("*.db"))))
+        assert files == [files[0]] * rounds
+        assert server.metric("npuserve_generation_tokens_total") == 8 * 2 * rounds
+        assert server.metric("npuserve_request_generation_tokens_sum") == 8 * 2 * rounds
+        assert server.metric("npuserve_engine_restarts_total") == rounds
 
 
 def server_pb():

@@ -65,6 +65,52 @@ print(json.dumps(pages))
 """
 
 
+# A server's process whose children die one after another while a thread scrapes. Prints the number of files after each
+# death, the scraped sums, and the last page.
+DEATHS = """
+import json, os, subprocess, sys, threading, urllib.request
+from pathlib import Path
+from npuserve.service.config import ServerConfig
+from npuserve.service.metrics_page import MetricsPage
+
+CHILD = '''
+import os
+from npuserve.service import metrics
+metrics.prompt_tokens_total.inc(10)
+metrics.requests_running.set(1)
+metrics.queue_time_seconds.observe(0.3)
+metrics.requests_total.labels("Generate", "OK").inc()
+os._exit(1)
+'''
+folder, deaths = Path(sys.argv[1]), int(sys.argv[2])
+page = MetricsPage(folder, ServerConfig(metrics_port=0))
+scrape = lambda: urllib.request.urlopen(page.url).read().decode()
+seen, over = [], threading.Event()
+
+def watch():
+    while not over.is_set():
+        (line,) = [line for line in scrape().splitlines() if line.startswith("npuserve_prompt_tokens_total ")]
+        seen.append(float(line.split()[1]))
+
+watching = threading.Thread(target=watch)
+watching.start()
+counts = []
+for _ in range(deaths):
+    child = subprocess.Popen([sys.executable, "-c", CHILD], env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)})
+    child.wait()
+    page.forget(child.pid)
+    counts.append(len(list(folder.glob("*.db"))))
+(folder / "counter_4000000.db").touch()  # a process was killed before it sized the file
+page.forget(4000000)
+(folder / "counter_4000001.db").touch()  # a process is about to size it
+last = scrape()
+over.set()
+watching.join()
+page.close()
+print(json.dumps({"files": counts, "seen": seen, "last": last}))
+"""
+
+
 def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -127,6 +173,25 @@ def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> 
     assert third["npuserve_engine_restarts_total", ()] == 1
     # Seen before it died: the age goes on from there.
     assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
+
+
+def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) -> None:
+    """No scrape, at whatever moment of a merge, misses or repeats a count."""
+    deaths = 8
+    done = subprocess.run([sys.executable, "-c", DEATHS, str(tmp_path), str(deaths)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["files"] == [told["files"][0]] * deaths
+    assert told["seen"] == sorted(told["seen"])
+    assert {value % 10 for value in told["seen"]} == {0}
+    last = samples(told["last"])
+    assert last["npuserve_prompt_tokens_total", ()] == 10 * deaths
+    assert last["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == deaths
+    assert last["npuserve_queue_time_seconds_count", ()] == deaths
+    assert last["npuserve_queue_time_seconds_sum", ()] == pytest.approx(0.3 * deaths)
+    assert last["npuserve_queue_time_seconds_bucket", (("le", "0.25"),)] == 0
+    assert last["npuserve_queue_time_seconds_bucket", (("le", "0.5"),)] == deaths
+    assert last["npuserve_requests_running", ()] == 0
 
 
 def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> None:
