@@ -2,8 +2,8 @@
 
     python -m npuserve.service.frontend      started by the supervisor, which writes FrontendArgs on its stdin
 
-It listens and answers health at once, while the tokenizer is loaded in a thread and the engine process loads the
-model.
+It listens and answers health at once, while the supervisor downloads the model, the tokenizer is loaded in a thread and
+the engine process loads the model.
 
 The supervisor's order, or SIGTERM, drains: not ready any more; connections are told to go elsewhere (GOAWAY), and who
 comes again, for want of another server, is answered: health as it is, new requests UNAVAILABLE with RetryInfo. Running
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -35,7 +36,7 @@ from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import Unavailable
 from npuserve.service.health import Health
 from npuserve.service.heartbeat import Pulse
-from npuserve.service.model_folder import ModelFolder, open_folder, resolve
+from npuserve.service.model_folder import ModelFolder, open_folder
 from npuserve.service.request_parser import ParsingServer
 from npuserve.service.servicer import InferenceServicer
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
@@ -67,13 +68,15 @@ SERVICES = (
 
 class FrontendArgs(msgspec.Struct, frozen=True):
     """config: the server's. index: which front end, from 0. engine_address: of the engine's socket. port: to listen on;
-    0 takes a free one. pulse: the heartbeat's file."""
+    0 takes a free one. pulse: the heartbeat's file. folder: the model's; None while it is downloaded: an order with it
+    follows."""
 
     config: ServerConfig
     index: int
     engine_address: str
     port: int
     pulse: str = ""
+    folder: str | None = None
 
 
 class Frontend:
@@ -113,13 +116,13 @@ class Frontend:
         self._beating = asyncio.ensure_future(self._beat())
         return self._port
 
-    async def load(self) -> None:
+    async def load(self, folder: Path) -> None:
         """Read the model's folder and load its tokenizer, in a thread. ConfigError if it is unusable."""
 
         def work() -> ModelFolder:
             import npuserve.service.detokenizer  # noqa: F401  so that the first request does not wait for it
 
-            return open_folder(resolve(self._config.model), self._config.model, self._config.served_name)
+            return open_folder(folder, self._config.model, self._config.served_name)
 
         self._inference.folder = await asyncio.to_thread(work)
         self._update()
@@ -276,29 +279,43 @@ async def serve(args: FrontendArgs) -> None:
     another file is unusable."""
     loop = asyncio.get_running_loop()
     leave: asyncio.Future[float] = loop.create_future()
+    folder: asyncio.Future[Path] = loop.create_future()
 
     def drain(seconds: float) -> None:
         if not leave.done():
             leave.set_result(seconds)
 
-    def from_thread(seconds: float) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: leaving already
-            loop.call_soon_threadsafe(drain, seconds)
+    def obey(order: dict[str, Any]) -> None:
+        if "drain" in order:
+            drain(order["drain"])
+        elif not folder.done():
+            folder.set_result(Path(order["folder"]))
 
+    def from_thread(order: dict[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: leaving already
+            loop.call_soon_threadsafe(obey, order)
+
+    if args.folder is not None:
+        folder.set_result(Path(args.folder))
     loop.add_signal_handler(signal.SIGTERM, drain, args.config.drain_seconds)
-    child.listen(gone=lambda: from_thread(args.config.drain_seconds), ordered=lambda order: from_thread(order["drain"]))
+    child.listen(gone=lambda: from_thread({"drain": args.config.drain_seconds}), ordered=from_thread)
     _start_poller()
     frontend = Frontend(args)
     child.report("listening", port=await frontend.start())
-    loading = asyncio.ensure_future(frontend.load())
+
+    async def load() -> None:
+        await frontend.load(await folder)
+        frontend.warm()
+
+    loading = asyncio.ensure_future(load())
     try:
         await asyncio.wait((loading, leave), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
-            frontend.warm()
             await leave
         logs.event(log, "draining", drain_seconds=leave.result())
     finally:
+        loading.cancel()
         await frontend.stop(leave.result() if leave.done() else 0.0)
 
 

@@ -1,13 +1,23 @@
-"""What the front end needs of a model's folder: its place, names, ends of text, sampling defaults and tokenizer."""
+"""A model's folder: where it is, and what a front end reads in it (names, ends of text, sampling defaults, tokenizer).
+
+    python -m npuserve.service.model_folder NAME      downloads a model for `fetch`, which started it
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from npuserve.npu import storyteller
+from npuserve.service import child
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
@@ -56,10 +66,15 @@ class ModelFolder:
 
 
 def resolve(model: str) -> Path:
-    """The folder of the built-in model (""), of a folder's path, or of a hub name, which is downloaded if need be.
+    """Return the folder of the built-in model (""), of a folder's path, or of a hub name, downloading it if need be.
 
-    ConfigError, in one sentence, if it is none of these or cannot be had.
+    Raises ConfigError, in one sentence, if it is none of these or cannot be had.
     """
+    return local(model) or _download(model)
+
+
+def local(model: str) -> Path | None:
+    """Return the folder of the built-in model ("") or of a folder's path; None for a hub name. Raises ConfigError."""
     if not model:
         return storyteller.FOLDER
     path = Path(model).expanduser()
@@ -69,7 +84,34 @@ def resolve(model: str) -> Path:
         raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ConfigError(f"model: there is no folder {model}")
-    return _download(model)
+    return None
+
+
+async def fetch(model: str) -> Path:
+    """Return the folder of a hub name, downloading it if need be. Cancel it at any time. Raises ConfigError.
+
+    The hub's client downloads in threads that the interpreter joins at its exit, however long they wait for the hub.
+    So they run in a process of their own, which is killed when this is cancelled, and which ends with this process.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "npuserve.service.model_folder", model, start_new_session=True,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout
+    try:
+        said = await process.stdout.read()
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    try:
+        answer = msgspec.json.decode(said.rstrip().rpartition(b"\n")[2], type=dict[str, str])
+    except msgspec.MsgspecError:
+        raise ConfigError(f"model: {model} cannot be had from the hub: its download ended with code {code}") from None
+    if answer["event"] == "failed":
+        raise ConfigError(answer["error"])
+    return Path(answer["folder"])
 
 
 def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
@@ -150,3 +192,16 @@ def _download(model: str) -> Path:
     except Exception as error:  # the hub's client raises whatever its transport does
         raise ConfigError(
             f"model: {model} is no folder here and cannot be had from the hub ({type(error).__name__})") from error
+
+
+def main() -> int:
+    child.listen(gone=lambda: os._exit(1))
+    try:
+        child.report("found", folder=str(_download(sys.argv[1])))
+    except ConfigError as error:
+        child.report("failed", error=str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

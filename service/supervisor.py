@@ -1,7 +1,8 @@
 """The parent of `npuserve serve`.
 
 1. It makes a private folder for the engine's socket and the metrics' files, and spawns the front ends, then the
-   engine. It imports neither grpc nor torch, and never forks.
+   engine. It imports neither grpc nor torch, and never forks. A model of the hub is downloaded by one more process;
+   the front ends, which answer health meanwhile, and the engine get its folder.
 2. Each child reads one JSON line on stdin, which stays open for orders: its end tells the child that the parent is
    gone. Each says on stdout, in JSON lines, what the parent waits for: a front end its port, all that they are ready.
 3. A child that dies is started again after a growing pause. So is one whose main loop stands still for hang_seconds
@@ -22,7 +23,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from npuserve.service.child import NODE_FAULT, UNUSABLE
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.heartbeat import Watch
 from npuserve.service.metrics_page import MetricsPage
+from npuserve.service.model_folder import fetch, local, served_as
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +158,13 @@ class Child:
     def drain(self, seconds: float) -> None:
         """Ends it for good, once its requests have ended, or so many seconds are over."""
         self.stopping.set()
+        self.order(drain=seconds)
+
+    def order(self, **order: object) -> None:
+        """Write an order on its stdin; lost if it has ended."""
         if self._process and self._process.stdin:
-            with contextlib.suppress(OSError, RuntimeError):  # it is gone already
-                self._process.stdin.write(msgspec.json.encode({"drain": seconds}) + b"\n")
+            with contextlib.suppress(OSError, RuntimeError):
+                self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     def look(self, seconds: float) -> None:
         """To be called every so many seconds."""
@@ -178,7 +183,7 @@ class Child:
 
 
 class Supervisor:
-    """One server: its children and its metrics page. `run` once.
+    """One server: its children and its metrics page. `run` once. Raises ConfigError if there is no such model.
 
     `listening` is set when `address` is known and answers health, `ready` when it takes requests.
     """
@@ -194,6 +199,7 @@ class Supervisor:
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         self._config = config
+        self._model = local(config.model)  # None until it is downloaded
         self._port = config.port
         self._commands = (frontend, engine)
         self._restarts = restarts
@@ -218,19 +224,21 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="npuserve-") as folder:  # mode 0700
             self._folder = Path(folder)
             self._make_children()
+            tasks: list[asyncio.Task[None]] = []
             try:
                 for child in self._frontends if self._port else self._frontends[:1]:
                     self._start(child)
                 await asyncio.sleep(0)  # the front ends are under way before anything else is imported
                 self._page = MetricsPage(self._folder, self._config)
-                threading.Thread(target=self._find_model, args=(loop,), name="model", daemon=True).start()
-                looking = asyncio.create_task(self._look())
+                tasks = [asyncio.create_task(self._start_engine()), asyncio.create_task(self._look())]
                 code = await self._over
                 clean = await self._drain(0.0 if code else self._drain_seconds)
-                looking.cancel()
                 self._page.close()
                 return code or (0 if clean else 1)
             finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await self._kill()
 
     def stop(self) -> None:
@@ -265,35 +273,30 @@ class Supervisor:
             pulse = watch(f"frontend-{index}")
             return Child(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
-                "pulse": pulse.path,
+                "pulse": pulse.path, "folder": self._model and str(self._model),
             }, self._hear, pulse)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
         memory = _memory()
         self._engine = Child("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
-            "config": self._config, "folder": self._model, "address": socket, "epoch": self._engine.starts,
+            "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "pulse": self._engine.pulse.path, "memory": memory, "left": self._left,
         }, self._hear, watch("engine"), [memory] if memory >= 0 else [])
 
-    def _find_model(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the engine once the model's folder is here. A thread that nobody waits for, since it may download."""
-        from npuserve.service.model_folder import resolve, served_as
-
+    async def _start_engine(self) -> None:
+        """Start the engine once the model is here, and tell the front ends where."""
         config = self._config
-        try:
-            folder, error = resolve(config.model), None
-        except Exception as wrong:
-            folder, error = Path(), wrong
-
-        def found() -> None:
-            if error is None:
-                self._model, self._name = str(folder), served_as(folder, config.model, config.served_name)
-                self._start(self._engine)
-            elif not self._over.done():
-                self._over.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(found)
+        if self._model is None:
+            try:
+                self._model = await fetch(config.model)
+            except Exception as error:
+                if not self._over.done():
+                    self._over.set_exception(error)
+                return
+            for child in self._frontends:
+                child.order(folder=str(self._model))
+        self._name = served_as(self._model, config.model, config.served_name)
+        self._start(self._engine)
 
     def _hear(self, child: Child, line: dict[str, Any]) -> None:
         """listening: a front end's port. drain: AdminService's. ready: a front end or the engine; the server is when

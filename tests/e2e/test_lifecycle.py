@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from npuserve.npu.storyteller import FOLDER
+from npuserve.v1 import model_pb2
 from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.stalled_hub import StalledHub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -95,7 +100,7 @@ def test_engine_death_is_a_pause() -> None:
 
 
 def test_metrics_after_kills_keep_totals_in_as_many_files() -> None:
-    """Three deaths of the engine and three of the front end, each after a request whose counts have reached the page."""
+    """Three deaths of the engine and of the front end, each after a request whose counts have reached the page."""
     with serving() as server:
         environment = Path(f"/proc/{children(server)['frontend']}/environ").read_bytes()
         found = re.search(rb"PROMETHEUS_MULTIPROC_DIR=([^\0]+)", environment)
@@ -122,9 +127,7 @@ def test_metrics_after_kills_keep_totals_in_as_many_files() -> None:
         assert server.metric("npuserve_engine_restarts_total") == rounds
 
 
-def server_pb():
-    from npuserve.v1 import model_pb2
-
+def server_pb() -> model_pb2.GetLoadRequest:
     return model_pb2.GetLoadRequest()
 
 
@@ -152,6 +155,48 @@ def test_several_front_ends_share_the_port() -> None:
             texts.add(streamed(rpc.InferenceServiceStub(channel), request("Once upon a time", 8))[0])
             channel.close()
         assert len(texts) == 1
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("stalls", ["api", "files"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
+    stalls: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health is answered meanwhile. One process asks the hub, and nobody waits for a body that never comes."""
+    with contextlib.closing(StalledHub(stalls, tmp_path)) as hub:
+        for name, value in hub.environment.items():
+            monkeypatch.setenv(name, value)
+        with serving("org/name", "--frontends", "2", wait=False) as server:
+            assert hub.stalled.wait(60)
+            assert health(server, "npuserve.liveness") == SERVING
+            assert health(server) == NOT_SERVING
+            with pytest.raises(grpc.RpcError) as early:
+                server.stub.Generate(request("Once", 4), timeout=10)
+            assert early.value.code() == grpc.StatusCode.UNAVAILABLE
+            started = children(server)
+            server.process.send_signal(number)
+            assert server.process.wait(60) == 0, server.log
+            assert "Traceback" not in server.log
+            assert not [pid for pid in started.values() if Path(f"/proc/{pid}").exists()]
+        if stalls == "files":
+            assert len([path for _, path in hub.requests if path.endswith("/revision/main")]) == 1, hub.requests
+
+
+def test_serve_hub_name_in_the_cache_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All front ends, and one that starts later, load the folder that the supervisor found."""
+    repository, commit = tmp_path / "hub" / "models--org--name", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(FOLDER, repository / "snapshots" / commit)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with serving("org/name", "--frontends", "2") as server:
+        assert server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).name == "org/name"
+        pid = children(server)["frontend"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: pid not in children(server).values() and is_serving(server))
+        assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
         assert server.stop() == 0
 
 

@@ -36,7 +36,7 @@ async def running(
     async with fake_engine.engine(start_engine) as engine:
         frontend = Frontend(FrontendArgs(settings, 0, engine.address, 0))
         port = await frontend.start()
-        await frontend.load()
+        await frontend.load(folder)
         target = f"127.0.0.1:{port}"
         options = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 128 << 20)]
         made = (grpc.aio.secure_channel(target, credentials, options=options) if credentials

@@ -77,7 +77,7 @@ def processes() -> Iterator[list[Process]]:
 def args(folder: Path, address: str = "", port: int = 0, **config: object) -> FrontendArgs:
     """address: by default one that nobody listens at."""
     settings = ServerConfig(model=str(folder), **config)  # type: ignore[arg-type]
-    return FrontendArgs(settings, 0, address or str(folder / "nobody"), port)
+    return FrontendArgs(settings, 0, address or str(folder / "nobody"), port, folder=str(folder))
 
 
 async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Process]) -> None:

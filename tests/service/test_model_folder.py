@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError
-from npuserve.service.model_folder import open_folder, resolve
+from npuserve.service.model_folder import fetch, open_folder, resolve
 from tests.real_models import model_folder
 from tests.service.fake_engine import EOS, make_folder
 
@@ -54,6 +55,26 @@ def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert resolve("Qwen/Qwen3-0.6B") == repository / "snapshots" / commit
     found = open_folder(resolve("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B", "")
     assert (found.name, found.names) == ("Qwen/Qwen3-0.6B", {"Qwen/Qwen3-0.6B"})
+
+
+async def test_fetch_unknown_model_raises_the_sentence_of_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the process that downloads, offline: what it says reaches the caller whole."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"^model: org/name is no folder here, was not downloaded before, and"):
+        await fetch("org/name")
+    (tmp_path / "hub/models--org--name/refs").mkdir(parents=True)
+    (tmp_path / "hub/models--org--name/refs/main").write_text("0" * 40)
+    folder = make_folder(tmp_path / "hub/models--org--name/snapshots" / ("0" * 40))
+    assert await fetch("org/name") == folder
+
+
+async def test_fetch_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=r"^model: org/name cannot .* its download ended with code 1$"):
+        await fetch("org/name")
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

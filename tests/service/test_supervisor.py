@@ -127,7 +127,8 @@ def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[.
     config = front["arguments"].pop("config")
     assert config["max_num_seqs"] == 3
     assert front["arguments"] == {
-        "index": 0, "engine_address": address, "port": 0, "pulse": f"{run.folder()}/frontend-0.pulse"}
+        "index": 0, "engine_address": address, "port": 0, "pulse": f"{run.folder()}/frontend-0.pulse",
+        "folder": "."}
     assert engine["arguments"].pop("memory") >= -1
     assert engine["arguments"].pop("left") is None
     assert engine["arguments"] == {

@@ -63,7 +63,7 @@ async def whole_server(
     thread.start()
     frontend = Frontend(FrontendArgs(settings, 0, address, 0))
     port = await frontend.start()
-    await frontend.load()
+    await frontend.load(folder)
     await until(lambda: frontend._engine.state == "ready")
     try:
         yield Whole(scheduler, engine, frontend, f"127.0.0.1:{port}")
