@@ -23,6 +23,17 @@ UNUSABLE = 2
 DEVICE_FAULT, NODE_FAULT = 3, 4
 """The engine's exit codes after an error of its device: starting it again mends it; it would not."""
 
+LAST_WORDS_SECONDS = 2.0
+"""After a front end's drain: to send the last status of the calls that it cuts off."""
+STOP_SECONDS = 1.0
+"""Then: for gRPC to drop the calls of clients that read nothing."""
+TRACES_SECONDS = 2.0
+"""Then: to export the last traces. What a slow collector has not taken is dropped after it."""
+EXIT_SECONDS = 2.0
+"""Then: to end, on a busy machine."""
+FRONTEND_MARGIN = LAST_WORDS_SECONDS + STOP_SECONDS + TRACES_SECONDS + EXIT_SECONDS
+"""Seconds from a drain's end to SIGKILL: all that a front end may still take."""
+
 
 def read_arguments(kind: type[Arguments]) -> Arguments:
     """The line that the parent wrote. msgspec.ValidationError if it is not of that kind."""

@@ -5,10 +5,10 @@
 It listens and answers health at once, while the supervisor downloads the model, the tokenizer is loaded in a thread and
 the engine process loads the model.
 
-The supervisor's order, or SIGTERM, drains: not ready any more; connections are told to go elsewhere (GOAWAY), and who
-comes again, for want of another server, is answered: health as it is, new requests UNAVAILABLE with RetryInfo. Running
-requests go on for the drain's seconds; what is left then ends with UNAVAILABLE, RetryInfo and its resume token. Then it
-leaves, exit code 0.
+The supervisor's order, or SIGTERM, drains: readiness goes down, and new calls are refused with UNAVAILABLE and
+RetryInfo, on open connections and on new ones. The connections of refused clients are closed (connections.py). Running
+calls have the drain's seconds; the remaining ones then end with UNAVAILABLE, RetryInfo and their resume token. Then the
+process exits with code 0, each phase being bounded (child.py).
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ BEAT_SECONDS = 0.5
 STALL_SHARE = 0.5
 """Of hang_seconds: an engine that is silent for so long gets no new requests; it has lost nothing if it comes round."""
 SETTLE_SECONDS = 0.2
-"""Between readiness and GOAWAY: a call that meets GOAWAY on its way may end with CANCELLED."""
+"""From the end of readiness to the exit, at least: calls on their way are refused, and watchers of health are told."""
+CLOSE_SECONDS = 0.4
+"""Without a call, after which a refused client's connection is closed: before the client's retry, which RetryInfo puts
+off for longer."""
 POLLER_SECONDS = 0.003
 """The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
-LAST_WORDS = 2.0
-"""Seconds beyond a drain's in which its last streams are told their end; the supervisor's FRONTEND_MARGIN is longer."""
 
 SERVICES = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -134,39 +135,26 @@ class Frontend:
             folder.tokenizer.chat.start()
 
     async def stop(self, seconds: float | None = None) -> None:
-        """Take no new requests, let the running ones end within so many seconds, None: drain_seconds; then leave."""
+        """Refuse new calls, let the running ones end within so many seconds (None: drain_seconds), then end."""
         seconds = self._config.drain_seconds if seconds is None else seconds
+        end = time.monotonic() + seconds
+        connections = self._inference.connections
         self._inference.draining = True
         self._health.drain()
+        closing = asyncio.ensure_future(connections.close_refused(self._port, CLOSE_SECONDS))
         await asyncio.sleep(min(SETTLE_SECONDS, seconds))
-        first, *others = self._servers
-        stopping = asyncio.ensure_future(first.stop(seconds + LAST_WORDS))
-        refusing = asyncio.ensure_future(self._refuse())
-        await asyncio.wait((stopping,), timeout=seconds)
+        await connections.wait_until_none(end - time.monotonic())
         kept = self._config.state_folder
         rest = "x-resume-token goes on with it at the next start" if kept else "what it has is gone"
         self._engine.give_up(Unavailable(f"the server leaves before the answer's end; {rest}"))
-        await stopping
-        refusing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            others += await refusing
-        await asyncio.gather(*(server.stop(0) for server in others))
-        self._beating.cancel()
         await self._engine.close()
+        await connections.wait_until_none(child.LAST_WORDS_SECONDS)
+        closing.cancel()
+        stopping = [asyncio.ensure_future(server.stop(None)) for server in self._servers]
+        await asyncio.wait(stopping, timeout=child.STOP_SECONDS)
+        self._beating.cancel()
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
-
-    async def _refuse(self) -> list[grpc.aio.Server]:
-        """The same services on the same port, for who comes while the drain lasts: once that port is free again."""
-        server = self._server()
-        while True:
-            try:
-                self._listen(server, "port", self._port)
-            except ConfigError:
-                await asyncio.sleep(0.02)
-            else:
-                await server.start()
-                return [server]
 
     def _server(self) -> grpc.aio.Server:
         guards: list[Any] = [Guard(self._keys)] if self._keys else []
@@ -324,7 +312,8 @@ def main() -> int:
     args = child.read_arguments(FrontendArgs)
     logs.setup(args.config, f"frontend-{args.index}")
     try:
-        asyncio.run(serve(args))
+        # Not asyncio.run, whose end waits for the threads that still tokenize.
+        asyncio.new_event_loop().run_until_complete(serve(args))
     except ConfigError as error:
         print(f"npuserve: {error}", file=sys.stderr)
         return child.UNUSABLE
@@ -332,4 +321,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # the interpreter's end would wait for threads

@@ -49,11 +49,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:
         last = None
         while True:
-            changed, status = self._changed, self._status(request.service)
+            # All of one moment: a drain that begins during the write has its own last word to be sent.
+            changed, status, draining = self._changed, self._status(request.service), self._draining
             if status != last:
                 await context.write(pb.HealthCheckResponse(status=status))
                 last = status
-            if self._draining:
+            if draining:
                 return
             await changed.wait()
 

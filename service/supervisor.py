@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 
 from npuserve.service import logs, settings
-from npuserve.service.child import NODE_FAULT, UNUSABLE
+from npuserve.service.child import FRONTEND_MARGIN, NODE_FAULT, UNUSABLE
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.heartbeat import Watch
 from npuserve.service.metrics_page import MetricsPage
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 FRONTEND = (sys.executable, "-m", "npuserve.service.frontend")
 ENGINE = (sys.executable, "-m", "npuserve.service.engine_process")
 ENGINE_PATIENCE = 10.0  # seconds from SIGTERM to SIGKILL: a step must fit
-FRONTEND_MARGIN = 5.0  # seconds beyond a drain's
 ROOM_BYTES = 16 << 20  # for the metrics, which are mapped: a process that finds none dies by SIGBUS
 LOOK_SECONDS = 1.0  # how often hangs are looked for
 DOUBTS = 30  # short lives after which the engine's memory, whatever became of it, is not used again

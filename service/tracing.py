@@ -32,10 +32,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from npuserve.service import messages
 from npuserve.service.call import Context
+from npuserve.service.child import TRACES_SECONDS
 from npuserve.v1 import inference_service_pb2
 
 EXPORT_SECONDS = 5.0
-CLOSE_SECONDS = 3.0
 SERVICE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 # What is the server's fault, by OpenTelemetry's conventions for gRPC servers.
 FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
@@ -66,10 +66,10 @@ class Tracing:
         return Trace(self._tracer, metadata, rpc)
 
     def close(self) -> None:
-        """Exports what is left, for at most CLOSE_SECONDS: a collector that is away holds nobody up."""
+        """Export what is left, for at most TRACES_SECONDS: a collector that does not answer delays no exit."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
-        closing.join(CLOSE_SECONDS)
+        closing.join(TRACES_SECONDS)
 
 
 class Trace:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.npu.storyteller import FOLDER
-from npuserve.v1 import model_pb2
+from npuserve.v1 import inference_service_pb2_grpc, model_pb2
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.stalled_hub import StalledHub
 
@@ -143,6 +144,21 @@ def test_sigterm_lets_streams_end() -> None:
         asking.join(60)
         assert len(answer) == 200
         assert server.process.wait(30) == 0
+
+
+def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0() -> None:
+    """Each phase of the exit is bounded, and the supervisor waits for all of them."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:  # connections are made, nobody answers
+        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
+        with serving("--otlp-endpoint", endpoint, "--drain-seconds", "1", "--max-buffered-tokens", "16") as server:
+            small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+            with grpc.insecure_channel(server.target, small) as channel:
+                stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+                calls = [stub.StreamGenerate(request("Once upon a time", 480, ignore_eos=True, logprobs=20))
+                         for _ in range(4)]
+                until(lambda: server.metric("npuserve_requests_paused") == len(calls))
+                assert server.stop() == 0, server.log
 
 
 def test_several_front_ends_share_the_port() -> None:

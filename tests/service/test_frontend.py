@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from npuserve.service.frontend import FrontendArgs
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.service import fake_engine
 from tests.service.fake_engine import make_folder, until
-from tests.service.front_end import ask, running
+from tests.service.front_end import Running, ask, running
+from tests.service.raw_connection import RawConnection
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def rest_of(stream: Any) -> str:
@@ -163,31 +166,89 @@ async def test_what_a_drain_cuts_off_is_told_so(tmp_path: Path, processes: list[
             assert (await asyncio.to_thread(processes[-1].end))[0] == 0
 
 
-async def test_who_comes_while_it_drains_is_answered(tmp_path: Path) -> None:
-    """On a connection of its own, as after GOAWAY: alive, not ready, and nothing new is taken."""
-    async with running(make_folder(tmp_path / "m"), drain_seconds=30) as server:
-        server.engine.delay = 0.02
-        stream = server.inference.StreamGenerate(ask("a", 60))
-        text = (await stream.read()).text
-        stopping = asyncio.ensure_future(server.frontend.stop())
-        server.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
-        await until(lambda: server.channel.get_state() != grpc.ChannelConnectivity.READY)
-        async with grpc.aio.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            await asyncio.wait_for(channel.channel_ready(), 10)
-            health = health_pb2_grpc.HealthStub(channel)
-            for service, ready in (("npuserve.liveness", True), ("npuserve.readiness", False), ("", False)):
-                status = (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
-                assert (status == SERVING) == ready, service
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask())
-            assert (refused.value.code(), refused.value.details()) == (
-                grpc.StatusCode.UNAVAILABLE, "the server is draining; another will take the request")
-            kinds = {detail.TypeName() for detail in rpc_status.from_call(refused.value).details}  # type: ignore[arg-type]
-            assert "google.rpc.RetryInfo" in kinds
-        while part := await stream.read():
-            text += part.text
-        assert len(text) == 60
-        await stopping
+@contextlib.asynccontextmanager
+async def drain(server: Running) -> AsyncIterator[asyncio.Future[None]]:
+    """A drain that lasts as long as the block, for a stream's sake, which is whole in the end: its `stop`."""
+    server.engine.delay = 0.1
+    stream = server.inference.StreamGenerate(ask("a", 60))
+    text = (await stream.read()).text
+    stopping = asyncio.ensure_future(server.frontend.stop(60))
+    server.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+    yield stopping
+    assert not stopping.done()
+    server.engine.delay = 0.0
+    assert len(text + await rest_of(stream)) == 60
+    await stopping
+
+
+async def test_frontend_new_connection_during_a_drain_is_answered(tmp_path: Path) -> None:
+    """It is alive and not ready, and nothing new is taken."""
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with (running(make_folder(tmp_path / "m")) as server, drain(server),
+                grpc.aio.insecure_channel(server.target, own) as channel):
+        health = health_pb2_grpc.HealthStub(channel)
+        for service, ready in (("npuserve.liveness", True), ("npuserve.readiness", False), ("", False)):
+            status = (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+            assert (status == SERVING) == ready, service
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask())
+        assert (refused.value.code(), refused.value.details()) == (
+            grpc.StatusCode.UNAVAILABLE, "the server is draining; another will take the request")
+        kinds = {detail.TypeName() for detail in rpc_status.from_call(refused.value).details}  # type: ignore[arg-type]
+        assert "google.rpc.RetryInfo" in kinds
+
+
+async def test_frontend_first_call_on_an_open_connection_during_a_drain_has_retry_info(tmp_path: Path) -> None:
+    """Whenever it comes, and though its client has read nothing since it connected."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        port = int(server.target.rpartition(":")[2])
+        connections = [await RawConnection.open(port) for _ in range(40)]
+        async with drain(server):
+            for connection in connections:
+                ended = await connection.generate(ask("a", 2))
+                assert b"grpc-status\x0214" in ended, ended
+                assert b"google.rpc.RetryInfo" in ended, ended
+                await asyncio.sleep(0.02)
+        for connection in connections:
+            connection.close()
+
+
+async def test_frontend_drain_closes_the_connections_of_refused_clients(tmp_path: Path) -> None:
+    """They connect anew, to another server where there is one. Connections with a call under way stay."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        port = int(server.target.rpartition(":")[2])
+        refused, quiet = await RawConnection.open(port), await RawConnection.open(port)
+        async with drain(server):
+            await refused.generate(ask("a", 2))
+            with pytest.raises(grpc.aio.AioRpcError) as own:  # on the stream's connection
+                await server.inference.Generate(ask())
+            assert own.value.code() == grpc.StatusCode.UNAVAILABLE
+            await refused.wait_until_closed()
+            assert b"grpc-status\x0214" in await quiet.generate(ask("a", 2))
+        refused.close()
+        quiet.close()
+
+
+async def test_frontend_watch_at_any_moment_of_a_drain_ends_with_not_serving(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m")) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        watches: list[Any] = []
+
+        async def watch() -> None:
+            for _ in range(60):
+                watches.append(health.Watch(health_pb2.HealthCheckRequest()))
+                await asyncio.sleep(0.001)
+
+        watching = asyncio.ensure_future(watch())
+        await until(lambda: len(watches) > 10)
+        async with drain(server):
+            await watching
+            last = set()
+            for call in watches:
+                async for update in call:
+                    status = update.status
+                last.add(status)
+    assert last == {NOT_SERVING}
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:

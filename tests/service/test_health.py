@@ -67,3 +67,16 @@ async def test_watch_sends_each_change_once_and_ends_with_the_drain() -> None:
         for call in watches.values():
             assert await call.read() is grpc.aio.EOF
         await asyncio.wait_for(stopping, 5)
+
+
+async def test_watch_drain_during_a_write_sends_not_serving() -> None:
+    health, sent = Health(), []
+    health.set_ready(True)
+
+    class Context:
+        async def write(self, response: pb.HealthCheckResponse) -> None:
+            sent.append(response.status)
+            health.drain()
+
+    await health.Watch(pb.HealthCheckRequest(), Context())  # type: ignore[arg-type]
+    assert sent == [SERVING, NOT_SERVING]
