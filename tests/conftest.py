@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.outcomes import VARIABLE, Recorder
 
 # Before anything imports torch: workers of pytest-xdist run side by side, and so do the servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +21,12 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # In CI the examples are the same at each run, so that a failure is the change's own.
 settings.register_profile("npuserve", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("npuserve")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record the outcomes where CI asks for them, in the process that has the reports of all workers."""
+    if (file := os.environ.get(VARIABLE)) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(Path(file)))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Installs one peer into a new virtual environment:  install.sh vllm|openvino|llama_cpp|transformers FOLDER [PYTHON]
 # vllm also needs libtcmalloc_minimal.so.4, from TCMALLOC=FILE where the system does not have it (Debian's package is
-# libtcmalloc-minimal4). Without PIP_EXTRA_INDEX_URL torch's CPU builds come from its own index.
+# libtcmalloc-minimal4). Packages come from where pip is configured to find them; torch's CPU builds (+cpu) are not on
+# every index, and pip takes one more in its configuration or environment.
 set -eu
 peer=$1 venv=$2
-export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}"
 "${3:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip "$@"; }
 
