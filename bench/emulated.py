@@ -62,9 +62,6 @@ BUDGET, SEATS = 48, 8
 RELAX = "fp32,small_heads"
 QWEN3_14B = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
              "intermediate_size": 17408}
-LEAST_EQUAL, NOISE = 0.995, 0.005
-"""Share of equal likeliest tokens; where the CPU in bfloat16 has less than that, its own share but so much."""
-
 LEAST_INT8 = 0.99
 """Share of equal likeliest tokens in W8A8, both in float32; where the CPU's own two ways have less, their share but
 three standard deviations of so many positions."""
@@ -239,6 +236,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     from npuserve.npu.backends import select
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.teacher_forced import forced_logits
+    from npuserve.service.accept import least_share
     from npuserve.service.accept_tokens import agreement
 
     asked, made = zip(*json.loads(file.read_text()), strict=True)
@@ -264,8 +262,8 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
 
     golden, near, own = on_the_cpu("float32"), on_the_cpu("bfloat16"), on_the_npu("bfloat16")
     yardstick, found = compared(golden, near), compared(golden, own)
-    least = LEAST_EQUAL if yardstick.share >= LEAST_EQUAL else yardstick.share - NOISE
-    figures = {"passed": found.share >= least, "positions": found.positions, "relaxed": list(relaxed),
+    figures = {"passed": found.share >= least_share(found.positions, yardstick.share), "positions": found.positions,
+               "relaxed": list(relaxed),
                "equal_argmax": round(found.share, 5), "of_the_cpu": round(yardstick.share, 5),
                "largest_logit_difference": round(found.difference, 4),
                "difference_of_the_cpu": round(yardstick.difference, 4),

@@ -1,4 +1,4 @@
-"""docs/ascend.md against the sources that it speaks of."""
+"""Names and numbers of docs/ascend.md against the code; its sentences are free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from npuserve.kernels.ascend import BLOCK
+from npuserve.npu.backends import acl_errors
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
-from npuserve.service import accept
+from npuserve.service import accept, accept_tokens
 from npuserve.service.config import ServerConfig
 
 ROOT = Path(__file__).parents[1]
@@ -18,49 +20,95 @@ PAGE = (ROOT / "docs" / "ascend.md").read_text()
 
 
 def rows(section: str, page: str = PAGE) -> Iterator[list[str]]:
-    """The cells of the lines of the tables in a section, without their heads."""
+    """Yield the cells of every line of the tables in a section."""
     text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
     for line in re.findall(r"^\| .*\|$", text, re.MULTILINE):
         yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
+def row(section: str, *names: str, page: str = PAGE) -> str:
+    """Return the text of the one table row of a section whose first cell contains all names."""
+    (found,) = [" ".join(cells) for cells in rows(section, page) if all(name in cells[0] for name in names)]
+    return found
+
+
+def numbers(text: str) -> set[str]:
+    """Return the numbers in a text, thousands separators removed."""
+    return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
+
+
 def sources() -> str:
-    """Of what raises errors at the start, each text in one piece."""
+    """Return the code that raises errors at the start."""
     files = [*(ROOT / "npu" / "backends").glob("*.py"), ROOT / "npu" / "memory.py"]
-    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
+    return "\n".join(file.read_text() for file in files)
 
 
-@pytest.mark.parametrize(
-    "said", [part for row in list(rows("When it does not start"))[1:] for part in row[0].split("; ")])
-def test_each_sentence_is_said(said: str) -> None:
-    pieces = [piece for piece in re.split(r"\*\w+\*|'\w+'|, bfloat16, float16", said) if len(piece) > 3]
+def names(said: str) -> set[str]:
+    """Return the identifiers, quoted values and names of products in an error message."""
+    return {*re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", said), *re.findall(r"'(\w+)'", said),
+            *re.findall(r"\b(?:[A-Z]{3,}|torch|triton)\b", said)}
+
+
+MESSAGES = [part for cells in list(rows("When it does not start"))[1:] for part in cells[0].split("; ")]
+
+
+@pytest.mark.parametrize("said", MESSAGES)
+def test_ascend_docs_error_names_what_the_code_names(said: str) -> None:
     found = sources()
-    assert pieces
-    assert not [piece for piece in pieces if piece.strip(" ()") not in found]
+    assert not [name for name in names(said) if not re.search(rf"\b{name}\b", found)]
+    if setting := re.match(r"(\w+): ", said):
+        assert setting[1] in {*ServerConfig.__struct_fields__, "quantization_config"}
 
 
-def test_settings_are_settings() -> None:
-    named = re.findall(r"`(\w+)`", " ".join(row[0] for row in list(rows("Sizes"))[1:]))
-    assert len(named) > 8
-    assert set(named) <= set(ServerConfig.__struct_fields__)
+def test_ascend_docs_errors_name_something() -> None:
+    assert sum(bool(names(said)) for said in MESSAGES) > 8
 
 
-def test_faults_are_all_there() -> None:
-    table = {row[0].strip("`") for row in rows("When the device fails")}
+@pytest.mark.parametrize("section", ["Sizes", "When it does not start"])
+def test_ascend_docs_settings_exist(section: str) -> None:
+    cells = [cells[0] if section == "Sizes" else cells[1] for cells in list(rows(section))[1:]]
+    named = set(re.findall(r"`([a-z]+_[a-z_]+)`", " ".join(cells)))
+    assert named
+    assert named <= set(ServerConfig.__struct_fields__)
+
+
+def test_ascend_docs_faults_are_all_there() -> None:
+    table = {cells[0].strip("`") for cells in rows("When the device fails")}
     assert {fault.value for fault in Fault} <= table
 
 
-def test_versions_are_those_of_the_ladder() -> None:
+@pytest.mark.parametrize("fault", list(Fault))
+def test_ascend_docs_codes_are_sorted_as_the_code_does(fault: Fault) -> None:
+    (cells,) = [cells for cells in rows("When the device fails") if cells[0] == f"`{fault.value}`"]
+    codes = [int(code.replace("x", "5")) for code in re.findall(r"\b\d[\dx]{5}\b", cells[1])]
+    assert codes
+    assert {acl_errors.sort(code) for code in codes} == {fault}
+
+
+def test_ascend_docs_versions_are_those_of_the_ladder() -> None:
     ladder = {file.stem for file in (ROOT / "tests" / "npu" / "ladder" / "versions").glob("*.json")}
-    assert {row[0] for row in list(rows("Install"))[1:]} == ladder
+    assert {cells[0] for cells in list(rows("Install"))[1:]} == ladder
 
 
-def test_figures_are_those_of_the_code() -> None:
-    text = " ".join(PAGE.split())
-    assert f"{len(default_buckets(64))} for 64, {len(default_buckets(256))} for 256" in text
-    assert f"at least {accept.LEAST_EQUAL} of all positions" in text
-    assert f"in bfloat16 less {accept.NOISE}," in text
-    assert f"at least {accept.LEAST_CAPTURED} of decode tokens" in text
-    assert f"at most {accept.GRAPH_TOLERANCE['bfloat16']} in bfloat16, {accept.GRAPH_TOLERANCE['float16']} in" in text
-    assert f"batch {', '.join(map(str, accept.BATCHES[:-1]))} and {accept.BATCHES[-1]}:" in text
-    assert f"{accept.JUDGED_SECONDS * 1e6:.0f} µs or more" in text
+def test_ascend_docs_driver_version_is_that_of_the_code() -> None:
+    assert set(re.findall(r"\d+\.\d+\.RC\d+", PAGE)) == set(re.findall(r"\d+\.\d+\.RC\d+", acl_errors.TOO_OLD))
+
+
+def test_ascend_docs_sizes_are_those_of_the_code() -> None:
+    buckets = re.findall(r"(\d+) for (\d+)", row("Sizes", "decode_buckets"))
+    assert len(buckets) == 2
+    assert [int(count) for count, _ in buckets] == [len(default_buckets(int(rows))) for _, rows in buckets]
+    assert str(BLOCK) in numbers(row("Sizes", "block_size")) & numbers(row("When it does not start", "block_size"))
+
+
+def test_ascend_docs_acceptance_limits_are_those_of_the_code() -> None:
+    section = "The acceptance check"
+    judged = numbers(row(section, "beside the CPU"))
+    least = f"{accept.least_share(1000):.3f}"
+    limits = (accept.LEAST_EQUAL, accept.SIGMAS, accept.MOST_GAP, accept_tokens.BUDGET, least, 1000)
+    assert {str(limit) for limit in limits} <= judged
+    assert numbers(row(section, "captured decodes")) == {str(accept.LEAST_CAPTURED)}
+    tolerances = {str(accept.GRAPH_TOLERANCE[dtype]) for dtype in ("bfloat16", "float16")}
+    assert tolerances <= numbers(row(section, "capture`"))
+    latency = numbers(row(section, "latency"))
+    assert {*map(str, accept.BATCHES), f"{accept.JUDGED_SECONDS * 1e6:.0f}"} <= latency

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ def of(report: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
 
 @built
 @pytest.mark.usefixtures("no_large_cases")
-def test_what_is_right_passes(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "NOISE", 0.04)  # of fewer positions, and of a model that is sure of nothing
+def test_what_is_right_passes(folder: Path, capsys: Capture) -> None:
     code, report = accepted(capsys, str(folder), "--dtype", "bfloat16", "--block-size", "16")
     assert (code, report["passed"]) == (0, True)
     kernels = of(report, "kernels")
@@ -216,6 +216,31 @@ def test_the_end_of_a_device_ends_the_check(folder: Path, capsys: Capture, monke
 
 
 # Tokens, by hand
+
+
+@pytest.mark.parametrize("positions", [100, 200, 800, 1000, 20_000])
+def test_least_share_is_continuous_and_allows_less_for_fewer_positions(positions: int) -> None:
+    """No step of the CPU's own share by a tenth of a position moves the limit by more than half a position."""
+    shares = [number / (10 * positions) for number in range(9 * positions, 10 * positions + 1)]
+    limits = [accept.least_share(positions, own) for own in shares]
+    steps = [after - before for before, after in pairwise(limits)]
+    assert 0 <= min(steps) <= max(steps) < 0.5 / positions
+    assert max(limits) == accept.least_share(positions) < accept.LEAST_EQUAL
+    assert accept.least_share(positions) < accept.least_share(2 * positions)
+    assert accept.least_share(10**9) == pytest.approx(accept.LEAST_EQUAL, abs=1e-5)
+
+
+@pytest.mark.parametrize(("positions", "own", "share", "passes"), [
+    (800, 0.9951, 0.9914, True),  # an emulated NPU with AVX2 alone
+    (800, 0.9951, 0.98, False),
+    (10_000, 0.9951, 0.9914, False),
+    (1000, 0.9949, 0.9860, True),
+    (1000, 0.9951, 0.9860, True),  # the rule used to differ between these two
+    (1000, 1.0, 0.9885, True),
+    (1000, 1.0, 0.985, False),
+])
+def test_least_share_judges(positions: int, own: float, share: float, passes: bool) -> None:
+    assert (share >= accept.least_share(positions, own)) == passes
 
 
 def logits(*best: int) -> Tensor:

@@ -34,9 +34,6 @@ def test_all_parts() -> None:
         mock.patch.object(accept, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20),
         mock.patch.object(accept.Measured, "kernels", return_value=[]),
-        # Torch's products of bfloat16, which stand for the device's, differ by processor: 0.9951 of the positions with
-        # AVX-512, 0.9914 with AVX2 alone.
-        mock.patch.object(accept, "LEAST_EQUAL", 0.985),
     ):
         code, report = accepted("--decode-buckets", "2,8", "--least-share", "1")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
@@ -51,7 +48,8 @@ def test_all_parts() -> None:
     assert found["kernels", "linear float16"]["figures"]["cases"] == cases == 12
     exact = found["tokens", "beside the CPU, float32"]["figures"]
     assert (exact["equal_tokens"], exact["equal_argmax"]) == (1.0, 1.0)
-    assert found["tokens", "beside the CPU, bfloat16"]["figures"]["equal_argmax"] > 0.98
+    rounded = found["tokens", "beside the CPU, bfloat16"]["figures"]
+    assert 0.98 < rounded["least_equal_argmax"] <= rounded["equal_argmax"]
     assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == ["8 rows", "2 rows"]
     latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]
