@@ -1,15 +1,27 @@
-"""Real models and tokenizers for tests that are marked `model`."""
+"""Trained models and real tokenizers for tests: the built-in one always, published ones where a folder has them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from npuserve.npu.storyteller import FOLDER
+
+BUILT_IN = "storyteller"
+
+
+def published(*names: str) -> list[Any]:
+    """Return parameters for models that NPUSERVE_TEST_MODELS must have."""
+    return [pytest.param(name, marks=pytest.mark.model) for name in names]
+
 
 def model_folder(name: str) -> Path:
-    """The folder of that name under NPUSERVE_TEST_MODELS; skips the test if there is none."""
+    """Return the folder of the built-in model, or of one under NPUSERVE_TEST_MODELS; skip the test where it is missing."""
+    if name == BUILT_IN:
+        return FOLDER
     root = os.environ.get("NPUSERVE_TEST_MODELS")
     if not root:
         pytest.skip("NPUSERVE_TEST_MODELS is not set")

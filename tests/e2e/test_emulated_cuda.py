@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server, request, serving, streamed
-from tests.e2e.test_exactness import folder_of
 from tests.npu.backends.small import saved
+from tests.real_models import model_folder
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(300),
@@ -34,7 +34,7 @@ def tokens(server: Server) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("name", [pytest.param("stories260K-qwen3", marks=pytest.mark.model), "random"])
 def test_tokens_are_those_of_the_cpu_in_float32(tmp_path: Path, name: str) -> None:
-    folder = str(saved(tmp_path, layers=1, vocabulary=512) if name == "random" else folder_of(name))
+    folder = str(saved(tmp_path, layers=1, vocabulary=512) if name == "random" else model_folder(name))
     with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS) as cuda:
         got = list(tokens(cuda))
         assert "emulated CUDA: proves calls and numbers, not speed" in cuda.log

@@ -50,10 +50,6 @@ def oracle(folder: Path, prompts: tuple[str, ...], tokens: int) -> list[tuple[li
     return answers
 
 
-def folder_of(name: str) -> Path:
-    return FOLDER if name == "storyteller" else model_folder(name)
-
-
 def block_bytes(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
@@ -81,7 +77,7 @@ def check(server: Server, folder: Path, prompts: list[str], index: int) -> None:
 
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_alone(name: str, prompts: list[str]) -> None:
-    folder = folder_of(name)
+    folder = model_folder(name)
     with serving(str(folder), "--dtype", "float32") as server:
         for index in range(len(prompts)):
             check(server, folder, prompts, index)
@@ -96,7 +92,7 @@ def test_with_one_step_in_flight() -> None:
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
     """Random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits: the same tokens."""
-    folder = folder_of(name)
+    folder = model_folder(name)
     oracle(folder, tuple(prompts), 64)
     chance = random.Random(7)
     shared = [chance.randrange(3, 500) for _ in range(24)]

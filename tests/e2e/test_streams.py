@@ -14,7 +14,7 @@ from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 from tests.e2e.server import Server, request, serving, streamed
-from tests.e2e.test_exactness import folder_of
+from tests.real_models import BUILT_IN, model_folder, published
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,9 @@ def test_prompts_in_many_scripts(storyteller: Server) -> None:
         agree(storyteller, FOLDER, request(prompt, 16))
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("name", ["stories260K", "minimind2-small"])
+@pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K", "minimind2-small")])
 def test_byte_fallback_and_chinese(name: str) -> None:
-    folder = folder_of(name)
+    folder = model_folder(name)
     with serving(str(folder), "--dtype", "float32") as server:
         for seed, prompt in enumerate(("中国的首都", "Once upon a time", "😀😀", "<0xE4><0xB8>")):
             agree(server, folder, request(prompt, 48, temperature=100.0, seed=seed, ignore_eos=True))

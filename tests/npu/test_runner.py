@@ -19,7 +19,7 @@ from npuserve.npu.runner import Runner, load_runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
 from tests.npu.backends.small import ids_of
 from tests.npu.models import FAMILIES, greedy, random_model, saved
-from tests.real_models import model_folder
+from tests.real_models import BUILT_IN, model_folder, published
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -230,8 +230,7 @@ def test_settings_that_cannot_be(tmp_path):
             load(tmp_path, **settings)
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("name", ["stories260K", "stories260K-qwen3", "minimind2-small"])
+@pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K", "stories260K-qwen3", "minimind2-small")])
 def test_real_models_answer_as_under_transformers(name: str):
     folder = model_folder(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from npuserve.service.detokenizer import UNFINISHED_LIMIT, Detokenizer
 from npuserve.service.text_stream import RUN_LIMIT
 from npuserve.service.tokenizer import Tokenizer, _Fast, load_tokenizer
-from tests.real_models import model_folder
+from tests.real_models import BUILT_IN, model_folder, published
 from tests.service.tokenizers_made import texts, train, train_byte_fallback
 
 KINDS = ["byte level", "byte fallback", "words", "word pieces"]
@@ -317,8 +317,8 @@ def test_long_answers_take_linear_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(decoded) <= 2 * 500
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("name", ["stories260K", "stories15M", "minimind2-small", "../tokenizers/qwen3"])
+@pytest.mark.parametrize("name", [
+    BUILT_IN, *published("stories260K", "stories15M", "minimind2-small", "../tokenizers/qwen3")])
 def test_real_tokenizers(name: str) -> None:
     made = load_tokenizer(model_folder(name))
     assert made is not None

@@ -11,7 +11,7 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError
 from npuserve.service.model_folder import fetch, open_folder, resolve
-from tests.real_models import model_folder
+from tests.real_models import BUILT_IN, model_folder
 from tests.service.fake_engine import EOS, make_folder
 
 
@@ -135,10 +135,13 @@ def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | No
         open_folder(folder, "m", "")
 
 
-@pytest.mark.model
-@pytest.mark.parametrize(("name", "chat"), [("stories260K-qwen3", False), ("minimind2-small", True)])
-def test_real_folders(name: str, chat: bool) -> None:
+@pytest.mark.parametrize(("name", "eos", "defaults", "chat"), [
+    (BUILT_IN, 0, {"temperature": 1.0}, False),
+    pytest.param("stories260K-qwen3", 2, {}, False, marks=pytest.mark.model),
+    pytest.param("minimind2-small", 2, {}, True, marks=pytest.mark.model),
+])
+def test_real_folders(name: str, eos: int, defaults: dict[str, float], chat: bool) -> None:
     found = open_folder(model_folder(name), name, "")
-    assert (found.eos_token_ids, found.defaults) == ({2}, {})
+    assert (found.eos_token_ids, found.defaults) == ({eos}, defaults)
     assert found.tokenizer
     assert (found.tokenizer.chat is not None) == chat

@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from npuserve.service.config import ConfigError
 from npuserve.service.tokenizer import Tokenizer, load_tokenizer
-from tests.real_models import model_folder
+from tests.real_models import BUILT_IN, model_folder, published
 from tests.service.tokenizers_made import (
     CORPUS,
     SPECIAL,
@@ -213,10 +213,10 @@ def test_import_brings_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "name", ["stories260K", "stories15M", "stories260K-qwen3", "minimind2-small", "../tokenizers/qwen3"]
-)
+@pytest.mark.parametrize("name", [
+    BUILT_IN,
+    *published("stories260K", "stories15M", "stories260K-qwen3", "minimind2-small", "../tokenizers/qwen3"),
+])
 def test_real_tokenizers_equal_transformers(name: str) -> None:
     folder = model_folder(name)
     check_equal(folder)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.benches import bench
-from tests.e2e.test_exactness import folder_of
 from tests.npu.emulator.child import missing
+from tests.real_models import model_folder
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +38,7 @@ def findings(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [
     "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
 def test_tokens_are_those_of_the_cpu(name: str) -> None:
-    overlapped, plain = findings(str(folder_of(name)), "--parts", "tokens", "--requests", "9")
+    overlapped, plain = findings(str(model_folder(name)), "--parts", "tokens", "--requests", "9")
     assert (overlapped["way"], plain["way"]) == ("overlapped", "one step in flight")
     for found in (overlapped, plain):
         assert found["passed"]
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("name", [
     "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
 def test_logits_in_bfloat16_are_near(name: str) -> None:
-    (found,) = findings(str(folder_of(name)), "--parts", "forced")
+    (found,) = findings(str(model_folder(name)), "--parts", "forced")
     assert found["passed"]
     assert found["positions"] > 1000
     assert found["equal_argmax"] >= min(0.995, found["of_the_cpu"] - 0.005)
@@ -69,7 +69,7 @@ def test_logits_in_bfloat16_are_near(name: str) -> None:
 @pytest.mark.parametrize("name", [
     "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
 def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
-    (found,) = findings(str(folder_of(name)), "--parts", "int8")
+    (found,) = findings(str(model_folder(name)), "--parts", "int8")
     assert found["passed"]
     assert found["positions"] > 1000
     assert found["equal_argmax_in_float32"] >= 0.99

@@ -20,8 +20,8 @@ from npuserve.npu.teacher_forced import forced_logits
 from npuserve.service.accept_tokens import agreement, prompts_of
 from npuserve.v1 import model_pb2
 from tests.e2e.server import request, serving, streamed
-from tests.e2e.test_exactness import folder_of
 from tests.npu.emulator.child import missing
+from tests.real_models import model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -30,7 +30,7 @@ CLI = [sys.executable, "-m", "npuserve.service.cli"]
 
 
 def quantized(name: str, out: Path) -> Path:
-    subprocess.run([*CLI, "quantize", str(folder_of(name)), str(out), "--calibration", "none"], check=True,
+    subprocess.run([*CLI, "quantize", str(model_folder(name)), str(out), "--calibration", "none"], check=True,
                    capture_output=True, timeout=100)
     return out
 
