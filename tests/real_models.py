@@ -19,7 +19,7 @@ def published(*names: str) -> list[Any]:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of the built-in model, or of one under NPUSERVE_TEST_MODELS; skip the test where it is missing."""
+    """Return the folder of the built-in model or of one under NPUSERVE_TEST_MODELS; skip where it is missing."""
     if name == BUILT_IN:
         return FOLDER
     root = os.environ.get("NPUSERVE_TEST_MODELS")
