@@ -9,6 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
+from npuserve.service import metrics
 from npuserve.service.call import Context
 
 SERVING = pb.HealthCheckResponse.SERVING
@@ -66,6 +67,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return UNKNOWN
 
     def _tell(self) -> None:
-        """Each change has its own event, so that no watcher misses one or sees it twice."""
+        """Wake the watchers. Each change has its own event, so that no watcher misses one or sees it twice."""
+        metrics.ready.set(self._ready)
         self._changed.set()
         self._changed = asyncio.Event()

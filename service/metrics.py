@@ -55,6 +55,7 @@ stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not y
 tls_certificate_expiry = _gauge(
     "tls_certificate_expiry_timestamp_seconds", "Unix time of the end of the certificates in use", "certificate",
     mode="livemin")
+ready = _gauge("ready", "1 while a front end takes requests, else 0", mode="livemax")
 
 # Engine
 requests_running = _gauge("requests_running", "Requests in the batch")
@@ -92,6 +93,11 @@ build_info = _gauge(
     "build_info", "1; the version is in the labels", "version", "torch", "backend", "model", mode="livemax")
 target_seconds = _gauge(
     "target_seconds", "What an answer must keep to be on target: ttft, and itl in the mean", "latency", mode="livemax")
+requests_limit = _gauge(
+    "requests_limit", "The largest batch (running: max_num_seqs) and queue (waiting: max_queue)", "state",
+    mode="livemax")
+resident_memory_bytes = _gauge(
+    "resident_memory_bytes", "Resident memory of each process; 0 while it is dead", "process")
 
 # Values that are worth a 0 before the first sample: a rate needs two samples, and an alert must not miss the first.
 KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {

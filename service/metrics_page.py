@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,14 +26,24 @@ DEAD = "dead"
 """In place of the process id in the names of the files that hold the counts of all dead processes."""
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 for one that is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 class MetricsPage:
     """Serves `url` from a thread until `close`.
 
     folder: where the processes' files are, for this whole process's life: prometheus_client reads the variable when
-    it is first imported. Raises ConfigError if the port cannot be had.
+    it is first imported. processes: returns name -> pid of this server's other living processes. Raises ConfigError if
+    the port cannot be had.
     """
 
-    def __init__(self, folder: Path, config: ServerConfig):
+    def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -45,6 +55,10 @@ class MetricsPage:
                 counter.labels(*labels)
         metrics.target_seconds.labels("ttft").set(config.target_ttft_seconds)
         metrics.target_seconds.labels("itl").set(config.target_itl_seconds)
+        metrics.requests_limit.labels("running").set(config.max_num_seqs)
+        metrics.requests_limit.labels("waiting").set(config.max_queue)
+        self._processes = processes
+        self._measured: set[str] = set()  # names of processes that have a sample of their memory
         self._metrics = metrics
         self._vllm = config.metrics_vllm_aliases
         self._model = ""
@@ -65,6 +79,7 @@ class MetricsPage:
         from prometheus_client import REGISTRY
         from prometheus_client.core import GaugeMetricFamily, Metric
 
+        self._measure_memory()
         found = self._sums()
         if self._vllm and self._model:
             from npuserve.service.vllm_metrics import aliases
@@ -98,6 +113,13 @@ class MetricsPage:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _measure_memory(self) -> None:
+        processes = {"supervisor": os.getpid(), **self._processes()}
+        self._measured |= processes.keys()
+        for name in self._measured:
+            used = resident_bytes(processes[name]) if name in processes else 0
+            self._metrics.resident_memory_bytes.labels(name).set(used)
 
     def _sums(self) -> dict[str, Metric]:
         """Return all processes' metrics by name; note the latest heartbeat."""

@@ -165,10 +165,13 @@ class Child:
             with contextlib.suppress(OSError, RuntimeError):
                 self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
+    @property
+    def lives(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     def look(self, seconds: float) -> None:
         """To be called every so many seconds."""
-        lives = self._process is not None and self._process.returncode is None
-        self.silence = self.silence + seconds if self.pulse.missed() and lives else 0.0
+        self.silence = self.silence + seconds if self.pulse.missed() and self.lives else 0.0
 
     def kill_hung(self) -> None:
         """Kill the process because it hangs; the next life may start."""
@@ -228,7 +231,7 @@ class Supervisor:
                 for child in self._frontends if self._port else self._frontends[:1]:
                     self._start(child)
                 await asyncio.sleep(0)  # the front ends are under way before anything else is imported
-                self._page = MetricsPage(self._folder, self._config)
+                self._page = MetricsPage(self._folder, self._config, self._processes)
                 tasks = [asyncio.create_task(self._start_engine()), asyncio.create_task(self._look())]
                 code = await self._over
                 clean = await self._drain(0.0 if code else self._drain_seconds)
@@ -281,6 +284,10 @@ class Supervisor:
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "pulse": self._engine.pulse.path, "memory": memory, "left": self._left,
         }, self._hear, watch("engine"), [memory] if memory >= 0 else [])
+
+    def _processes(self) -> dict[str, int]:
+        """Return name -> pid of the living children; called by the thread of the metrics page."""
+        return {child.name: child.pid for child in [*self._frontends, self._engine] if child.lives}
 
     async def _start_engine(self) -> None:
         """Start the engine once the model is here, and tell the front ends where."""

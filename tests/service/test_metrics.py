@@ -46,7 +46,8 @@ def test_the_document_has_every_metric_with_its_type_and_labels() -> None:
 def test_names_end_in_their_unit() -> None:
     units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens",
              "_ratio": "0 to 1", "_timestamp_seconds": "Unix time", "_blocks": "blocks", "_running": "requests",
-             "_preparing": "requests", "_waiting": "requests", "_paused": "requests", "_info": "1"}
+             "_preparing": "requests", "_waiting": "requests", "_paused": "requests", "_info": "1",
+             "_limit": "requests", "_bytes": "bytes", "_ready": "0 or 1"}
     for name, (unit, meaning) in meanings().items():
         assert name.endswith(("_total", *units)), name
         assert unit, name
@@ -62,6 +63,7 @@ def test_the_document_names_the_values_of_labels() -> None:
         "npuserve_queue_rejections_total": [why for why, in metrics.KNOWN[metrics.queue_rejections_total]],
         "npuserve_step_seconds": [*phases, *modes], "npuserve_decode_tokens_total": modes,
         "npuserve_kv_cache_blocks": BlockCounts._fields, "npuserve_target_seconds": ["ttft", "itl"],
+        "npuserve_requests_limit": ["running", "waiting"],
     }
     for name, known in values.items():
         assert not [value for value in known if value not in meanings()[name][1]], name

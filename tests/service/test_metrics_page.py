@@ -44,7 +44,9 @@ if me == 2:
 print("written", flush=True)
 sys.stdin.read()
 '''
-page = MetricsPage(Path(sys.argv[1]), ServerConfig(metrics_port=0, metrics_vllm_aliases=len(sys.argv) > 2))
+living = {}
+config = ServerConfig(metrics_port=0, metrics_vllm_aliases=len(sys.argv) > 2, max_num_seqs=48, max_queue=96)
+page = MetricsPage(Path(sys.argv[1]), config, lambda: living)
 scrape = lambda: urllib.request.urlopen(page.url).read().decode()
 environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": sys.argv[1]}
 pages = [scrape()]
@@ -53,9 +55,11 @@ children = [subprocess.Popen([sys.executable, "-c", CHILD, str(me)], stdin=-1, s
 for child in children:
     child.stdout.readline()
 page.built("cpu", "teller")
+living["engine"] = children[1].pid
 pages.append(scrape())
 children[1].kill()
 children[1].wait()
+living.clear()
 page.forget(children[1].pid)
 page.engine_restarted()
 pages.append(scrape())
@@ -162,6 +166,21 @@ def test_processes_add_up(pages: list[str]) -> None:
     assert 0 <= second[AGE, ()] < 60
     (build,) = [(labels, value) for (name, labels), value in second.items() if name == "npuserve_build_info"]
     assert (dict(build[0])["backend"], dict(build[0])["model"], build[1]) == ("cpu", "teller", 1)
+
+
+def test_metrics_page_limits_are_the_settings(pages: list[str]) -> None:
+    first = samples(pages[0])
+    assert first["npuserve_requests_limit", (("state", "running"),)] == 48
+    assert first["npuserve_requests_limit", (("state", "waiting"),)] == 96
+
+
+def test_metrics_page_memory_is_of_the_living(pages: list[str]) -> None:
+    memory = [{process: samples(page).get(("npuserve_resident_memory_bytes", (("process", process),)))
+               for process in ("supervisor", "engine")} for page in pages]
+    assert [found["engine"] is None for found in memory] == [True, False, False]
+    assert all(1 << 20 < (found["supervisor"] or 0) < 1 << 32 for found in memory)
+    assert 1 << 20 < (memory[1]["engine"] or 0) < 1 << 32
+    assert memory[2]["engine"] == 0
 
 
 def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> None:
