@@ -64,6 +64,10 @@ def stat(title: str, query: str, unit: str, description: str, **thresholds: floa
 TTFT_TARGET, ITL_TARGET = (
     {"target": total("target_seconds", "", f'latency="{name}"', how="max")} for name in ("ttft", "itl"))
 LIFE = [
+    Panel("Ready", {"{{instance}}": total("ready", "instance", how="max")}, "short",
+          "1 while a server takes requests; 0 while it loads, has no engine, or drains."),
+    Panel("Resident memory", {"{{instance}} {{process}}": total("resident_memory_bytes", "instance, process")}, "bytes",
+          "Of each process of a server. Compare the sum with the container's limit.", stack="normal"),
     Panel("Engine's last sign of life", {
         "{{instance}}": total("engine_heartbeat_age_seconds", "instance", how="max")}, "s",
         "Grows while an engine is down, loads its model, or is stuck.", thresholds={GREEN: 0, RED: 30}),
@@ -72,15 +76,36 @@ LIFE = [
         "Times an engine process was started again after it died."),
 ]
 MEMORY = [
-    Panel("KV-cache blocks", {"{{state}}": total("kv_cache_blocks", "state")}, "short",
+    Panel("KV cache in use", {"{{instance}}": total("kv_cache_usage_ratio", "instance", how="max")}, "percentunit",
+          "Share of each server's KV-cache blocks that live requests hold.",
+          thresholds={GREEN: 0, ORANGE: 0.9, RED: 0.97}),
+    Panel("KV-cache blocks", {"{{instance}} {{state}}": total("kv_cache_blocks", "instance, state")}, "short",
           "used: held by live requests; cached: free, but a reusable prefix; free.", stack="normal"),
 ]
 REQUESTS = [
-    Panel("Requests", {"running": total("requests_running"), "waiting": total("requests_waiting")}, "short",
-          "In the batch and in the queue.", stack="normal"),
+    Panel("Requests", {
+        "{{instance}} running": total("requests_running", "instance"),
+        "{{instance}} waiting": total("requests_waiting", "instance")}, "short",
+        "In the batch and in the queue of each server.", stack="normal"),
+]
+
+
+def saturation(state: str) -> str:
+    """Return the share of a server's limit that its running or waiting requests take, by instance."""
+    limit = total("requests_limit", "instance", f'state="{state}"', how="max")
+    return share(total(f"requests_{state}", "instance"), limit)
+
+
+SATURATION = [
+    Panel("Saturation", {"{{instance}} seats": saturation("running"), "{{instance}} queue": saturation("waiting")},
+          "percentunit", "Running requests of max_num_seqs, waiting ones of max_queue. A full queue refuses requests.",
+          thresholds={GREEN: 0, ORANGE: 0.9, RED: 1}),
 ]
 EXPIRY = "tls_certificate_expiry_timestamp_seconds"
-ERRORS = 'code!~"OK|CANCELLED"'
+GENERATION = 'rpc=~"Generate|StreamGenerate|ResumeStream"'
+ERRORS = (GENERATION, 'code=~"UNKNOWN|INTERNAL|UNAVAILABLE|DATA_LOSS"')
+"""The server's own errors; the alert NpuserveErrorRate counts the same."""
+ERROR_SHARE = share(rate("requests_total", "", *ERRORS), rate("requests_total", "", GENERATION))
 
 SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see: traffic, errors, latencies, queue.", [
     Row("Now", [
@@ -90,9 +115,9 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
              green=0, orange=1, red=64),
         stat("TTFT p95", quantile(0.95, "time_to_first_token_seconds"), "s", "Time to first token."),
         stat("ITL p95", quantile(0.95, "inter_token_latency_seconds"), "s", "Gap between tokens of a request."),
-        stat("Errors", f"{share(rate('requests_total', '', ERRORS), rate('requests_total'))} or vector(0)",
-             "percentunit", "Share of calls that ended neither OK nor by their client.",
-             green=0, orange=0.01, red=0.05),
+        stat("Errors", f"{ERROR_SHARE} or vector(0)", "percentunit",
+             "Share of generation calls that ended in an error of the server: UNKNOWN, INTERNAL, "
+             "UNAVAILABLE, DATA_LOSS. NpuserveErrorRate fires at 5 %.", green=0, orange=0.01, red=0.05),
         stat("KV cache", total("kv_cache_usage_ratio", how="max"), "percentunit",
              "Share of the KV-cache blocks that live requests hold, of the fullest server.",
              green=0, orange=0.9, red=0.97),
@@ -117,9 +142,9 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
             "answer p95": quantile(0.95, "request_generation_tokens")}, "short",
             "Tokens of the requests that ended: what the load is made of."),
         Panel("Errors and refusals", {
-            "{{rpc}} {{code}}": rate("requests_total", "rpc, code", ERRORS),
+            "{{rpc}} {{code}}": rate("requests_total", "rpc, code", *ERRORS),
             "refused: {{why}}": rate("queue_rejections_total", "why")}, "reqps",
-            "Calls that failed, and requests refused at the queue by reason."),
+            "Calls that ended in an error of the server, and requests refused at the queue by reason."),
     ]),
     Row("Latency", [
         Panel("Time to first token", quantiles("time_to_first_token_seconds", 0.5, 0.95, 0.99) | TTFT_TARGET, "s",
@@ -139,6 +164,7 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
     ]),
     Row("Queue and memory", [
         *REQUESTS,
+        *SATURATION,
         Panel("Queue time", quantiles("queue_time_seconds", 0.5, 0.95, 0.99), "s", "Arrival to the first step."),
         *MEMORY,
         Panel("Unread tokens", {"{{instance}}": total("stream_buffered_tokens", "instance")}, "short",
@@ -151,8 +177,8 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
               "After the death of their engine, or where their client resumed them."),
         Panel("Certificates", {
             "{{instance}} {{certificate}}":
-                f"{total(EXPIRY, 'instance, certificate', how='min')} - time() or vector(0)"},
-              "s", "Time until the first of the certificates in use ends; 0 without TLS."),
+                f"{total(EXPIRY, 'instance, certificate', how='min')} - time()"},
+              "s", "Time until the first of the certificates in use ends; empty without TLS."),
         *LIFE,
     ]),
 ])

@@ -49,7 +49,9 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "prometheusAddress": "https://thanos.monitoring:9091", "authentication": "thanos",
             "selector": 'job="npuserve"', "pollingSeconds": 30}}}),
     "service monitor, rules, dashboards": ((), {
-        **_MONITORING, "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+        **_MONITORING, "rules": {
+            "enabled": True, "labels": {"release": "prometheus"},
+            "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
     "pod monitor and route": (("ascend",), {"metrics": {"scrape": "podMonitor"}, **_ROUTE}),
     "load balancer": ((), {"service": {

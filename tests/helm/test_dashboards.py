@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.service.test_metrics import documented
 
@@ -175,6 +176,52 @@ def test_legends_name_labels_that_their_query_keeps() -> None:
                     continue
                 kept = set(re.findall(r"\w+", " ".join(re.findall(r" by \(([^)]*)\)", target["expr"]))))
                 assert wanted <= kept, panel["title"]
+
+
+def panel(title: str) -> dict[str, Any]:
+    """Return the panel of the service dashboard with this title, not the number at its top."""
+    (found,) = [panel for panel in panels(load(HELM / "npuserve/dashboards/service.json"))
+                if panel["title"] == title and panel["type"] == "timeseries"]
+    return found
+
+
+def matchers(query: str, metric: str) -> set[frozenset[str]]:
+    """Return the matchers of every selector of a metric in a query, apart from Grafana's variables."""
+    parser = pytest.importorskip("promql_parser")
+    return {frozenset(f"{m.name} {m.op} {m.value}" for m in selector.matchers.matchers
+                      if m.name not in ("namespace", "instance"))
+            for selector in selectors(parser.parse(filled(query))) if selector.name == metric}
+
+
+def test_dashboard_error_panels_count_what_the_alert_counts() -> None:
+    rules = yaml.safe_load((HELM / "npuserve/rules/npuserve.yaml").read_text(encoding="utf-8"))["groups"]
+    (alert,) = [rule for group in rules for rule in group["rules"] if rule.get("alert") == "NpuserveErrorRate"]
+    counted = matchers(alert["expr"], "npuserve_requests_total")
+    (stat,) = [query for _, title, query in queries() if title == "Errors"]
+    assert matchers(stat, "npuserve_requests_total") == counted
+    drawn = matchers(panel("Errors and refusals")["targets"][0]["expr"], "npuserve_requests_total")
+    assert drawn < counted
+    assert "DEADLINE_EXCEEDED" not in str(counted)
+
+
+@pytest.mark.parametrize("title", [
+    "Requests", "KV-cache blocks", "KV cache in use", "Saturation", "Ready", "Resident memory"])
+def test_dashboard_state_is_shown_by_instance(title: str) -> None:
+    for target in panel(title)["targets"]:
+        assert "{{instance}}" in target["legendFormat"]
+        assert re.search(r" by \(instance\b", target["expr"])
+
+
+def test_dashboard_certificates_are_empty_without_tls() -> None:
+    (target,) = panel("Certificates")["targets"]
+    assert "vector" not in target["expr"]
+
+
+def test_dashboard_saturation_is_of_seats_and_queue() -> None:
+    shown = [target["expr"] for target in panel("Saturation")["targets"]]
+    assert [re.findall(r"npuserve_\w+|state=\"\w+\"", query) for query in shown] == [
+        ["npuserve_requests_running", "npuserve_requests_limit", 'state="running"'],
+        ["npuserve_requests_waiting", "npuserve_requests_limit", 'state="waiting"']]
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
