@@ -1,7 +1,8 @@
 """The load generator: sends asks over StreamGenerate when they are due and notes when each message came.
 
-Open loop: an ask is sent at its time however many are still running, so that a slow server meets the queue that its
-users would make. Closed loop: a fixed number of clients, each sending its next ask when the last one ended.
+Open loop: an ask is due and sent at its time however many are still running, so that a slow server meets the queue that
+its users would make. Closed loop: a fixed number of clients, each sending its next ask when the last one ended; an ask
+has no time of its own there, so it is due when it is sent.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ NO_FINISH = "NO_FINISH"
 class Outcome:
     """One request as its client saw it. Times are seconds since the start of the run.
 
-    due, sent, end: when it should have gone, went, and ended. code: gRPC's status name; INTERRUPTED if the run was
-    stopped first, NO_FINISH if the stream ended well but without a Finish. arrivals: (time, tokens carried) of each
-    message with tokens. reason, prompt_tokens, cached_tokens, generated_tokens: from the Finish.
+    due: scheduled time; in a closed loop the time of sending.
+    sent, end: time of sending, and of the stream's end.
+    code: gRPC's status name; INTERRUPTED if the run was stopped first, NO_FINISH if the stream ended OK without a Finish.
+    arrivals: (time, tokens carried) of each message with tokens.
+    reason, prompt_tokens, cached_tokens, generated_tokens: from the Finish.
     """
 
     due: float
@@ -129,9 +132,8 @@ class Load:
 
         async def client() -> None:
             for number in numbers:
-                due = self._now()
                 message = self._message(number, asks[number], prompts)
-                await self._send(number, due, message, self._timeout(asks[number]))
+                await self._send(number, self._now(), message, self._timeout(asks[number]))
                 if stop.is_set():
                     return
 

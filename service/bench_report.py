@@ -1,10 +1,12 @@
 """What `npuserve bench serve` says of its outcomes: statistics, tables on the terminal, JSON, a picture.
 
-Latencies are those that the client saw of requests that ended OK, counted from when each was really sent: TTFT to the
-first message with tokens, e2e to the stream's end, TPOT = (e2e - TTFT) / (n - 1) of n tokens, one number a request.
-ITL is one number a token but the first: a message of k tokens after a gap g counts k times g / k, and the other tokens
-of the first message count as 0. Lag is how late the client sent, over all requests: a slow client shows there, and is
-not charged to the server. Percentiles interpolate linearly between closest ranks (numpy's default).
+Latencies are those of requests that ended OK, counted from when each was due: TTFT to the first message with tokens,
+e2e to the stream's end, TPOT = (e2e - TTFT) / (n - 1) of n tokens, one number a request. In an open loop a request is
+due at its scheduled time, so that a load generator that falls behind cannot hide a queue; in a closed loop it is due
+when it is sent. ITL is one number a token but the first: a message of k tokens after a gap g counts k times g / k, and
+the other tokens of the first message count as 0. Lag is from due to sent, over all requests; it is part of TTFT and
+e2e, and a run whose lag is not small against TTFT measures the load generator. Percentiles interpolate linearly between
+closest ranks (numpy's default).
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ from rich.table import Table
 from npuserve.service.bench_load import Outcome
 
 PERCENTILES = (50, 90, 95, 99)
+MAX_LAG_SHARE = 0.1
 Floats = npt.NDArray[np.float64]
 
 
 def ttft(outcome: Outcome) -> float:
-    """Seconds to the first token; infinite if none came."""
-    return outcome.arrivals[0][0] - outcome.sent if outcome.arrivals else float("inf")
+    """Return the seconds from due to the first token; infinite if none came."""
+    return outcome.arrivals[0][0] - outcome.due if outcome.arrivals else float("inf")
+
+
+def end_to_end(outcome: Outcome) -> float:
+    """Return the seconds from due to the end of the stream."""
+    return outcome.end - outcome.due
 
 
 def tokens(outcome: Outcome) -> int:
@@ -36,9 +44,9 @@ def tokens(outcome: Outcome) -> int:
 
 
 def tpot(outcome: Outcome) -> float | None:
-    """Seconds a token after the first; None below two tokens."""
+    """Return the seconds a token after the first; None below two tokens."""
     n = tokens(outcome)
-    return (outcome.end - outcome.sent - ttft(outcome)) / (n - 1) if n > 1 else None
+    return (end_to_end(outcome) - ttft(outcome)) / (n - 1) if n > 1 else None
 
 
 def inter_token(outcome: Outcome) -> list[float]:
@@ -62,7 +70,7 @@ def latencies(outcomes: Sequence[Outcome]) -> dict[str, Floats]:
         "ttft": [ttft(o) for o in ok],
         "itl": [gap for o in ok for gap in inter_token(o)],
         "tpot": [value for o in ok if (value := tpot(o)) is not None],
-        "e2e": [o.end - o.sent for o in ok],
+        "e2e": [end_to_end(o) for o in ok],
         "lag": [o.sent - o.due for o in outcomes],
     }
     return {name: np.array(values, dtype=np.float64) for name, values in samples.items()}
@@ -95,6 +103,15 @@ def summary(
         "peak_running": int(max(running(outcomes)[1], default=0)),
         "latency_ms": {name: _spread(1000 * values) for name, values in latencies(outcomes).items()},
     }
+
+
+def lag_warning(figures: dict[str, Any]) -> str:
+    """Return a sentence if the load generator was late by a tenth of the median TTFT or more, else an empty string."""
+    lag, first = (figures["latency_ms"][name] for name in ("lag", "ttft"))
+    if not lag or not first or lag["p99"] < MAX_LAG_SHARE * first["p50"]:
+        return ""
+    return (f"the load generator sent late: lag p99 {lag['p99']:.1f} ms beside TTFT p50 {first['p50']:.1f} ms; TTFT "
+            "and end to end contain it")
 
 
 def _spread(values: Floats) -> dict[str, float] | None:

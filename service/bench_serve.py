@@ -119,6 +119,8 @@ async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
     out = Console()
     out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", highlight=False)
     bench_report.show(figures, out)
+    if late := bench_report.lag_warning(figures):
+        console.print(late)
     for code, detail in {o.code: o.detail for o in load.outcomes if o.detail}.items():
         console.print(f"{code}: {detail}", markup=False)
     _write(args, figures, load)

@@ -12,8 +12,10 @@ import re
 import signal
 import statistics
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -213,9 +215,48 @@ def test_throughput_goodput_and_lag():
     assert figures["peak_running"] == 3
     assert figures["latency_ms"]["lag"]["max"] == pytest.approx(250)
     assert figures["latency_ms"]["lag"]["mean"] == pytest.approx(50)
-    assert figures["latency_ms"]["ttft"]["mean"] == pytest.approx(np.mean([100, 400, 100, 100]))
+    assert figures["latency_ms"]["ttft"]["mean"] == pytest.approx(np.mean([100, 400, 350, 100]))
+    assert figures["latency_ms"]["e2e"]["mean"] == pytest.approx(np.mean([300, 450, 1350, 100]))
+    assert figures["latency_ms"]["tpot"]["mean"] == pytest.approx(np.mean([200, 50, 1000]))
     assert bench_report.summary(outcomes, 2.0, 6)["goodput_per_second"] is None
-    assert bench_report.summary(outcomes, 2.0, 6, slo_ttft=0.2)["goodput_per_second"] == 1.5
+    assert bench_report.summary(outcomes, 2.0, 6, slo_ttft=0.2)["goodput_per_second"] == 1.0
+
+
+async def test_open_loop_counts_latencies_from_the_time_that_was_due():
+    """A load generator that stands still for 0.3 s while requests are due hides none of it."""
+    stalls = iter([0.3])  # as a process that is not scheduled
+    service = FakeService(crowd=1, crowded=lambda: time.sleep(next(stalls, 0.0)))
+    asks = [Ask(0.05 * i, 4, 1) for i in range(20)]
+    outcomes, seconds = await loaded(service, asks)
+    late = [o for o in outcomes if o.sent - o.due > 0.1]
+    assert late
+    for outcome in late:
+        assert bench_report.ttft(outcome) >= outcome.sent - outcome.due
+        assert bench_report.end_to_end(outcome) >= outcome.sent - outcome.due
+        assert not bench_report.meets(outcome, 0.1, None)
+    figures = bench_report.summary(outcomes, seconds, len(asks))
+    assert figures["latency_ms"]["ttft"]["p99"] >= figures["latency_ms"]["lag"]["p99"] > 100
+    assert bench_report.lag_warning(figures).startswith("the load generator sent late: lag p99 ")
+
+
+async def test_closed_loop_requests_are_due_after_their_message_is_made(monkeypatch: pytest.MonkeyPatch):
+    message, made = Load._message, []
+
+    def noted(self: Load, *arguments: Any) -> Any:
+        try:
+            return message(self, *arguments)
+        finally:
+            made.append(self._now())
+
+    monkeypatch.setattr(Load, "_message", noted)
+    outcomes, _ = await loaded(FakeService(), [Ask(0.0, 4, 2)] * 6, concurrency=1)
+    assert all(at <= outcome.due <= outcome.sent for at, outcome in zip(made, outcomes, strict=True))
+
+
+def test_lag_that_is_small_beside_ttft_is_no_warning():
+    figures = bench_report.summary([outcome(0.009, (0.1, 1), due=0.0), outcome(0.0, (0.1, 1))], 1.0, 2)
+    assert bench_report.lag_warning(figures) == ""
+    assert bench_report.lag_warning(bench_report.summary([], 1.0, 2)) == ""
 
 
 def test_running_is_a_step_function():
