@@ -29,7 +29,7 @@ class Outcome:
 
     due: scheduled time; in a closed loop the time of sending.
     sent, end: time of sending, and of the stream's end.
-    code: gRPC's status name; INTERRUPTED if the run was stopped first, NO_FINISH if the stream ended OK without a Finish.
+    code: gRPC's status name; INTERRUPTED if the run was stopped first, NO_FINISH if it ended OK without a Finish.
     arrivals: (time, tokens carried) of each message with tokens.
     reason, prompt_tokens, cached_tokens, generated_tokens: from the Finish.
     """
