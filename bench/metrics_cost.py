@@ -1,13 +1,16 @@
-"""What metrics cost: a server under load, whose metrics are switched on and off in turn, some times a second.
+"""What metrics cost: a server under load, whose metrics are switched on and off at random, some times a second.
 
-    python bench/metrics_cost.py [MODEL] [--streams 8] [--rounds 300] [--seconds 0.25] [--json FILE] [-- FLAGS]
+    python bench/metrics_cost.py [MODEL] [--streams 8] [--rounds 150] [--seconds 0.25] [--json FILE] [-- FLAGS]
 
-A real server and a closed loop of so many streams. A round is a window with metrics and one without, the first of them
-in turn; neighbours on the machine, whose load changes more slowly than that, disturb both alike. `on` is the server as
-it comes: every metric, kernels timed at the default sampling. In `off` counting does nothing and no kernel is timed.
-Told are tokens per second and the server's processor time per token: the medians, the median of the rounds' ratios on /
-off with its 95 % interval (bootstrap), and the middle half of the ratios. Afterwards the page is scraped some times,
-and what that takes is told apart. What follows `--` are settings of the server.
+A real server and a closed loop of streams. A round is four windows, two with metrics and two without, in random order:
+a fixed order beats with whatever the server or the machine does periodically, and so favours one kind. Every window
+begins with the same signal to the same processes, whether the kind changes or not. `on` is the server as it comes:
+every metric, kernels timed at the default sampling. In `off` counting does nothing and no kernel is timed.
+
+Printed are tokens per second and the server's processor time per token: medians, and the geometric mean of the rounds'
+ratios on / off with its 95 % interval (bootstrap). The control is the ratio of the two windows of one kind, which
+differ in nothing: a cost that is smaller than the control's distance from 1 is not resolved. The cost of a scrape of
+the page is measured afterwards. What follows `--` are settings of the server.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -30,14 +34,16 @@ import tempfile
 import time
 import urllib.request
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from serving import arguments
 
 from npuserve.service.bench_load import Load
 from npuserve.service.bench_workload import Ask, Prompts
+from npuserve.service.config import ServerConfig
 
 PROMPT, OUTPUT = 32, 200
 WARM_UP = 3.0  # seconds
@@ -61,8 +67,8 @@ def child(module: str) -> None:
     runners = []
     load_model = engine_process.load_model
 
-    def remembered(config: object, *rest: object) -> object:
-        runners.append((load_model(config, *rest), config.kernel_sampling))
+    def remembered(config: ServerConfig, *rest: Any, **options: Any) -> Any:
+        runners.append((load_model(config, *rest, **options), config.kernel_sampling))
         return runners[-1][0]
 
     def nothing(self: object, *_: object) -> None:
@@ -142,11 +148,41 @@ def server(arguments: list[str]) -> Iterator[Server]:
 # The measurement
 
 
-Round = dict[str, dict[str, float]]
+@dataclass(frozen=True)
+class Window:
+    """tokens that arrived, seconds that it lasted, cpu: processor seconds of the server."""
+
+    tokens: int
+    seconds: float
+    cpu: float
 
 
-async def measure(server: Server, streams: int, rounds: int, seconds: float) -> list[Round]:
-    """Of each round's two windows: rate, tokens per second, and cpu, microseconds of processor time per token."""
+Round = dict[str, list[Window]]
+"""The windows of each kind, on and off, in the order in which they were measured."""
+
+Figure = Callable[[Sequence[Window]], float]
+
+
+def rate(windows: Sequence[Window]) -> float:
+    """Return tokens per second of the windows together."""
+    return sum(w.tokens for w in windows) / sum(w.seconds for w in windows)
+
+
+def cpu(windows: Sequence[Window]) -> float:
+    """Return microseconds of the server's processor time per token of the windows together."""
+    return 1e6 * sum(w.cpu for w in windows) / max(1, sum(w.tokens for w in windows))
+
+
+FIGURES: dict[str, tuple[Figure, str]] = {
+    "rate": (rate, "tokens/s"), "cpu": (cpu, "us of processor time a token")}
+
+
+def order(chance: random.Random) -> list[signal.Signals]:
+    """Return the kinds of a round's windows, two of each, in random order."""
+    return chance.sample([ON, ON, OFF, OFF], 4)
+
+
+async def measure(server: Server, streams: int, rounds: int, seconds: float, chance: random.Random) -> list[Round]:
     load, stop = Load(server.target, 1, 0.0, 0), asyncio.Event()
     try:
         model = await load.model_info()
@@ -155,59 +191,82 @@ async def measure(server: Server, streams: int, rounds: int, seconds: float) -> 
         await asyncio.sleep(WARM_UP)
         windows = []
         for turn in range(rounds):
-            for kind in (ON, OFF) if turn % 2 else (OFF, ON):
+            for kind in order(chance):
                 server.switch(kind)
                 await asyncio.sleep(SETTLE)
                 began, before = load._now(), server.cpu_seconds()
                 await asyncio.sleep(seconds)
-                windows.append((turn, kind.name, began, load._now(), server.cpu_seconds() - before))
+                name = "on" if kind == ON else "off"
+                windows.append((turn, name, began, load._now(), server.cpu_seconds() - before))
         stop.set()
         await running
     finally:
         await load.close()
     arrivals = sorted(arrival for outcome in load.outcomes for arrival in outcome.arrivals)
-    found: list[Round] = [{} for _ in range(rounds)]
+    found: list[Round] = [{"on": [], "off": []} for _ in range(rounds)]
     times = [at for at, _ in arrivals]
-    for turn, name, began, ended, cpu in windows:
+    for turn, kind, began, ended, used in windows:
         tokens = sum(count for _, count in arrivals[bisect_left(times, began) : bisect_left(times, ended)])
-        key = "on" if name == ON.name else "off"
-        found[turn][key] = {"rate": tokens / (ended - began), "cpu": 1e6 * cpu / max(1, tokens)}
+        found[turn][kind].append(Window(tokens, ended - began, used))
     return found
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % of the medians of resampled rounds."""
-    drawn = random.Random(0)
-    medians = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[1949]
+def ratios(rounds: Sequence[Round], figure: Figure) -> tuple[list[float], list[float]]:
+    """Return on / off of each round, and the control: one / other window of each kind, in random order."""
+    chance = random.Random(0)
+    whole = [found for found in rounds if all(figure([window]) > 0 for kind in found.values() for window in kind)]
+    costs = [figure(found["on"]) / figure(found["off"]) for found in whole]
+    pairs = [chance.sample(windows, 2) for found in whole for windows in found.values()]
+    return costs, [figure([one]) / figure([other]) for one, other in pairs]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the geometric mean, by resampling."""
+    drawn, logs = random.Random(0), [math.log(value) for value in values]
+    means = sorted(statistics.fmean(drawn.choices(logs, k=len(logs))) for _ in range(2000))
+    return math.exp(means[50]), math.exp(means[1949])
+
+
+def report(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return the medians of both kinds, the ratio and the control with their intervals, by figure."""
+    figures: dict[str, Any] = {}
+    for name, (figure, _) in FIGURES.items():
+        costs, control = ratios(rounds, figure)
+        figures[name] = {
+            **{kind: statistics.median(figure(found[kind]) for found in rounds) for kind in ("on", "off")},
+            "ratio": statistics.geometric_mean(costs), "interval": interval(costs),
+            "control": statistics.geometric_mean(control), "control_interval": interval(control)}
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="as of npuserve serve (default: the built-in model)")
     parser.add_argument("--streams", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=300, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=150, help="of four windows (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.25, help="of a window (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the windows (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     with server([*([args.model] if args.model else []), *flags]) as one:
-        rounds = asyncio.run(measure(one, args.streams, args.rounds, args.seconds))
+        rounds = asyncio.run(measure(one, args.streams, args.rounds, args.seconds, random.Random(args.seed)))
         before = one.supervisor_seconds()
         for _ in range(SCRAPES):
             with urllib.request.urlopen(one.metrics) as page:
                 page.read()
         scrape = (one.supervisor_seconds() - before) / SCRAPES
-    print(f"{args.streams} streams, {args.rounds} rounds of two windows of {args.seconds:g} s")
-    for name, unit in (("rate", "tokens/s"), ("cpu", "us of processor time a token")):
-        on, off = (statistics.median(found[kind][name] for found in rounds) for kind in ("on", "off"))
-        ratios = [found["on"][name] / found["off"][name] for found in rounds if found["off"][name]]
-        low, high = interval(ratios)
-        first, _, third = statistics.quantiles(ratios, n=4)
-        print(f"{unit}: on {on:.5g}, off {off:.5g}; on / off {statistics.median(ratios):.4f} (95 %: {low:.4f} to "
-              f"{high:.4f}; half of the rounds {first:.3f} to {third:.3f})")
+    figures = report(rounds)
+    print(f"{args.streams} streams, {args.rounds} rounds of four windows of {args.seconds:g} s")
+    for name, (_, unit) in FIGURES.items():
+        found = figures[name]
+        (low, high), (least, most) = found["interval"], found["control_interval"]
+        print(f"{unit}: on {found['on']:.5g}, off {found['off']:.5g}; on / off {found['ratio']:.4f} (95 %: {low:.4f} "
+              f"to {high:.4f}); control {found['control']:.4f} ({least:.4f} to {most:.4f})")
     print(f"a scrape: {1e3 * scrape:.1f} ms of processor time")
     if args.json:
-        args.json.write_text(json.dumps({"rounds": rounds, "scrape_seconds": scrape}, indent=1) + "\n")
+        windows = [{kind: [asdict(window) for window in found[kind]] for kind in found} for found in rounds]
+        args.json.write_text(json.dumps(
+            {"figures": figures, "scrape_seconds": scrape, "rounds": windows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
