@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+
+SIMILAR = 0.75
+"""Least ratio of difflib at which a name is suggested for another."""
+
+_GRPC_NAME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\D")
+"""Beginning of a target in gRPC's own syntax (https://github.com/grpc/grpc/blob/master/doc/naming.md)."""
 
 
 def number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -21,3 +29,27 @@ def number(kind: type[int] | type[float], low: float, high: float = math.inf) ->
         return value
 
     return parse
+
+
+def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "", otherwise: str = "") -> str:
+    """Return the end of a sentence that suggests the most similar of `names`; `otherwise` if none is similar.
+
+    prefix: begins all names and is no part of `name` and `names`, so that it does not make them similar.
+    """
+    near = difflib.get_close_matches(name, list(names), 1, SIMILAR)
+    return f"; did you mean {prefix}{near[0]}?" if near else otherwise
+
+
+def target(text: str) -> str:
+    """Argparse type of a gRPC server's address: HOST:PORT, or a name in gRPC's own syntax."""
+    if _GRPC_NAME.match(text) or split_target(text):
+        return text
+    raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 127.0.0.1:50051, got {text!r}")
+
+
+def split_target(text: str) -> tuple[str, int] | None:
+    """Return the host and the port of HOST:PORT, an IPv6 address being in brackets; None for any other text."""
+    match = re.fullmatch(r"(?:\[([^\[\]/]+)\]|([^:\[\]/\s]+)):(\d{1,5})", text)
+    if not match or not 0 < int(match[3]) < 1 << 16:
+        return None
+    return match[1] or match[2], int(match[3])

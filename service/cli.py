@@ -7,11 +7,14 @@ imported, so that the server is up early.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
+from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError
 
 # command: (module, help)
@@ -29,36 +32,85 @@ COMMANDS = {
     "quantize": ("quantize", "make a W8A8 checkpoint of a model"),
 }
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a file or a disk that takes no more output."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; 2 for a wrong setting, 130 for Ctrl-C."""
+    """Run one command and return its exit code: 2 for wrong usage or a wrong setting, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = _parser(argv).parse_args(argv)
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
     except ConfigError as error:
         print(f"npuserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output left; the interpreter's own flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
+        return 1
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _discard_stdout()
+        print(f"npuserve: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
 
 
+def _run(argv: Sequence[str]) -> int:
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"argument {ascii(os.fsencode(argument))[1:]} is not UTF-8") from None
+    # gRPC writes its own log lines to stderr. A server's errors are worth them; a client's are in its sentence.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR" if argv[:1] in (["serve"], ["demo"]) else "NONE")
+    args, unknown = _parser(argv).parse_known_args(argv)
+    if unknown:
+        flags = [flag[2:] for action in args.parser._actions for flag in action.option_strings]
+        wrong = next((word[2:].partition("=")[0] for word in unknown if word.startswith("--")), "")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags, prefix='--')}")
+    code: int = args.run(args)
+    return code
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's own flush at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one sentence. Without a command it prints its help."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.set_defaults(run=self._help, parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write as argparse does, but raise OSError where the file takes nothing."""
+        (file or sys.stderr).write(message or "")
+
+    def _help(self, _: argparse.Namespace) -> int:
+        self.print_help()
+        return 0
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="npuserve", description="Serves Qwen3-class language models over gRPC with streaming tokens.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and leave")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
     benches = None
     for command, (module, text) in COMMANDS.items():
         group, _, name = command.rpartition(" ")
         if group and benches is None:
-            benches = commands.add_parser(group, help="measure").add_subparsers(metavar="WHAT", required=True)
+            benches = commands.add_parser(group, help="measure").add_subparsers(metavar="WHAT")
         within = benches if group and benches else commands
         child = within.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         if list(argv[: len(command.split())]) == command.split():

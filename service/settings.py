@@ -7,7 +7,6 @@ file and its key.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError, ServerConfig
 
 if sys.version_info >= (3, 11):
@@ -25,6 +25,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "NPUSERVE_"
+LISTED = "; docs/configuration.md lists them"
 
 # ServerConfig's fields, by group and in the order of --help.
 SETTINGS: dict[str, dict[str, str]] = {
@@ -159,7 +160,7 @@ def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
     for name, value in table.items():
         if name not in _FIELDS:
-            raise ConfigError(f"{path}: {name}: no such setting{_nearest(name, list(_FIELDS))}")
+            raise ConfigError(f"{path}: {name}: no such setting{did_you_mean(name, _FIELDS, otherwise=LISTED)}")
         yield name, f"{path}:{name}", value
 
 
@@ -172,7 +173,8 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]
         if _SERVICE_LINK.fullmatch(rest) or re.match(r"(tcp|udp|sctp)://", value):
             continue
         if rest.lower() not in _FIELDS or rest != rest.upper():
-            raise ConfigError(f"{key}: no such setting{_nearest(key, [variable(n) for n in _FIELDS])}")
+            hint = did_you_mean(rest.upper(), map(str.upper, _FIELDS), prefix=PREFIX, otherwise=LISTED)
+            raise ConfigError(f"{key}: no such setting{hint}")
         yield rest.lower(), key, value
 
 
@@ -197,9 +199,9 @@ def _parse(name: str, label: str, value: Any) -> Any:
             return _BOOLEANS[value.lower()]
         wanted = "true or false"
     elif kind is str:
-        if isinstance(value, str):
+        if isinstance(value, str) and _is_utf8(value):
             return value
-        wanted = "text"
+        wanted = "UTF-8" if isinstance(value, str) else "text"
     else:
         wanted = "a number" if kind is float else "a size such as 4GiB" if name in _SIZES else "a whole number"
         if isinstance(value, str):
@@ -210,6 +212,15 @@ def _parse(name: str, label: str, value: Any) -> Any:
         elif isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool):
             return kind(value)
     raise ConfigError(f"{name}: {value!r} is not {wanted} (from {label})")
+
+
+def _is_utf8(text: str) -> bool:
+    """False where a variable's bytes were no UTF-8: Python keeps them as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _show(default: Any) -> str:
@@ -223,8 +234,3 @@ def _metavar(name: str) -> str:
     if name in _SIZES:
         return "SIZE"
     return {int: "N", float: "SECONDS", str: "MODEL" if name == "model" else "TEXT"}[kind]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]}?" if near else "; see docs/configuration.md"

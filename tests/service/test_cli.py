@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from npuserve.service import settings
 from npuserve.service.cli import COMMANDS, main
 from npuserve.service.config import ServerConfig
+from tests.service.command import npuserve
 from tests.service.fake_server import serving
 
 Capture = pytest.CaptureFixture[str]
@@ -54,9 +56,8 @@ def test_help_shows_every_flag_with_its_default(command: str, capsys: Capture) -
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ("", "required: COMMAND"),
     ("sing", "invalid choice: 'sing'"),
-    ("bench", "required: WHAT"),
+    ("bench sing", "invalid choice: 'sing'"),
     ("serve --max-num-seq 1", "unrecognized arguments: --max-num-seq"),
     ("generate", "required: PROMPT"),
     ("generate x --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
@@ -65,6 +66,58 @@ def test_a_wrong_command_line(arguments: str, said: str, capsys: Capture) -> Non
     code, _, err = left(arguments, capsys)
     assert code == 2
     assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["", "bench"])
+def test_npuserve_without_a_command_prints_help(command: str) -> None:
+    """As kubectl and docker do: on stdout, with exit code 0."""
+    done = npuserve(*command.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: npuserve{' ' * bool(command)}{command} [-h]")
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ("serve --max-num-seq=4", "npuserve serve: unrecognized arguments: --max-num-seq=4; did you mean --max-num-seqs?; "
+     "see npuserve serve --help\n"),
+    ("generate x --temprature 1", "npuserve generate: unrecognized arguments: --temprature 1; did you mean "
+     "--temperature?; see npuserve generate --help\n"),
+    ("--verison", "npuserve: unrecognized arguments: --verison; did you mean --version?; see npuserve --help\n"),
+    ("serve --banana", "npuserve serve: unrecognized arguments: --banana; see npuserve serve --help\n"),
+])
+def test_npuserve_with_an_unknown_flag_suggests_a_similar_one(arguments: str, sentence: str) -> None:
+    done = npuserve(*arguments.split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("NPUSERVE_BANANA", "docs/configuration.md lists them"),
+    ("NPUSERVE_METRIC_PORT", "did you mean NPUSERVE_METRICS_PORT?"),
+])
+def test_npuserve_with_an_unknown_variable_suggests_only_a_similar_one(name: str, hint: str) -> None:
+    done = npuserve("serve", environ={name: "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"npuserve: {name}: no such setting; {hint}\n")
+
+
+@pytest.mark.parametrize("arguments", [("generate",), ("demo",), ("serve",), ("generate", "x", "--stop")])
+def test_npuserve_with_an_argument_that_is_not_utf8_says_so(arguments: tuple[str, ...]) -> None:
+    done = npuserve(*arguments, b"caf\xe9")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "npuserve: argument 'caf\\xe9' is not UTF-8\n")
+
+
+def test_npuserve_with_a_variable_that_is_not_utf8_says_so() -> None:
+    done = npuserve("serve", environ={"NPUSERVE_MODEL": b"caf\xe9"})
+    assert done.returncode == 2
+    assert done.stderr == "npuserve: model: 'caf\\udce9' is not UTF-8 (from NPUSERVE_MODEL)\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("generate", "a b")])
+def test_npuserve_with_a_full_disk_says_so(arguments: tuple[str, ...], unbuffered: str) -> None:
+    with serving() as server, Path("/dev/full").open("wb") as full:
+        target = ("--target", server.target) if arguments[0] == "generate" else ()
+        done = npuserve(*arguments, *target, stdout=full, environ={"PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (1, "npuserve: cannot write the output: No space left on device\n")
 
 
 def test_a_wrong_setting_is_a_sentence(capsys: Capture) -> None:

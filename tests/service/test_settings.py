@@ -112,6 +112,7 @@ def test_lists() -> None:
     ("", {"NPUSERVE_LOG_PROMPTS": "maybe"}, "log_prompts: 'maybe' is not true or false (from NPUSERVE_LOG_PROMPTS)"),
     ("", {"NPUSERVE_MAX_NUM_SEQ": "1"}, "NPUSERVE_MAX_NUM_SEQ: no such setting; did you mean NPUSERVE_MAX_NUM_SEQS?"),
     ("", {"NPUSERVE_port": "1"}, "NPUSERVE_port: no such setting"),
+    ("", {"NPUSERVE_BANANA": "1"}, "NPUSERVE_BANANA: no such setting; docs/configuration.md lists them"),
     ("--emulate-relax fp32", {}, "emulate_relax: nothing is emulated; --emulate does (from --emulate-relax)"),
     ("--decode-buckets 1,x", {}, "decode_buckets: '1,x' must be numbers in [1, 65536], as in 1,2,4,8"),
     ("--decode-buckets 0", {}, "decode_buckets: '0' must be numbers in [1, 65536]"),
