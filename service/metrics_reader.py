@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
 import math
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from npuserve.service import probe
 
 Labels = Mapping[str, str]
 TIMEOUT = 5.0
@@ -32,19 +36,42 @@ class Page:
         return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
 
 
+def page_url(target: str) -> str:
+    """Return the URL of the metrics page at HOST:PORT, or of a URL that may lack its path. Raises ValueError."""
+    url = urllib.parse.urlsplit(target if "://" in target else f"http://{target}")
+    if url.scheme not in ("http", "https") or not url.hostname or not (url.port or "://" in target):
+        raise ValueError(f"{target!r} is neither HOST:PORT nor the URL of a metrics page")
+    return url._replace(path=url.path if url.path.strip("/") else "/metrics").geturl()
+
+
 def read_page(url: str) -> Page:
-    """Raises Unreadable."""
+    """Fetch a page. Raises Unreadable."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
             return parse_page(answer.read().decode())
     except urllib.error.HTTPError as error:
         raise Unreadable(f"{url}: HTTP {error.code}, no metrics page") from None
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        reason = getattr(reason, "strerror", None) or reason
-        raise Unreadable(f"{url}: no server answers there ({reason}); start one with: npuserve serve") from None
+    except urllib.error.URLError as error:
+        reason = error.reason if isinstance(error.reason, OSError) else OSError(error.reason)
+        host = urllib.parse.urlsplit(url).hostname or ""
+        raise Unreadable(f"{url}: {probe.why_no_connection(reason, host)}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreadable(f"{url}: {_why_no_page(url, error)}") from None
     except ValueError as error:
         raise Unreadable(f"{url}: not a metrics page: {error}") from None
+
+
+def _why_no_page(url: str, error: Exception) -> str:
+    """Return what is wrong with a server that accepts connections and does not answer in HTTP."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        found = probe.protocol_at(parts.hostname or "", parts.port or 80)
+    except OSError as failed:
+        return probe.why_no_connection(failed, parts.hostname or "")
+    if found in ("gRPC", "TLS"):
+        spoken = "gRPC" if found == "gRPC" else "TLS, which the metrics page never does"
+        return f"this port speaks {spoken}; give the metrics port, which is 9090 by default"
+    return f"no metrics page: {type(error).__name__}"
 
 
 def parse_page(text: str) -> Page:

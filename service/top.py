@@ -10,16 +10,19 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-from rich.console import Console, Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from npuserve.service.arguments import number
-from npuserve.service.metrics_reader import Page, Unreadable, Window, read_page
+from npuserve.service.metrics_reader import Page, Unreadable, Window, page_url, read_page
 
 LATENCIES = {
     "time to first token": "time_to_first_token", "between tokens": "inter_token_latency",
@@ -28,21 +31,32 @@ LATENCIES = {
 GIVEN_UP = ("OK", "CANCELLED")
 """Codes that are no error of anybody's: a client may leave."""
 KERNELS = 12
+LEFT_OUT = ("backend", "calls", "p50", "tokens", "per s", "p90", "phase", "mean", "share")
+"""Columns that a narrow screen leaves out, the first of these first."""
 START = Page(0.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", default="127.0.0.1:9090", help="host:port of the server's metrics (default: %(default)s)")
+    add("--target", type=_url, default="127.0.0.1:9090", metavar="HOST:PORT",
+        help="the server's metrics port, or the page's URL as serve prints it (default: %(default)s)")
     add("--interval", type=number(float, 0.1, 3600), default=2.0, metavar="SECONDS",
         help="between two scrapes (default: %(default)s)")
     add("--once", action="store_true", help="show one interval and leave")
     add("--json", action="store_true", help="with --once: as one JSON object, times in seconds")
 
 
+def _url(text: str) -> str:
+    """Argparse type of --target."""
+    try:
+        return page_url(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT or a URL, got {text!r}") from None
+
+
 def run(args: argparse.Namespace) -> int:
-    """1 if there is no server at first; one that leaves later is waited for. Ctrl-C is no error: 0."""
-    url = f"http://{args.target}/metrics"
+    """Return 1 if there is no server at first; one that leaves later is waited for. Return 0 after Ctrl-C."""
+    url, shown = args.target, urlsplit(args.target).netloc
     console = Console()
     try:
         before = read_page(url)
@@ -59,25 +73,25 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(found))
         else:
-            console.print(view(found, args.target))
+            console.print(view(found, shown))
         return 0
     try:
-        _watch(url, before, args, console)
+        _watch(url, before, args.interval, console)
     except KeyboardInterrupt:
         return 0
 
 
-def _watch(url: str, before: Page, args: argparse.Namespace, console: Console) -> NoReturn:
-    first = Text(f"{url}: the first {args.interval:g} s …")
+def _watch(url: str, before: Page, interval: float, console: Console) -> NoReturn:
+    first = Text(f"{url}: the first {interval:g} s …")
     with Live(first, console=console, auto_refresh=False, screen=True) as live:
         while True:
-            time.sleep(args.interval)
+            time.sleep(interval)
             try:
                 after = read_page(url)
             except Unreadable as error:
                 live.update(Panel(Text(str(error), "bold red"), title="npuserve top"), refresh=True)
                 continue
-            live.update(view(figures(Window(before, after)), args.target), refresh=True)
+            live.update(view(figures(Window(before, after)), urlsplit(url).netloc), refresh=True)
             before = after
 
 
@@ -155,29 +169,56 @@ def view(found: dict[str, Any], target: str) -> Group:
     ]
     for row in range(0, len(cells), 4):
         load.add_row(*cells[row : row + 4])
-    latencies = _table("latency", "mean", "p50", "p90", "p99")
-    for name, spread in found["latencies"].items():
-        latencies.add_row(name, *map(_time, spread.values()))
-    latencies.add_row("host gap", *map(_time, found["host_gap"].values()))
-    steps = _table("steps", "per s", "tokens", "mean", "p50", "p99")
-    for phase, step in found["steps"].items():
-        tokens = "–" if step["tokens"] is None else f"{step['tokens']:.1f}"
-        steps.add_row(phase, f"{step['rate']:.1f}", tokens, *(_time(step[key]) for key in ("mean", "p50", "p99")))
+    latencies = _Table("latency", ("mean", "p50", "p90", "p99"), [
+        [name, *map(_time, spread.values())]
+        for name, spread in (*found["latencies"].items(), ("host gap", found["host_gap"]))])
+    steps = _Table("steps", ("per s", "tokens", "mean", "p50", "p99"), [
+        [phase, f"{step['rate']:.1f}", "–" if step["tokens"] is None else f"{step['tokens']:.1f}",
+         *(_time(step[key]) for key in ("mean", "p50", "p99"))]
+        for phase, step in found["steps"].items()])
     title = "kernels, since the start" if found["kernels_since_start"] else "kernels"
-    kernels = _table(title, "phase", "backend", "share", "calls", "mean", "p50", "p99")
-    for kernel in found["kernels"][:KERNELS]:
-        kernels.add_row(
-            kernel["kernel"], kernel["phase"], kernel["backend"], f"{kernel['share']:.1%}", f"{kernel['calls']:.0f}",
-            *(_time(kernel[key]) for key in ("mean", "p50", "p99")))
+    kernels = _Table(title, ("phase", "backend", "share", "calls", "mean", "p50", "p99"), [
+        [kernel["kernel"], kernel["phase"], kernel["backend"], f"{kernel['share']:.1%}", f"{kernel['calls']:.0f}",
+         *(_time(kernel[key]) for key in ("mean", "p50", "p99"))]
+        for kernel in found["kernels"][:KERNELS]])
     return Group(head, load, latencies, steps, kernels)
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(first, min_width=22, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("phase", "backend") else "right", min_width=7)
-    return table
+@dataclass(frozen=True)
+class _Table:
+    """Table of text cells, the first column being its rows' names.
+
+    Where the screen is too narrow it leaves out whole columns and names them: a cut number reads as another number.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = [[self.title, *self.columns], *self.rows]
+        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+        roomy = [max(22, widths[0]), *(max(7, width) for width in widths[1:])]
+        kept, dropped = list(range(len(widths))), []
+        while len(kept) > 1 and sum(widths[i] for i in kept) + len(kept) - 1 > options.max_width:
+            name = next((name for name in LEFT_OUT if name in self.columns and name not in dropped), None)
+            if name is None:
+                break
+            dropped.append(name)
+            kept.remove(1 + self.columns.index(name))
+        gap = 2 if sum(widths[i] for i in kept) + 2 * (len(kept) - 1) <= options.max_width else 1
+        if sum(roomy[i] for i in kept) + gap * (len(kept) - 1) <= options.max_width:
+            widths = roomy
+        table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+        for i in kept:
+            left = cells[0][i] in (self.title, "phase", "backend")
+            table.add_column(
+                cells[0][i], justify="left" if left else "right", min_width=widths[i], no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(row[i] for i in kept))
+        yield table
+        if dropped:
+            yield Text(f"a wider screen shows {', '.join(dropped)}", "dim")
 
 
 def _cell(name: str, value: str, alarming: bool = False) -> Text:

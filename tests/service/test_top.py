@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 from npuserve.service import top
 from npuserve.service.cli import main
 from npuserve.service.metrics_reader import Page, Window
+from tests.service.command import npuserve
 from tests.service.test_metrics_reader import answering, histogram, pages
 
 KERNEL = "npuserve_kernel_latency_seconds"
@@ -95,6 +97,47 @@ def test_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert "teller" in capsys.readouterr().out
         assert main(["top", "--json", "--interval", "0.1", "--target", target]) == 0
         assert json.loads(capsys.readouterr().out)["generated_tokens"] == 0
+
+
+def test_top_takes_the_url_that_serve_prints() -> None:
+    with answering(200, page(100, 10, 10)) as url:
+        for target in (url, url.removesuffix("/metrics"), f"{url.removesuffix('metrics')}"):
+            done = npuserve("top", "--once", "--interval", "0.1", "--target", target)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert f"teller  cpu  npuserve 1.2.3  {url.split('/')[2]}  over" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["localhost", "ftp://host:1/metrics", "http://", "host:port", ""])
+def test_top_with_a_target_of_another_form_says_so(target: str) -> None:
+    done = npuserve("top", "--target", target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"npuserve top: argument --target: must be HOST:PORT or a URL, got {target!r}; "
+                           "see npuserve top --help\n")
+
+
+def kernels_shown(width: int) -> list[list[str]]:
+    """Cells of the table of kernels, as `npuserve top` prints it on a screen of that width."""
+    long = page(100, 1234567, 1234567).replace('kernel="linear"', 'kernel="qk_norm_rope_kv_write"')
+    with answering(200, long) as url:
+        done = npuserve("top", "--once", "--interval", "0.1", "--target", url, environ={"COLUMNS": str(width)})
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    start = next(i for i, line in enumerate(lines) if line.startswith("kernels"))
+    return [re.split(r" +(?=\S)(?!ms|µs|s )", line.strip()) for line in lines[start:]]
+
+
+def test_top_on_80_columns_shows_every_column() -> None:
+    head, *rows = kernels_shown(80)
+    assert head[-7:] == ["phase", "backend", "share", "calls", "mean", "p50", "p99"]
+    assert ["qk_norm_rope_kv_write", "decode", "cpu", "25.0%", "1234567", "1 ms", "1 ms", "1.98 ms"] in rows
+
+
+def test_top_on_a_narrow_screen_leaves_out_whole_columns() -> None:
+    head, *rows = kernels_shown(60)
+    assert head[-5:] == ["phase", "share", "mean", "p50", "p99"]
+    assert ["qk_norm_rope_kv_write", "decode", "25.0%", "1 ms", "1 ms", "1.98 ms"] in rows
+    assert "a wider screen shows backend, calls" in " ".join(rows[-1])
 
 
 def test_a_server_that_is_away_is_a_sentence(

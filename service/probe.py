@@ -1,0 +1,71 @@
+"""What answers at an address: a look at a server that a call or a scrape could not use. Imports no gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import Literal
+
+Protocol = Literal["gRPC", "TLS", "metrics", "HTTP", "unknown", "none"]
+"""gRPC: HTTP/2 without TLS. metrics: a page of npuserve's metrics; HTTP: any other HTTP/1. none: nothing was sent."""
+
+SECONDS = 2.0
+"""For a connection, and for each reply."""
+
+_MOST_BYTES = 1 << 20
+_FRAME_HEADER = 9
+_SETTINGS_FRAME = 4
+
+
+def protocol_at(host: str, port: int) -> Protocol:
+    """Return the protocol that the server at this address speaks. Raises OSError if there is no connection."""
+    reply = _reply(host, port, b"GET /metrics HTTP/1.0\r\n\r\n")
+    if reply.startswith(b"HTTP/1"):
+        return "metrics" if b"npuserve_" in reply else "HTTP"
+    if len(reply) >= _FRAME_HEADER and reply[3] == _SETTINGS_FRAME and not any(reply[5:9]):
+        return "gRPC"
+    hello = _reply(host, port, _client_hello())
+    if hello[:2] in (b"\x15\x03", b"\x16\x03"):  # an alert or a handshake
+        return "TLS"
+    return "unknown" if reply or hello else "none"
+
+
+def why_no_connection(error: OSError, host: str) -> str:
+    """Return the end of a sentence about an address to which there is no connection."""
+    if isinstance(error, socket.gaierror):
+        return f"the name {host} cannot be resolved ({error.strerror})"
+    if isinstance(error, TimeoutError):
+        return f"no connection within {SECONDS:g} s; is the address right, and does a firewall let it through?"
+    if isinstance(error, ConnectionRefusedError):
+        return "no server answers there (Connection refused); start one with: npuserve serve"
+    return f"no connection: {error.strerror or error}"
+
+
+def _reply(host: str, port: int, message: bytes) -> bytes:
+    """Send a message and return what comes back before the end of the connection, or in SECONDS."""
+    received = b""
+    end = time.monotonic() + SECONDS
+    with socket.create_connection((host, port), SECONDS) as connection, contextlib.suppress(OSError):
+        connection.sendall(message)
+        while len(received) < _MOST_BYTES and b"npuserve_" not in received and (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            if not (part := connection.recv(1 << 16)):
+                break
+            received += part
+            if len(received) >= _FRAME_HEADER and not received.startswith(b"HTTP/"):
+                break  # the first bytes tell all other protocols
+    return received
+
+
+def _client_hello() -> bytes:
+    """Return the first message of a TLS client."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
