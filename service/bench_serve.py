@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from npuserve.service import bench_report, client
-from npuserve.service.arguments import number
+from npuserve.service.arguments import number, target
 from npuserve.service.bench_load import Load
 from npuserve.service.bench_workload import Ask, Prompts, TraceError, fitted, poisson, read_trace
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `npuserve bench serve`."""
     count, positive, share = number(int, 1), number(float, 1e-9), number(int, 0)
     add = parser.add_argument
-    add("--target", default="127.0.0.1:50051", help="host:port of the server (default: %(default)s)")
+    add("--target", type=target, default="127.0.0.1:50051", help="host:port of the server (default: %(default)s)")
     arrivals = parser.add_mutually_exclusive_group()
     arrivals.add_argument("--trace", type=Path, metavar="FILE", help=(
         "arrivals and lengths of an Azure LLM inference trace (CSV) or a Mooncake trace (JSON lines, shared prefixes)"))
@@ -101,7 +101,7 @@ async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
         try:
             model = await load.model_info()
         except grpc.aio.AioRpcError as error:
-            raise BenchError(client.explain(error, args.target)) from None
+            raise BenchError(client.explain(error, args.target, tls=client.has_tls(args))) from None
         asks, cut = fitted(asks, args.max_prompt, args.max_output, model.max_model_len)
         if cut:
             console.print(f"{cut} of {len(asks)} requests are cut to the caps or the context of {model.max_model_len}")

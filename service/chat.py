@@ -27,15 +27,17 @@ def run(args: argparse.Namespace) -> int:
         request = base_request(args)
         with client.open_channel(args) as channel:
             if args.wait:
-                client.wait_ready(channel, args.target, args.wait)
+                client.wait_ready(channel, args.target, args.wait, tls=client.has_tls(args))
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
             info = stub.GetModelInfo(model_pb2.GetModelInfoRequest())
             if not info.has_chat_template:
                 raise client.CallFailed(f"{info.name} has no chat template; use npuserve generate")
-            print(f"{info.name} at {args.target}. {HELP}")
-            converse(stub, request, args)
+            interactive = sys.stdin.isatty()
+            if interactive:
+                print(f"{info.name} at {args.target}. {HELP}")
+            converse(stub, request, args, "> " if interactive else "")
     except grpc.RpcError as error:
-        print(f"npuserve: {client.explain(error, args.target)}", file=sys.stderr)
+        print(f"npuserve: {client.explain(error, args.target, tls=client.has_tls(args))}", file=sys.stderr)
         return 1
     except client.CallFailed as error:
         print(f"npuserve: {error}", file=sys.stderr)
@@ -47,18 +49,26 @@ def converse(
     stub: inference_service_pb2_grpc.InferenceServiceStub,
     request: generate_pb2.GenerateRequest,
     args: argparse.Namespace,
+    prompt: str,
 ) -> None:
-    """Reads and answers until the user leaves. A turn that fails is told and forgotten."""
+    """Read and answer until the user leaves. A turn that fails is reported and forgotten.
+
+    prompt: shown before each line; "" where nobody types.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  editing and history in input()
     start = [prompt_pb2.Message(role="system", content=args.system)] if args.system is not None else []
     messages = list(start)
     while True:
         try:
-            said = input("> ").strip()
+            said = _read_line(prompt).strip()
         except EOFError:
-            print()
+            if prompt:
+                print()
             return
+        except UnicodeError:
+            print("npuserve: the line is not UTF-8", file=sys.stderr)
+            continue
         except KeyboardInterrupt:
             print()
             continue
@@ -75,9 +85,16 @@ def converse(
             try:
                 answer = _answer(stub, request, args.timeout)
             except grpc.RpcError as error:
-                print(f"npuserve: {client.explain(error, args.target)}", file=sys.stderr)
+                print(f"npuserve: {client.explain(error, args.target, tls=client.has_tls(args))}", file=sys.stderr)
                 continue
             messages = [*request.chat.messages, prompt_pb2.Message(role="assistant", content=answer)]
+
+
+def _read_line(prompt: str) -> str:
+    """Return a line of the user. Raises UnicodeError for bytes that are not UTF-8."""
+    line = input(prompt)
+    line.encode()  # Python may keep such bytes as lone surrogates
+    return line
 
 
 def _answer(

@@ -10,6 +10,8 @@ import grpc
 from google.protobuf.json_format import MessageToJson
 
 from npuserve.service import client
+from npuserve.service.arguments import target
+from npuserve.service.config import ConfigError
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 
 TARGET = "127.0.0.1:50051"
@@ -41,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default=TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--target", type=target, default=TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)")
     parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="wait so long for it to be ready")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="a call's deadline")
     client.add_connection_arguments(parser)
@@ -56,7 +59,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def base_request(args: argparse.Namespace) -> generate_pb2.GenerateRequest:
-    """A request with all but the prompt. CallFailed for a number that its field cannot hold."""
+    """Return a request without a prompt. Raises ConfigError for a number that its field cannot hold."""
     request = generate_pb2.GenerateRequest()
     for flag, part, _, _ in FIELDS:
         name = flag.replace("-", "_")
@@ -67,19 +70,19 @@ def base_request(args: argparse.Namespace) -> generate_pb2.GenerateRequest:
             elif value is not None:
                 setattr(getattr(request, part), name, value)
         except ValueError:
-            raise client.CallFailed(f"--{flag}: {value} is out of range") from None
+            raise ConfigError(f"--{flag}: {value} is out of range") from None
     if args.ignore_eos:
         request.stopping.ignore_eos = True
     return request
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 for an answer, 1 for an error, which is on stderr."""
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    """Return 0 for an answer, 1 for an error, which is on stderr. Raises ConfigError for wrong arguments."""
+    request = base_request(args)
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system: is for --chat only")
+    prompt = _from_stdin() if args.prompt == "-" else args.prompt
     try:
-        request = base_request(args)
-        if args.system is not None and not args.chat:
-            raise client.CallFailed("--system: is for --chat only")
         if args.chat:
             if args.system is not None:
                 request.chat.messages.append(prompt_pb2.Message(role="system", content=args.system))
@@ -88,12 +91,21 @@ def run(args: argparse.Namespace) -> int:
             request.text = prompt
         with client.open_channel(args) as channel:
             if args.wait:
-                client.wait_ready(channel, args.target, args.wait)
+                client.wait_ready(channel, args.target, args.wait, tls=client.has_tls(args))
             return _stream(channel, request, args)
     except grpc.RpcError as error:
-        return _fail(client.explain(error, args.target))
+        return _fail(client.explain(error, args.target, tls=client.has_tls(args)))
     except client.CallFailed as error:
         return _fail(str(error))
+
+
+def _from_stdin() -> str:
+    """Return the whole input. Raises ConfigError if it is not UTF-8."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"PROMPT: stdin is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}") from None
 
 
 def _stream(channel: grpc.Channel, request: generate_pb2.GenerateRequest, args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from npuserve.service.cli import main
+from tests.service.command import npuserve
 from tests.service.fake_server import Server, serving
 
 Capture = pytest.CaptureFixture[str]
@@ -99,3 +100,14 @@ def test_a_model_without_a_chat_template(server: Server, monkeypatch: pytest.Mon
     assert talk(server, monkeypatch, ["never read"]) == 1
     assert capsys.readouterr().err == "npuserve: echo has no chat template; use npuserve generate\n"
     assert not server.echo.requests
+
+
+def test_chat_that_is_piped_prints_answers_alone(server: Server) -> None:
+    done = npuserve("chat", "--target", server.target, stdin="hi there\ncafé\n".encode())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "HI THERE \nCAFÉ \n", "")
+
+
+def test_chat_with_a_line_that_is_not_utf8_says_so(server: Server) -> None:
+    done = npuserve("chat", "--target", server.target, stdin=b"caf\xe9\nnext\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "NEXT \n", "npuserve: the line is not UTF-8\n")
+    assert len(server.echo.requests) == 1

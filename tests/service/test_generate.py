@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -13,6 +11,7 @@ import pytest
 from npuserve.service.cli import main
 from npuserve.service.generate import summary
 from npuserve.v1 import generate_pb2
+from tests.service.command import npuserve
 from tests.service.fake_server import Server, serving
 
 Capture = pytest.CaptureFixture[str]
@@ -57,7 +56,7 @@ def test_chat(server: Server, capsys: Capture) -> None:
 
 
 def test_system_without_chat_is_refused(server: Server, capsys: Capture) -> None:
-    assert generate(server, "--system", "be brief", "hello") == 1
+    assert generate(server, "--system", "be brief", "hello") == 2
     assert capsys.readouterr() == ("", "npuserve: --system: is for --chat only\n")
     assert not server.echo.requests
 
@@ -71,10 +70,17 @@ def test_json_is_one_object_a_message(server: Server, capsys: Capture) -> None:
     ]
 
 
-def test_the_prompt_from_stdin(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
-    assert generate(server, "-") == 0
-    assert server.echo.requests[0].text == "from a pipe\n"
+def test_the_prompt_from_stdin(server: Server) -> None:
+    done = npuserve("generate", "-", "--target", server.target, stdin="from a café\r\n".encode())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.echo.requests[0].text == "from a café\r\n"
+
+
+def test_generate_from_stdin_that_is_not_utf8_says_so(server: Server) -> None:
+    done = npuserve("generate", "-", "--target", server.target, stdin=b"caf\xe9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "npuserve: PROMPT: stdin is not UTF-8: byte 0xe9 at 3\n"
+    assert not server.echo.requests
 
 
 def test_stats(server: Server, capsys: Capture) -> None:
@@ -95,7 +101,7 @@ def test_an_error_is_on_stderr_after_what_came(server: Server, capsys: Capture) 
 
 @pytest.mark.parametrize("flags", [("--max-tokens", "-1"), ("--seed", "18446744073709551616"), ("--top-k", str(2**31))])
 def test_a_number_that_the_field_cannot_hold(server: Server, capsys: Capture, flags: tuple[str, str]) -> None:
-    assert generate(server, "x", *flags) == 1
+    assert generate(server, "x", *flags) == 2
     assert capsys.readouterr().err == f"npuserve: {flags[0]}: {flags[1]} is out of range\n"
     assert not server.echo.requests
 
@@ -103,7 +109,7 @@ def test_a_number_that_the_field_cannot_hold(server: Server, capsys: Capture, fl
 def test_no_server(capsys: Capture, free_port: Callable[[], int]) -> None:
     target = f"127.0.0.1:{free_port()}"
     assert main(["generate", "x", "--target", target]) == 1
-    assert capsys.readouterr().err.startswith(f"npuserve: {target}: no server answers there (UNAVAILABLE)")
+    assert capsys.readouterr().err.startswith(f"npuserve: {target}: no server answers there (Connection refused)")
 
 
 def test_a_deadline(server: Server, capsys: Capture) -> None:
