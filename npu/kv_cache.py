@@ -13,6 +13,7 @@ from torch import Tensor
 from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.quantized import Int8
 from npuserve.npu.backends.base import Backend
+from npuserve.npu.loader import reporting
 from npuserve.npu.model_config import ModelConfig
 
 SCALE = torch.bfloat16
@@ -41,8 +42,13 @@ class KVCache:
     def allocate(
         cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, backend: Backend
     ) -> KVCache:
-        """Written, not only reserved: the memory is taken now or never, and no step meets its page faults. Zeros,
-        since what is not a number must not come out of a slot that nobody wrote. dtype: int8, or the activations'."""
+        """Return a cache of zeros, and show progress on stderr meanwhile.
+
+        Memory that is written and not only reserved is taken now or never, and no step meets its page faults. Zeros,
+        so that no NaN comes out of a slot that nobody wrote.
+
+        dtype: int8, or that of the activations.
+        """
         blocks = num_blocks + backend.padding_blocks
         shapes = backend.cache_shapes(blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 
@@ -53,8 +59,12 @@ class KVCache:
             return Int8(numbers, backend.empty(backend.scale_shape(blocks, block_size, config.num_kv_heads), SCALE))
 
         made = cls(tuple((empty(shapes[0]), empty(shapes[1])) for _ in range(config.num_layers)))
-        with ThreadPoolExecutor(backend.threads) as pool:  # it is the system that takes its time with new pages
-            list(pool.map(Tensor.zero_, made.tensors))
+        total, done = sum(tensor.nbytes for tensor in made.tensors), 0
+        # The system takes its time with new pages.
+        with reporting("zeroing the KV cache") as progress, ThreadPoolExecutor(backend.threads) as pool:
+            for tensor in pool.map(Tensor.zero_, made.tensors):
+                done += tensor.nbytes
+                progress(done, total)
         backend.synchronize()
         return made
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import mmap
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from npuserve.kernels.native import LANES
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model_config import ModelConfig, ModelError
+from npuserve.npu.model_config import ModelConfig, ModelError, check_downloaded
 from npuserve.npu.weights import FLOATS, ModelWeights, Targets, allocate
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ Progress = Callable[[int, int], None]
 PIECE = 8 << 20
 """Bytes of a mapped file that are resident at a time."""
 
+MOST_LISTED = 3
+"""Names in a list of an error message."""
+
+FIRST_REPORT_SECONDS, REPORT_SECONDS = 1.0, 5.0
+"""Time to the first log line of progress, and between two."""
+
 
 def load_weights(
     folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend, progress: Progress | None = None,
@@ -44,8 +51,7 @@ def load_weights(
     """The weights in `folder`, as `dtype`, on the backend's device. there: the storage that the backend gives out holds
     them already.
 
-    Raises ModelError that names every tensor that is missing, unknown, misshapen or of the wrong type, or one whose
-    numbers cannot be.
+    Raises ModelError for tensors that are missing, unknown, of the wrong shape or type, or whose numbers cannot be.
     """
     made = allocate(config, dtype, backend)
     if there:
@@ -55,13 +61,15 @@ def load_weights(
         _pass_over(places, config)
         _check(places, targets, Path(folder))
         if progress is None:
-            progress = stack.enter_context(reporting(Path(folder).name))
+            progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
         total, done = sum(targets[name].nbytes for name in places), 0
         for name, file in places.items():
             target, row = targets[name], 0
             source = file.get_tensor(name).reshape(target.shapes[0])
             for piece in source.split(max(LANES, PIECE // max(1, source[:1].nbytes) // LANES * LANES)):
                 try:
+                    if target.dtypes is FLOATS:
+                        _check_finite(piece, dtype)
                     target.put(row, piece)
                 except ValueError as error:
                     raise ModelError(f"{folder}: {name}: {error}") from None
@@ -80,6 +88,7 @@ def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the shards that model.safetensors.index.json names. ModelError if they are absent."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
+        check_downloaded([single])
         return [single]
     if not index.is_file():
         message = f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
@@ -87,14 +96,17 @@ def weight_files(folder: Path) -> list[Path]:
         if pickled:
             message += f"; {pickled[0]} is pickled, which can run code as it is read: convert it to safetensors"
         raise ModelError(message)
+    check_downloaded([index])
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index}: must be a JSON object whose weight_map names a file for each tensor") from None
     absent = [str(name) for name in names if Path(name).name != name or not (folder / name).is_file()]
     if absent:
-        raise ModelError(f"{index}: names files that are not in the folder: {', '.join(absent)}")
-    return [folder / name for name in names]
+        raise ModelError(f"{index}: names files that are not in the folder: {_listed(absent)}")
+    files = [folder / name for name in names]
+    check_downloaded(files)
+    return files
 
 
 def _places(files: list[Path], stack: ExitStack) -> dict[str, Any]:
@@ -145,9 +157,33 @@ def _check(places: dict[str, Any], targets: Targets, folder: Path) -> None:
             if header.get_dtype() not in target.dtypes:
                 kind = "not of a float type" if target.dtypes is FLOATS else "not int8"
                 problems[kind].append(f"{name} {header.get_dtype()}")
-    found = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+    if (wanted := _layers(targets)) != (there := _layers(places)):
+        found.append(f"config.json has {wanted} layers, the files have {there}")
     if found:
         raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
+
+
+def _layers(names: Iterable[str]) -> int:
+    """Return how many decoder layers have tensors of these names."""
+    return len({found[1] for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name))})
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
+
+
+def _check_finite(numbers: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for NaN and infinity, and for numbers that are infinite in `dtype`."""
+    if numbers.numel():
+        low, high = (float(edge) for edge in numbers.aminmax())  # NaN if one of the numbers is
+        if not math.isfinite(low) or not math.isfinite(high):
+            raise ValueError("has numbers that are not finite (NaN or infinity)")
+        if max(-low, high) > torch.finfo(dtype).max:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"has numbers that are too large for {name} ({max(-low, high):.3g}); take another dtype")
 
 
 def _madvise() -> Callable[..., int] | None:
@@ -171,8 +207,8 @@ def _drop_pages(piece: Tensor) -> None:
 
 
 @contextmanager
-def reporting(name: str) -> Iterator[Progress]:
-    """Shows progress on stderr: a bar on a terminal, otherwise a log line now and then."""
+def reporting(what: str) -> Iterator[Progress]:
+    """Show progress on stderr: a bar on a terminal, otherwise a log line after a second and then every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
@@ -180,16 +216,16 @@ def reporting(name: str) -> Iterator[Progress]:
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(f"loading {name}")
+            task = bar.add_task(what)
             yield lambda done, total: bar.update(task, completed=done, total=total)
         return
 
-    last = time.monotonic()
+    due = time.monotonic() + FIRST_REPORT_SECONDS
 
     def line(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 5.0:
-            last = time.monotonic()
-            log.info("loading %s: %d of %d MiB", name, done >> 20, total >> 20)
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + REPORT_SECONDS
+            log.info("%s: %d of %d MiB", what, done >> 20, total >> 20)
 
     yield line

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,9 @@ from npuserve.npu.quantization import Quantization
 class ModelError(ValueError):
     """This model cannot be served with these settings; the message says what is wrong and what is possible."""
 
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of a Git LFS pointer (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 
 HeadDtype = Literal["auto", "int8"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -146,6 +149,7 @@ class ModelConfig:
     def from_folder(folder: Path | str, lm_head_dtype: HeadDtype = "auto") -> ModelConfig:
         """Read `folder`/config.json. Raises ModelError."""
         path = Path(folder) / "config.json"
+        check_downloaded([path])
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -198,6 +202,19 @@ class ModelConfig:
             dtype=str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch."),
             quantization=_quantization(data),
         )
+
+
+def check_downloaded(files: Iterable[Path]) -> None:
+    """Raise ModelError for the first file that is a Git LFS pointer: the text in place of a file not downloaded."""
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        except OSError:
+            continue  # whoever reads it says what is wrong
+        if pointer:
+            raise ModelError(
+                f"{path}: is a Git LFS pointer, not the file itself; download it with: git -C {path.parent} lfs pull")
 
 
 def _refuse_unsupported(data: Mapping[str, Any], family: _Family) -> None:

@@ -7,12 +7,15 @@ since only one of them runs at a time, and the largest is captured first, so tha
 from __future__ import annotations
 
 import bisect
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Graph = TypeVar("Graph")
 
@@ -29,6 +32,7 @@ class Graphs(ABC, Generic[Graph]):
 
     def __init__(self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int]):
         self._buckets = sorted(set(buckets))
+        log.info("capturing steps of up to %d rows in %d graphs", self.largest, len(self._buckets))
         began, free = time.perf_counter(), streams.mem_get_info()[0]
         self._graphs = {rows: self._capture(step, rows) for rows in reversed(self._buckets)}
         self.seconds = time.perf_counter() - began

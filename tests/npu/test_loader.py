@@ -124,6 +124,56 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
         assert part in message
 
 
+def test_loader_with_many_missing_tensors_names_a_few(tmp_path):
+    saved(random_model("qwen3"), tmp_path)
+    layers = ModelConfig.from_folder(tmp_path).num_layers
+    edit_config(tmp_path, num_hidden_layers=layers + 45, layer_types=["full_attention"] * (layers + 45))
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert f"; 495 missing: model.layers.{layers}.input_layernorm.weight, " in message
+    assert message.endswith(f" and 492 more; config.json has {layers + 45} layers, the files have {layers}")
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.up_proj.weight", "norm.weight"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_loader_with_a_number_that_is_not_finite_names_its_tensor(tmp_path, name, number, cpu):
+    saved(random_model("qwen3"), tmp_path)
+    name = f"model.{name}"
+    tensor = load_file(tmp_path / "model.safetensors")[name]
+    tensor.view(-1)[-1] = number
+    rewrite(tmp_path, **{name.replace(".", "__"): tensor})
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path, cpu)
+    assert str(caught.value) == f"{tmp_path}: {name}: has numbers that are not finite (NaN or infinity)"
+
+
+def test_loader_with_a_number_beyond_the_dtype_refuses_it():
+    numbers = torch.tensor([65504.0, -1e5])
+    loader._check_finite(numbers, torch.bfloat16)
+    loader._check_finite(numbers[:1], torch.float16)
+    loader._check_finite(numbers[:0], torch.float16)
+    with pytest.raises(ValueError, match=r"^has numbers that are too large for float16 \(1e\+05\); take another dtype"):
+        loader._check_finite(numbers, torch.float16)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", "b.safetensors", "config.json"])
+def test_loader_with_a_git_lfs_pointer_names_the_file(tmp_path, file):
+    saved(random_model("qwen3"), tmp_path)
+    if file != "model.safetensors":
+        (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+        (tmp_path / "b.safetensors").touch()
+        index = {"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f\nsize 12\n"
+    (tmp_path / file).write_text(pointer)
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == (f"{tmp_path / file}: is a Git LFS pointer, not the file itself; "
+                                 f"download it with: git -C {tmp_path} lfs pull")
+
+
 def test_a_bias_that_the_configuration_does_not_mention_is_not_dropped_in_silence(tmp_path):
     saved(random_model("llama-bias"), tmp_path)
     edit_config(tmp_path, mlp_bias=False)
@@ -212,7 +262,7 @@ def test_progress_is_logged_where_there_is_no_terminal(tmp_path, monkeypatch, ca
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with loader.reporting("a model") as progress:
+    with loader.reporting("loading a model") as progress:
         progress(1 << 20, 2 << 20)
     captured = capsys.readouterr()
     assert "loading a model" in captured.err

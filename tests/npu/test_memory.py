@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.kernels.native.packed import compacts, packed_words
+from npuserve.npu import loader
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.kv_cache import KVCache, block_bytes
@@ -47,6 +49,16 @@ def test_weights_and_cache_take_what_is_predicted(tmp_path, kind, dtype, cpu):
     assert plan.weights == sum(tensor.nbytes for tensor in (table, *storage(weights)))
     cache = KVCache.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
     assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
+
+
+def test_kv_cache_that_takes_long_shows_progress(cpu, monkeypatch, caplog):
+    monkeypatch.setattr(loader, "FIRST_REPORT_SECONDS", 0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
+    plan = predict(config, cpu, kv_cache_memory=64 << 20)
+    with caplog.at_level("INFO"):
+        KVCache.allocate(config, plan.num_blocks, plan.block_size, torch.float32, cpu)
+    assert re.fullmatch(r"zeroing the KV cache: \d+ of \d+ MiB", caplog.messages[0])
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (128, "float32")])
