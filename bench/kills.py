@@ -212,7 +212,7 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
         seconds = time.monotonic() - began
         said = server.log
     found = pauses(killer.killed, answers)
-    starts = sorted(float(at) for at in re.findall(r"engine ready\W.*?seconds\W+([\d.]+)", said))
+    starts = sorted(float(at) for at in re.findall(r"ready in [\d.]+ s\W.*?seconds\W+([\d.]+)", said))
 
     def share(of: float) -> float | None:
         return round(found[min(int(of * len(found)), len(found) - 1)], 4) if found else None

@@ -36,8 +36,13 @@ def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "", otherwise
 
     prefix: begins all names and is no part of `name` and `names`, so that it does not make them similar.
     """
-    near = difflib.get_close_matches(name, list(names), 1, SIMILAR)
-    return f"; did you mean {prefix}{near[0]}?" if near else otherwise
+    near = similar(name, names)
+    return f"; did you mean {prefix}{near}?" if near else otherwise
+
+
+def similar(name: str, names: Iterable[str]) -> str | None:
+    """Return the most similar of `names`; None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(names), 1, SIMILAR)), None)
 
 
 def target(text: str) -> str:

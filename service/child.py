@@ -55,6 +55,12 @@ def listen(gone: Callable[[], None], ordered: Callable[[dict[str, Any]], None] =
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
+def unusable(error: Exception) -> int:
+    """Tell the parent what is wrong, which it prints once all its children have ended, and return the exit code."""
+    report("unusable", error=str(error))
+    return UNUSABLE
+
+
 def report(event: str, **fields: object) -> None:
     """Tell the parent: {"event": event, ...fields}."""
     print(json.dumps({"event": event, **fields}), flush=True)

@@ -304,8 +304,10 @@ class EngineClient:
             self._set_state("down")
 
     def _set_state(self, state: State) -> None:
+        # The supervisor logs that the server is ready; the end of a stall is logged here alone.
+        ready = logging.INFO if self.state == "stalled" else logging.DEBUG
+        level = ready if state == "ready" else logging.WARNING
         self.state = state
-        level = logging.INFO if state == "ready" else logging.WARNING
         logs.event(log, f"engine is {state}", level=level, epoch=self.epoch)
         self._on_state(state)
 

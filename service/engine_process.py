@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +95,7 @@ def build(args: EngineArgs) -> Engine:
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
                     Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0)
     seconds = time.monotonic() - began
-    logs.event(log, "engine ready", seconds=round(seconds, 3), epoch=args.epoch, kv_cache_tokens=capacity)
+    logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
                  leaves=runner.leaves)
     return engine
@@ -157,8 +156,7 @@ def serve(args: EngineArgs) -> int:
     try:
         engine = build(args)
     except (ValueError, OSError, MemoryError) as error:
-        print(f"npuserve: {error}", file=sys.stderr)
-        return child.UNUSABLE
+        return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     short_slice.ask_for_it()  # this thread plans and listens; those that compute are there already
     gc.freeze()  # what is here stays: no collection need look at it between two steps

@@ -315,8 +315,7 @@ def main() -> int:
         # Not asyncio.run, whose end waits for the threads that still tokenize.
         asyncio.new_event_loop().run_until_complete(serve(args))
     except ConfigError as error:
-        print(f"npuserve: {error}", file=sys.stderr)
-        return child.UNUSABLE
+        return child.unusable(error)
     return 0
 
 

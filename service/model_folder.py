@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from npuserve.npu import storyteller
+from npuserve.npu.model_config import ModelError, check_downloaded
 from npuserve.service import child
+from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
@@ -82,8 +84,8 @@ def local(model: str) -> Path | None:
         return path
     if path.exists():
         raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model: there is no folder {model}")
+    if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
+        raise ConfigError(f"model: there is no folder {model}{_similar_folder(path)}")
     return None
 
 
@@ -114,10 +116,26 @@ async def fetch(model: str) -> Path:
     return Path(answer["folder"])
 
 
+def _similar_folder(path: Path) -> str:
+    """Return a hint at a folder whose name is similar to that of the first part of `path` that does not exist."""
+    while not path.parent.is_dir():
+        path = path.parent
+    try:
+        folders = [beside.name for beside in path.parent.iterdir() if beside.is_dir()]
+    except OSError:
+        return ""
+    found = similar(path.name, folders)
+    return f" (did you mean {path.parent / found}?)" if found else ""
+
+
 def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     """Read the facts and load the tokenizer. model: as the user gave it. ConfigError if the folder is unusable."""
     from npuserve.service.tokenizer import load_tokenizer
 
+    try:
+        check_downloaded(sorted(folder.glob("*.json")))
+    except ModelError as error:
+        raise ConfigError(f"model: {error}") from None
     config = _read(folder / "config.json", required=True)
     generation = _read(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder)
@@ -179,19 +197,20 @@ def _download(model: str) -> Path:
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
+    hint = _similar_folder(Path(model))
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except hub.GatedRepoError as error:
         raise ConfigError(f"model: {model} is gated; accept its terms on the hub and set HF_TOKEN") from error
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
-        raise ConfigError(f"model: {model} is neither a folder here nor a model on the hub") from error
+        raise ConfigError(f"model: {model} is neither a folder here{hint} nor a model on the hub") from error
     except hub.LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"model: {model} is no folder here, was not downloaded before, and the hub cannot be reached (offline?); "
-            "give a folder, or set HF_ENDPOINT to a mirror") from error
+            f"model: {model} is no folder here{hint}, was not downloaded before, and the hub cannot be reached "
+            "(offline?); give a folder, or set HF_ENDPOINT to a mirror") from error
     except Exception as error:  # the hub's client raises whatever its transport does
-        raise ConfigError(
-            f"model: {model} is no folder here and cannot be had from the hub ({type(error).__name__})") from error
+        kind = type(error).__name__
+        raise ConfigError(f"model: {model} is no folder here{hint} and cannot be had from the hub ({kind})") from error
 
 
 def main() -> int:

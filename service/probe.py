@@ -1,4 +1,4 @@
-"""What answers at an address: a look at a server that a call or a scrape could not use. Imports no gRPC."""
+"""What answers at an address, and whether a server can listen there, found with plain sockets. Imports no gRPC."""
 
 from __future__ import annotations
 
@@ -29,6 +29,29 @@ def protocol_at(host: str, port: int) -> Protocol:
     if hello[:2] in (b"\x15\x03", b"\x16\x03"):  # an alert or a handshake
         return "TLS"
     return "unknown" if reply or hello else "none"
+
+
+def cannot_listen(host: str, port: int, shared: bool) -> OSError | None:
+    """Return why no address of `host` can be listened on; None if one can.
+
+    port: 0 for any. shared: several processes listen on it (SO_REUSEPORT).
+    """
+    found: OSError | None = None
+    try:
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        return error
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if shared:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                listener.bind(address)
+                return None
+        except OSError as error:
+            found = error
+    return found
 
 
 def why_no_connection(error: OSError, host: str) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from npuserve.service import logs, settings
+from npuserve.service import logs, probe, settings
 from npuserve.service.child import FRONTEND_MARGIN, NODE_FAULT, UNUSABLE
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.heartbeat import Watch
@@ -208,6 +208,7 @@ class Supervisor:
         self._lives: dict[Child, asyncio.Task[int]] = {}
         self._up: dict[Child, dict[str, Any]] = {}
         self._left: dict[str, Any] | None = None  # what the engine left in its memory when it was ready last
+        self._wrong = ""  # why a child cannot be used, of the first that said so
         self._signals = 0
         self._drain_seconds = config.drain_seconds
         self._began = time.monotonic()
@@ -218,7 +219,10 @@ class Supervisor:
         return endpoint(self._config.host, self._port)
 
     async def run(self) -> int:
-        """Serves until a signal, `stop`, or a child's end for good; returns the exit code."""
+        """Serve until a signal, `stop`, or a child's end for good; return the exit code.
+
+        Raises ConfigError, once no child is left, if the configuration or the model cannot be used.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -236,12 +240,14 @@ class Supervisor:
                 code = await self._over
                 clean = await self._drain(0.0 if code else self._drain_seconds)
                 self._page.close()
-                return code or (0 if clean else 1)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self._kill()
+        if self._wrong:
+            raise ConfigError(self._wrong)
+        return code or (0 if clean else 1)
 
     def stop(self) -> None:
         """Drain and leave; the second time, leave at once. What a signal calls."""
@@ -260,6 +266,7 @@ class Supervisor:
             self._finish(0)
 
     def _make_children(self) -> None:
+        _check_addresses(self._config)
         socket = f"{self._folder}/engine.sock"
         if len(socket) > 100:
             raise ConfigError(f"TMPDIR: {self._folder} is too long for a socket's path of 100 characters")
@@ -305,8 +312,11 @@ class Supervisor:
         self._start(self._engine)
 
     def _hear(self, child: Child, line: dict[str, Any]) -> None:
-        """listening: a front end's port. drain: AdminService's. ready: a front end or the engine; the server is when
-        all of them are."""
+        """Handle a child's event.
+
+        listening: a front end's port. drain: AdminService's. unusable: the configuration or the model is at fault.
+        ready: a front end or the engine is; the server is ready when all of them are.
+        """
         if line.get("event") == "listening" and not self.listening.is_set():
             self._port = line["port"]
             self.listening.set()
@@ -316,6 +326,8 @@ class Supervisor:
                     self._start(other)
         elif line.get("event") == "drain":
             self.drain(line["seconds"])
+        elif line.get("event") == "unusable":
+            self._wrong = self._wrong or line["error"]
         elif line.get("event") == "ready" and child not in self._up:
             self._up[child] = line
             if child is self._engine:
@@ -415,6 +427,14 @@ class Supervisor:
             child.signal(signal.SIGKILL)
         if self._lives:  # one that waits in a driver is left behind
             await asyncio.wait(self._lives.values(), timeout=ENGINE_PATIENCE)
+
+
+def _check_addresses(config: ServerConfig) -> None:
+    """Raise ConfigError, before a process is started, if there is no listening on the host or on gRPC's port."""
+    shared = config.frontends > 1
+    for setting, port, name in (("host", 0, config.host), ("port", config.port, endpoint(config.host, config.port))):
+        if error := probe.cannot_listen(config.host, port, shared):
+            raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}")
 
 
 def _memory() -> int:

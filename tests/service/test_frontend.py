@@ -58,6 +58,13 @@ class Process:
         assert self.process.stdout
         return int(json.loads(self.process.stdout.readline())["port"])
 
+    def wrong(self) -> tuple[int, str]:
+        """Exit code, and what it told its parent is wrong."""
+        assert self.process.stdout
+        event = json.loads(self.process.stdout.readlines()[-1])
+        assert event["event"] == "unusable"
+        return self.process.wait(30), event["error"]
+
     def end(self) -> tuple[int, str]:
         """Exit code and stderr, with stdin left open."""
         code = self.process.wait(30)
@@ -257,16 +264,14 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process])
         taken.listen()
         port = taken.getsockname()[1]
         processes.append(Process(args(make_folder(tmp_path / "m"), port=port)))
-        code, stderr = processes[0].end()
-    assert code == 2
-    assert f"npuserve: port: cannot listen on 127.0.0.1:{port}; is it in use?" in stderr
-    assert "Traceback" not in stderr
+        assert processes[0].wrong() == (2, f"port: cannot listen on 127.0.0.1:{port}; is it in use?")
+    assert "Traceback" not in processes[0].end()[1]
 
 
 def test_an_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(tmp_path)))
-    code, stderr = processes[0].end()
-    assert (code, stderr) == (2, f"npuserve: model: {tmp_path} has no config.json\n")
+    assert processes[0].wrong() == (2, f"model: {tmp_path} has no config.json")
+    assert processes[0].end() == (2, "")
 
 
 def test_nothing_heavy_is_imported() -> None:

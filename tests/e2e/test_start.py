@@ -1,0 +1,95 @@
+"""`npuserve serve` from its start to readiness, or to the one sentence that says why it does not start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from npuserve.npu import storyteller
+from tests.e2e.server import serving
+from tests.service.command import npuserve
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f\nsize 12\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the built-in model."""
+    return shutil.copytree(storyteller.FOLDER, tmp_path / "model")
+
+
+def refused(*arguments: str, **environ: str) -> str:
+    """The error of a server that does not start: once, without a traceback, and the last line of its output."""
+    done = npuserve(
+        "serve", "--port", "0", "--metrics-port", "0", *arguments, environ={"HF_HUB_OFFLINE": "1", **environ})
+    assert (done.returncode, done.stdout) == (2, "")
+    *logs, last = done.stderr.splitlines()
+    assert all(json.loads(line)["level"] == "info" for line in logs)
+    assert last.startswith("npuserve: ")
+    return last.removeprefix("npuserve: ")
+
+
+def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config |= {"num_hidden_layers": layers + 45, "layer_types": ["full_attention"] * (layers + 45)}
+    (folder / "config.json").write_text(json.dumps(config))
+    error = refused(str(folder))
+    assert error.startswith(f"{folder}: the tensors do not fit config.json; 495 missing: model.layers.{layers}.")
+    assert error.endswith(f" and 492 more; config.json has {layers + 45} layers, the files have {layers}")
+    assert len(error) < 600
+
+
+def test_serve_with_nan_weights_names_the_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"][-1, -1] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    assert refused(str(folder)) == (
+        f"{folder}: model.layers.3.mlp.up_proj.weight: has numbers that are not finite (NaN or infinity)")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_serve_with_a_git_lfs_pointer_names_the_file(folder: Path, file: str) -> None:
+    (folder / file).write_text(POINTER)
+    assert refused(str(folder)).removeprefix("model: ") == (
+        f"{folder / file}: is a Git LFS pointer, not the file itself; download it with: git -C {folder} lfs pull")
+
+
+def test_serve_with_a_mistyped_folder_suggests_the_right_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(str(folder.with_name("modle"))) == (
+        f"model: there is no folder {folder.with_name('modle')} (did you mean {folder}?)")
+    monkeypatch.chdir(folder.parent)
+    assert refused("modle/") == "model: there is no folder modle/ (did you mean model?)"
+    assert refused("modle").startswith("model: modle is no folder here (did you mean model?), was not downloaded ")
+    assert refused("modle/qwen").startswith("model: modle/qwen is no folder here (did you mean model?), was not ")
+    assert refused("other").startswith("model: other is no folder here, was not downloaded before, ")
+
+
+@pytest.mark.parametrize(("host", "error"), [
+    ("203.0.113.7", "Cannot assign requested address"),
+    ("no-such-host.invalid", ""),
+])
+def test_serve_on_an_address_of_another_machine_names_the_host(host: str, error: str) -> None:
+    assert refused("--host", host).startswith(f"host: cannot listen on {host}: {error}")
+
+
+@pytest.mark.parametrize("frontends", ["1", "2"])
+def test_serve_on_a_taken_port_prints_one_line(frontends: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = npuserve("serve", "--port", str(port), "--metrics-port", "0", "--frontends", frontends)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"npuserve: port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_serve_logs_once_that_it_is_ready() -> None:
+    with serving() as server:
+        assert server.stop() == 0
+        messages = [json.loads(line)["message"] for line in server.log.splitlines() if line.startswith("{")]
+    assert len([message for message in messages if "ready" in message]) == 1
