@@ -96,16 +96,17 @@ def native() -> dict[str, Any]:
 
 
 def backends() -> dict[str, Any]:
-    """Name -> whether this version has it and the machine offers it, its free memory, and who serves each kernel."""
+    """Return for each device by name: supported, whether this version has its code; available, whether this machine
+    has the device and its software; and of an available one its free memory and the label of each kernel."""
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.kernels.registry import KernelSet
     from npuserve.npu.backends import MODULES, backend_class, present, select
 
     found: dict[str, Any] = {}
     for name in MODULES:
-        there = name in present()
-        available = there and backend_class(name).available()
-        found[name] = {"present": there, "available": available}
+        supported = name in present()
+        available = supported and backend_class(name).available()
+        found[name] = {"supported": supported, "available": available}
         if available:
             backend = select(name)
             found[name]["memory_available_bytes"] = backend.memory_available()
@@ -184,7 +185,7 @@ def text(report: dict[str, Any]) -> str:
     ]
     for name, backend in report["backends"].items():
         if not backend["available"]:
-            lines.append(f"{name:11} {'not available here' if backend['present'] else 'not in this version'}")
+            lines.append(f"{name:11} {'not available here' if backend['supported'] else 'not in this version'}")
             continue
         labels = backend["kernels"]
         own = [kernel for kernel, label in labels.items() if label != GOLDEN]

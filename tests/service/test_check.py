@@ -14,6 +14,7 @@ import torch
 from npuserve.kernels import native
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli import main
+from tests.service.command import npuserve
 
 Capture = pytest.CaptureFixture[str]
 
@@ -81,11 +82,20 @@ def test_native_kernels_that_are_not_built_are_told(
 def test_the_cpu_is_there_with_every_kernel(folder: Path, capsys: Capture) -> None:
     _, report = checked(capsys, str(folder))
     cpu = report["backends"]["cpu"]
-    assert cpu["present"]
+    assert cpu["supported"]
     assert cpu["available"]
     assert 0 < cpu["memory_available_bytes"] <= report["machine"]["memory_bytes"]
     assert {"paged_attention", "linear", "sample"} <= set(cpu["kernels"])
     assert set(cpu["kernels"].values()) <= {"cpu", "golden"}
+
+
+def test_check_json_does_not_call_an_absent_device_present() -> None:
+    done = npuserve("check", "--json", environ={"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0
+    backends = json.loads(done.stdout)["backends"]
+    assert backends["npu"] == {"supported": True, "available": False}
+    assert backends["cuda"] == {"supported": True, "available": False}
+    assert not any("present" in backend for backend in backends.values())
 
 
 def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
