@@ -22,7 +22,23 @@ from npuserve.kernels.native.packed import PackedWeight
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel, moved
 
-COLD_BYTES = 256 << 20
+
+def cache_bytes(processors: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the bytes of the last-level caches of the processors that this process may use; 0 if that is unknown."""
+    found: dict[str, tuple[int, int]] = {}  # processors that share a cache -> its level and size
+    for cpu in os.sched_getaffinity(0):
+        for cache in sorted((processors / f"cpu{cpu}/cache").glob("index*")):
+            try:
+                level, size, sharing = (
+                    (cache / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+                found[sharing] = max(found.get(sharing, (0, 0)), (int(level), int(size.removesuffix("K")) << 10))
+            except (OSError, ValueError):
+                continue
+    last = max((level for level, _ in found.values()), default=0)
+    return sum(size for level, size in found.values() if level == last)
+
+
+COLD_BYTES = max(256 << 20, 2 * cache_bytes())
 """Weights and KV caches stand there in copies of so many bytes together, used in turn: more than processors cache."""
 
 _PASS_SECONDS, _LONGEST_PASS = 0.003, 0.06
@@ -63,8 +79,9 @@ class Measured:
     error, other_ids: as in `Accuracy`.
     seconds: of a call, the median. bytes_per_second, operations_per_second: of what a call must at least move and do.
     bound: which ceiling asks for the most time: that of products ("matrix") or that of bytes, which come from memory
-    or from a cache. share: the part of `seconds` that this ceiling explains. The ceiling of caches is not measured, and
-    the memory's stands for it, so that the share may be above 1 there.
+    or from a cache. share: the part of `seconds` that this ceiling explains, by its best pass among those of the
+    kernel; of "memory" only the bytes that are in no cache count. None for "cache": the speed of caches is not
+    measured, and the memory's is no ceiling of theirs.
     others: processors that everybody else took meanwhile; figures taken beside more than a few hundredths say little.
     """
 
@@ -74,7 +91,7 @@ class Measured:
     bytes_per_second: float
     operations_per_second: float
     bound: Bound
-    share: float
+    share: float | None
     others: float
 
 
@@ -195,18 +212,20 @@ class Bench(Oracle):
         count = -(-int(_PASS_SECONDS / alone + 1) // len(turns)) * len(turns)
         return run(max(1, min(count, int(_LONGEST_PASS / alone))))
 
-    def _time(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> tuple[Bound, float, float, float]:
-        """(bound, seconds of a call, share, others)."""
+    def _time(
+        self, label: str, ceilings: Ceilings, best: dict[str, float]
+    ) -> tuple[Bound, float, float | None, float]:
+        """Return (bound, seconds of a call, share, others)."""
         one_pass = self._passes(label, None if label == GOLDEN else self._machine, partial(timed, self._machine))
-        cold = nbytes(*(self._args[i] for i in self.cost.cold))
+        cold = min(nbytes(*(self._args[i] for i in self.cost.cold)), self.cost.nbytes)
         peak = next(value for name, value in best.items() if name.startswith(self.cost.kind)) * 1e9
         c = self._cost(label)
         by_bytes, by_operations = c.nbytes / (best["read_gbs"] * 1e9), c.operations / peak
         bound: Bound = "matrix" if by_operations > by_bytes else "memory" if 2 * cold > c.nbytes else "cache"
         ceiling: Callable[[], float] = {
             "matrix": lambda: c.operations / ceilings.peak(c.kind),
-            "memory": lambda: c.nbytes / ceilings.read(),
-            "cache": lambda: by_bytes,
+            "memory": lambda: (c.nbytes - (self.cost.nbytes - cold)) / ceilings.read(),
+            "cache": lambda: 0.0,
         }[bound]
         passes: list[tuple[float, float]] = []
         one_pass()
@@ -214,9 +233,11 @@ class Bench(Oracle):
         while len(passes) < _LEAST_PASSES or (
                 len(passes) < _MOST_PASSES and time.perf_counter() - began < _SECONDS):
             seconds = one_pass()
-            passes.append((seconds, ceiling() / seconds))
+            passes.append((seconds, ceiling()))
         others = (_taken_by_others() - taken) / (time.perf_counter() - began)
-        seconds, share = (statistics.median(column) for column in zip(*passes, strict=True))
+        taken_by_calls, taken_by_ceiling = zip(*passes, strict=True)
+        seconds = statistics.median(taken_by_calls)
+        share = None if bound == "cache" else min(taken_by_ceiling) / seconds
         return bound, seconds, share, max(others, 0.0)
 
 

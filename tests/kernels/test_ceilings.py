@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -32,6 +34,27 @@ def test_all_are_there_and_above_nothing() -> None:
 @pytest.mark.usefixtures("either")
 def test_reads_in_whole_pieces() -> None:
     assert Ceilings(SMALL - 1).read_bytes == SMALL
+
+
+def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor whose instruction for bf16 is half as fast as that for fp32, which is as fast as that for int8."""
+    seconds = {torch.float32: 1.0, torch.bfloat16: 2.0, torch.int8: 1.0}
+    ran: list[torch.dtype] = []
+
+    def computer(self: Ceilings, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+        return lambda: ran.append(dtype), 100
+
+    def clock(machine: module.Machine, run: Callable[[], object]) -> float:
+        ran.clear()
+        run()
+        return seconds[ran[0]] if ran else 1.0
+
+    monkeypatch.setattr(Ceilings, "_computer", computer)
+    monkeypatch.setattr(module, "timed", clock)
+    made = Ceilings(SMALL)
+    assert [made.peak(kind) for kind in ("fp32", "bf16", "int8")] == [100.0, 100.0, 100.0]  # type: ignore[arg-type]
+    best = made.best()
+    assert best["int8_gops"] == best["bf16_gflops"] == best["fp32_gflops"] == 100.0 / 1e9
 
 
 @needs_library

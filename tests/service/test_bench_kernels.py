@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from npuserve.kernels.costs import COSTS, Cost
 from npuserve.kernels.linear import linear
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Implementation, Kernel
 from npuserve.service import cli
+from tests.service.command import npuserve
 
 Capture = pytest.CaptureFixture[str]
 FIELDS = {"kernel", "case", "dtype", "backend", "error", "other_ids", "seconds", "bytes_per_second",
@@ -71,7 +74,7 @@ def test_errors_of_results_and_of_what_is_changed_in_place(doubled: Kernel[..., 
     assert [(row["backend"], row["error"], row["other_ids"]) for row in rows] == [("off", 0.25, 4), (GOLDEN, 0.0, 0)]
     for row in rows:
         assert set(row) == FIELDS
-        assert (row["case"], row["dtype"], row["bound"]) == ("4x5", "float32", "cache")
+        assert (row["case"], row["dtype"], row["bound"], row["share"]) == ("4x5", "float32", "cache", None)
         assert row["bytes_per_second"] * row["seconds"] == pytest.approx(2 * 20 * 4)
         assert row["operations_per_second"] * row["seconds"] == pytest.approx(20)
 
@@ -84,9 +87,51 @@ def test_share_is_of_the_ceiling_that_binds(capsys: Capture) -> None:
         "read_gbs": 1e-3, "bf16_gflops": 1e6, "int8_gops": 1e6, "fp32_gflops": 1e6})
     assert found.bound == "memory"
     assert found.error < 0.05
+    assert found.share
     assert found.share > 0
     nothing = {"read_gbs": 1e6, "bf16_gflops": 1e-3, "int8_gops": 1e6, "fp32_gflops": 1e6}
     assert bench.measure(GOLDEN, ceilings, nothing).bound == "matrix"
+
+
+def test_share_of_memory_counts_only_what_is_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes a second, as a read of the memory does. The weight is cold, the same again is in a cache."""
+
+    def golden(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return torch.ones(4, 64), torch.ones(64, 64)
+
+    monkeypatch.setitem(COSTS, "half", lambda x, weight: Cost(2 * weight.nbytes - 4, 1, "fp32", cold=(1,)))
+    monkeypatch.setattr(measure, "timed", lambda machine, run: 1.0)
+    monkeypatch.setattr(Ceilings, "read", lambda self: 64 * 64 * 4.0)
+    half: Kernel[..., Any] = Kernel("half", golden, [Case("4x64", make, True)], (torch.float32,))
+    found = measure.Bench(half, half.cases[0], torch.float32).measure(GOLDEN, Ceilings(), {
+        "read_gbs": 1e-6, "bf16_gflops": 1e6, "int8_gops": 1e6, "fp32_gflops": 1e6})
+    assert (found.bound, found.share) == ("memory", 1.0)
+
+
+def test_bench_kernels_has_ceilings_and_shares_in_order() -> None:
+    """The command as it is run: the ceiling of narrow numbers is not below that of wide ones."""
+    done = npuserve("bench", "kernels", "--kernel", "rms_norm", "linear", "--case", "1x1024", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    best, *rows = (json.loads(line) for line in done.stdout.splitlines())
+    assert best["int8_gops"] >= best["bf16_gflops"] >= best["fp32_gflops"]
+    assert {row["bound"] for row in rows} >= {"cache", "memory"}
+    assert all((row["share"] is None) == (row["bound"] == "cache") for row in rows)
+
+
+def test_cold_memory_exceeds_the_last_level_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two caches of the third level, each of two processors, one of which is not ours."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 9})
+    for cpu, sharing in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3"), (4, "4-5")):
+        for index, level, size, shared in ((0, 1, "32K", str(cpu)), (3, 3, "327680K", sharing)):
+            folder = tmp_path / f"cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{text}\n")
+    assert measure.cache_bytes(tmp_path) == 2 * 320 << 20
+    assert measure.cache_bytes(tmp_path / "none") == 0
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -108,8 +153,10 @@ def test_programs_of_calls_count_each_call() -> None:
 
 def test_a_table_for_people(doubled: Kernel[..., Any], capsys: Capture) -> None:
     assert cli.main(["bench", "kernels", "--kernel", "doubled", "--threads", "1"]) == 0
-    first, _, head, *rows = capsys.readouterr().out.splitlines()
+    first, legend, _, head, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("ceilings: memory read ")
+    assert legend.endswith("none of a cache's, which is not measured")
+    assert all(row.split()[-3:-1] == ["–", "cache"] for row in rows)
     assert head.split()[:5] == ["kernel", "case", "dtype", "backend", "error"]
     assert [row.split()[:5] for row in rows] == [
         ["doubled", "4x5", "float32", "off", "4"], ["doubled", "4x5", "float32", "golden", "0.0e+00"]]
