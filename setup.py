@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,15 +50,36 @@ class BuildError(Exception):
 
 
 def digest(folder: Path) -> str:
-    """Of all that the library is made from. The library holds it, so that a stale one is known."""
+    """Return the digest of the sources, the flags and the machine that a library is built from."""
     made = hashlib.sha256(repr((platform.machine(), FLAGS, LINK_FLAGS, ISAS)).encode())
     for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         made.update(f"\0{file.name}\0".encode() + file.read_bytes())
     return made.hexdigest()
 
 
+def stamp(folder: Path, isas: Iterable[str]) -> str:
+    """Return the text that a library of these instruction sets holds, by which `is_current` recognizes it."""
+    return " ".join([digest(folder), *isas])
+
+
 def is_current(library: Path, folder: Path) -> bool:
-    return library.exists() and digest(folder).encode() in library.read_bytes()
+    """Return True if the library is built from these sources, for every instruction set that the compiler knows.
+
+    The compiler runs only for instruction sets that the library lacks. Where none works, the sources alone decide.
+    """
+    if not library.exists():
+        return False
+    found = re.search(digest(folder).encode() + rb"((?: \w+)*)\0", library.read_bytes())
+    if found is None:
+        return False
+    missing = ISAS.keys() - set(found[1].decode().split())
+    if not missing:
+        return True
+    try:
+        compiler = find_compiler()
+    except BuildError:
+        return True
+    return not any(works(compiler, *ISAS[isa]) for isa in missing)
 
 
 def run(command: list[str], source: str | None = None) -> None:
@@ -94,7 +116,7 @@ def build(library: Path, folder: Path) -> list[str]:
     """Compiles the sources in `folder` and returns the instruction sets that the library has. BuildError."""
     compiler = find_compiler()
     isas = {name: flags for name, flags in ISAS.items() if not flags or works(compiler, *flags)}
-    defines = [f"-DHAS_{name}" for name in isas] + [f'-DNPUSERVE_SOURCE="{digest(folder)}"']
+    defines = [f"-DHAS_{name}" for name in isas] + [f'-DNPUSERVE_SOURCE="{stamp(folder, isas)}"']
     units = [(folder / name, defines) for name in ONCE]
     for file in sorted(folder.glob("*.cpp"), key=lambda file: -file.stat().st_size):  # what takes longest comes first
         if file.name not in ONCE:
