@@ -171,11 +171,12 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
     splits = -(-stride * block_size // _SPLIT)
     plan = native.kept(rows + 2, dtype=torch.int32)
     partial = native.empty(items * splits * q_heads * (-(-dim // native.LANES) + 1) * native.LANES, dtype=torch.float32)
-    p = [q, keys, values, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial,
-         *scales]
+    merged = [metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial]
+    p = [q, keys, values, metadata.block_tables, *merged, *scales]
     n = [tokens, rows, q_heads, kv_heads, dim, block_size, stride, items]
     native.call(
-        "paged_attention", (f"attention{kind}", q.dtype, p, n, [scale]), ("attention_merge", q.dtype, p, n, [scale]))
+        "paged_attention", (f"attention{kind}", q.dtype, p, n, [scale]),
+        ("attention_merge", q.dtype, [None, None, None, None, *merged], n, [scale]))
     return out
 
 

@@ -251,7 +251,7 @@ class Sampler:
 
         shaping = [made(1, torch.float32), made(0, torch.int64), made(1, torch.float32), made(0, torch.float32),
                    made(0, torch.float64)]
-        edited = logits[:, : self._vocabulary].float()
+        edited = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for choices in (logits, edited):
             ids = self._k.greedy(choices, self._vocabulary)
             for cut in (False, True):

@@ -4,14 +4,16 @@ The library beside this file is built when the package is installed where there 
 once for each instruction set; the widest that the processor has is used. Without it `available()` is False, no kernel
 of this backend is registered, and the golden functions serve.
 
-A call fills an `Op` and runs it at once. Inside `record`, calls are kept instead, and their outputs lie in memory that
-the program owns: running the program does no work in Python and allocates nothing.
+A call packs an op and runs it at once. Inside `record`, the calls of that thread are kept instead, and their outputs
+lie in memory that the program owns: running the program does no work in Python and allocates nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.signatures import Checks, checks, refuse
 from npuserve.kernels.registry import Kernel
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,17 +38,31 @@ LARGE_PAGE = 2 << 20
 
 _SLOTS, _FLOATS = 12, 4
 
+OP_BYTES = 8 + 8 * (2 * _SLOTS + _FLOATS)
+"""Size of a call as the library takes it (op.h): its kernel, its dtype, p, n, f."""
 
-class Op(ctypes.Structure):
-    """A call as the library takes it (op.h)."""
 
-    _fields_ = (
-        ("kernel", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("p", ctypes.c_void_p * _SLOTS),
-        ("n", ctypes.c_int64 * _SLOTS),
-        ("f", ctypes.c_double * _FLOATS),
-    )
+class _Resolved:
+    """An op of one dtype.
+
+    number: of its kernel in the library.
+    checks: what its tensors are compared with.
+    formats: of its calls, by the numbers of p, n and f.
+    """
+
+    __slots__ = ("_required", "checks", "formats", "number")
+
+    def __init__(self, number: int, required: int, checks: Checks):
+        self.number, self._required, self.checks = number, required, checks
+        self.formats: dict[tuple[int, int, int], struct.Struct] = {}
+
+    def add_format(self, p: int, n: int, f: int) -> struct.Struct | None:
+        """Return the format of a call with so many p, n and f, or None if the op takes another number of tensors."""
+        if not self._required <= p <= len(self.checks):
+            return None
+        made = struct.Struct(f"@ii{p}P{8 * (_SLOTS - p)}x{n}q{8 * (_SLOTS - n)}x{f}d{8 * (_FLOATS - f)}x")
+        self.formats[p, n, f] = made
+        return made
 
 
 class Library:
@@ -58,9 +75,8 @@ class Library:
         lib.npuserve_kernel.argtypes = (ctypes.c_char_p,)
         lib.npuserve_set_threads.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int))
         lib.npuserve_set_threads.restype = None
-        lib.npuserve_run.argtypes = (
-            ctypes.c_int, ctypes.POINTER(Op), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-        lib.npuserve_run.restype = None
+        lib.npuserve_run.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        lib.npuserve_run.restype = ctypes.c_int
         lib.npuserve_allocate.argtypes = (ctypes.c_size_t,)
         lib.npuserve_allocate.restype = ctypes.c_void_p
         lib.npuserve_share.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_size_t)
@@ -69,6 +85,7 @@ class Library:
         lib.npuserve_free.restype = None
         self._lib = lib
         self._kernels: dict[str, int] = {}
+        self._resolved: dict[tuple[str, torch.dtype], _Resolved] = {}
         self.isas: list[str] = []
         while name := lib.npuserve_isa(len(self.isas)):
             self.isas.append(name.decode())
@@ -77,7 +94,7 @@ class Library:
 
     @property
     def source(self) -> str:
-        """Digest of the sources that it was built from."""
+        """Digest of the sources that it was built from, and its instruction sets."""
         digest: bytes = self._lib.npuserve_source()
         return digest.decode()
 
@@ -90,19 +107,56 @@ class Library:
             self._kernels[name] = number
         return self._kernels[name]
 
+    def pack(
+        self, name: str, dtype: torch.dtype, tensors: Sequence[Tensor | None], n: Sequence[int],
+        f: Sequence[float] = (),
+    ) -> bytes:
+        """Return an op for `run`. The arguments are those of `Call`.
+
+        Raises TypeError or ValueError for a tensor that differs from the op's signature.
+        """
+        op = self._resolved.get((name, dtype))
+        if op is None:
+            number = self.kernel(f"{name}/{str(dtype).removeprefix('torch.')}")
+            op = self._resolved[name, dtype] = _Resolved(number, *checks(name, dtype))
+        sizes = len(tensors), len(n), len(f)
+        form = op.formats.get(sizes) or op.add_format(*sizes) or refuse(name, dtype, tensors, n)
+        p = []
+        for tensor, (wanted, least, optional) in zip(tensors, op.checks, strict=False):
+            if tensor is None:
+                if not optional:
+                    refuse(name, dtype, tensors, n)
+                p.append(0)
+            elif (tensor.dtype is wanted and tensor.is_contiguous() and tensor.is_cpu
+                  and (least is None or tensor.numel() >= least(n))):
+                p.append(tensor.data_ptr())
+            else:
+                refuse(name, dtype, tensors, n)
+        return form.pack(op.number, 0, *p, *n, *f)
+
     def set_threads(self, threads: int, cpus: Sequence[int] = ()) -> None:
         """Of all runs from now on, the caller's included. cpus: the processor that each of them stays on, the caller's
         first, to which it is to go by itself; () leaves them to the system."""
         self._lib.npuserve_set_threads(threads, (ctypes.c_int * threads)(*cpus) if cpus else None)
         self.threads = threads
 
-    def run(self, ops: Any, count: int, rows: int = -1, seconds: Any = None) -> None:
-        """ops: an array of Op. rows: in place of each op's own number; -1 for that. seconds: an array of doubles."""
-        self._lib.npuserve_run(self.isa, ops, count, rows, seconds)
+    def run(self, ops: bytes, count: int, rows: int = -1, seconds: Any = None) -> None:
+        """Run ops, of which `pack` makes each.
+
+        rows: in place of each op's own number; -1 for that.
+        seconds: an array of doubles for the time of each op, or None.
+
+        Raises MemoryError if the kernels have no memory for their own use.
+        """
+        if self._lib.npuserve_run(self.isa, ops, count, rows, seconds):
+            raise MemoryError("no memory for the native kernels' own use")
 
     def map(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-        """Zeros at the border of a large page, in large pages where the system grants them. Given back to the system
-        when the last tensor over them is dropped."""
+        """Return zeros that begin at a large page, in large pages where the system grants them.
+
+        They go back to the system when the last tensor over them is dropped, but not at the interpreter's exit: threads
+        may compute then, and the system unmaps them by itself.
+        """
         return self._owned(self._lib.npuserve_allocate(nbytes), nbytes)
 
     def share(self, file: int, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
@@ -114,7 +168,7 @@ class Library:
         if not address:
             raise MemoryError(f"no {nbytes} bytes of memory")
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
-        weakref.finalize(memory, self._lib.npuserve_free, address, nbytes)
+        weakref.finalize(memory, self._lib.npuserve_free, address, nbytes).atexit = False
         return memory
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -140,8 +194,8 @@ class Arena:
         self._used = 0
         self._file, self._end = file, 0
 
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """At a multiple of 64 bytes; its pages are untouched. MemoryError."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory at a multiple of 64 bytes: zeros, or of a file what it holds there. Raises MemoryError."""
         count = torch.Size(shape).numel()
         nbytes = count * dtype.itemsize
         chunk = self._chunk()
@@ -212,20 +266,24 @@ class Program:
 
     _output: Tensor
     _calls: list[tuple[str, int]]
-    _ops: Any
+    _ops: bytes
     _keep: list[Any]
     _rows: int | None = None  # of the view that was made last
     _view: Tensor = field(init=False)
+    _count: int = field(init=False)  # of the ops
+
+    def __post_init__(self) -> None:
+        self._count = len(self._ops) // OP_BYTES
 
     def replay(self, rows: int) -> Tensor:
         """Runs them on the first `rows` rows of what they were recorded with; the output's [rows, ...]."""
-        library().run(self._ops, len(self._ops), rows)
+        library().run(self._ops, self._count, rows)
         return self._first(rows)
 
     def replay_timed(self, rows: int) -> tuple[Tensor, list[tuple[str, float]]]:
         """Also (kernel, seconds) of each call."""
-        seconds = (ctypes.c_double * len(self._ops))()
-        library().run(self._ops, len(self._ops), rows, seconds)
+        seconds = (ctypes.c_double * self._count)()
+        library().run(self._ops, self._count, rows, seconds)
         each = iter(seconds)
         return self._first(rows), [(name, sum(islice(each, count))) for name, count in self._calls]
 
@@ -242,7 +300,7 @@ class _Recording:
     share it as the recorded function's variables would."""
 
     arena: Arena = field(default_factory=Arena)
-    ops: list[Op] = field(default_factory=list)
+    ops: list[bytes] = field(default_factory=list)
     calls: list[tuple[str, int]] = field(default_factory=list)
     blocks: list[Tensor] = field(default_factory=list)
     free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -250,7 +308,7 @@ class _Recording:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         nbytes = -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
         if not self.free[nbytes]:
-            self.blocks.append(self.arena.zeros((nbytes,), torch.uint8))
+            self.blocks.append(self.arena.empty((nbytes,), torch.uint8))
             self.free[nbytes].append(self.blocks[-1])
         block = self.free[nbytes].pop()
         made = block.view(dtype)[: torch.Size(shape).numel()].view(shape)
@@ -258,57 +316,62 @@ class _Recording:
         return made
 
 
-_recording: _Recording | None = None
+class _Thread(threading.local):
+    """What the calling thread records."""
+
+    recording: _Recording | None = None
+
+
+_thread = _Thread()
 
 
 def record(function: Callable[[], Tensor]) -> Program:
-    """What `function` calls, as a program. Tensors that it reads and has not made must outlive the program and stay
-    where they are; so must `function`'s own views of what kernels returned, of which it should make none."""
-    global _recording
-    if _recording is not None:
+    """Return the native calls of `function` as a program. Calls of other threads run as always.
+
+    Tensors that it reads and has not made must outlive the program and stay where they are; so must `function`'s own
+    views of what kernels returned, of which it should make none.
+    """
+    if _thread.recording is not None:
         raise RuntimeError("a program is being recorded already")
-    _recording = recording = _Recording()
+    _thread.recording = recording = _Recording()
     try:
         output = function()
     finally:
-        _recording = None
-    ops = (Op * len(recording.ops))(*recording.ops)
-    return Program(output, recording.calls, ops, [recording.blocks, function])
+        _thread.recording = None
+    return Program(output, recording.calls, b"".join(recording.ops), [recording.blocks, function])
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialized output."""
-    return torch.empty(shape, dtype=dtype) if _recording is None else _recording.empty(shape, dtype)
+    """Return an uninitialized output."""
+    recording = _thread.recording
+    return torch.empty(shape, dtype=dtype) if recording is None else recording.empty(shape, dtype)
 
 
 def kept(*shape: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor that a recorded program keeps to itself, for what is written before it runs."""
+    """Return an uninitialized tensor that a recorded program keeps to itself, for what is written before it runs."""
     made = torch.empty(shape, dtype=dtype)
-    if _recording is not None:
-        _recording.blocks.append(made)
+    if _thread.recording is not None:
+        _thread.recording.blocks.append(made)
     return made
 
 
 Call = (
     tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int]]
     | tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int], Sequence[float]])
-"""An op: its name in the library, the dtype that completes the name, p (contiguous tensors, None for null), n (n[0]:
-its rows), f."""
+"""An op: its name in the library, the dtype that completes the name, p (tensors of its signature, None for null), n
+(n[0]: its rows), f."""
 
 
 def call(kernel: str, *ops: Call) -> None:
-    """Runs a kernel's ops one after the other, or records them."""
+    """Run a kernel's ops one after the other, or record them.
+
+    Raises TypeError or ValueError for a tensor that differs from its op's signature (signatures.py).
+    """
     lib = library()
-    made = []
-    for name, dtype, p, n, *f in ops:
-        op = Op(lib.kernel(f"{name}/{str(dtype).removeprefix('torch.')}"))
-        op.p[: len(p)] = [0 if tensor is None else tensor.data_ptr() for tensor in p]
-        op.n[: len(n)] = n
-        if f:
-            op.f[: len(f[0])] = f[0]
-        made.append(op)
-    if _recording is None:
-        lib.run((Op * len(made))(*made), len(made))
+    made = [lib.pack(*op) for op in ops]
+    recording = _thread.recording
+    if recording is None:
+        lib.run(b"".join(made), len(made))
     else:
-        _recording.ops.extend(made)
-        _recording.calls.append((kernel, len(made)))
+        recording.ops.extend(made)
+        recording.calls.append((kernel, len(made)))

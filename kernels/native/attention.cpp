@@ -16,7 +16,7 @@
 //                       cu_seqlens_q [R + 1] int32, out [T, Hq D], plan [R + 2] int32, partial float32
 //                    n: T, R at most, Hq, Hkv, D, block_size, stride, items that partial holds   f: scale
 //   attention_int8   also p: scales of the keys, scales of the values
-//   attention_merge  the same, of either
+//   attention_merge  the same, of either; the pointers before context_lens and after partial are null
 #include <algorithm>
 
 #include "paged.h"

@@ -22,6 +22,7 @@ struct Op {
         return static_cast<T *>(const_cast<void *>(p[i]));
     }
 };
+static_assert(sizeof(Op) == 232, "as Python packs it");
 
 // An op as it is run: with its number of rows, by so many threads at most.
 struct Call {
@@ -52,7 +53,7 @@ struct KernelTable {
 #define KERNEL(name, type) {name, &type::units, &type::run}
 #define BY_DTYPE(name, type) KERNEL(name "/float32", type<Float32>), KERNEL(name "/bfloat16", type<BFloat16>)
 
-// This thread's scratch memory, of at least so many bytes, aligned to 64. Kept from call to call.
+// This thread's scratch memory, of at least so many bytes, aligned to 64. Kept from call to call. Throws std::bad_alloc.
 void *scratch(size_t bytes);
 
 template <class T>

@@ -56,16 +56,19 @@ class PackedWeight:
     def pack(cls, weight: Tensor, compact: bool | None = None) -> PackedWeight:
         """weight: [n, k]. compact: as `packed_words` takes it."""
         n, k = weight.shape
-        made = cls.zeros(n, k, weight.dtype, compact)
+        made = cls.allocate(n, k, weight.dtype, compact)
         made.write(0, weight)
         return made
 
     @classmethod
-    def zeros(
+    def allocate(
         cls, n: int, k: int, dtype: torch.dtype, compact: bool | None = None,
         memory: Callable[..., Tensor] = torch.zeros,
     ) -> PackedWeight:
-        """memory: makes zeros as `torch.zeros` does."""
+        """Return a weight over new memory.
+
+        memory: allocates it as `torch.zeros` does; zeros, or what `write` left there before.
+        """
         compact = compacts(k, dtype) if compact is None else compact
         return cls(memory((packed_words(n, k, dtype, compact),), dtype=torch.int32), n, k, dtype, compact)
 

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -74,6 +75,8 @@ struct Job {
     int threads = 1;
     std::unique_ptr<Progress[]> progress;
     int64_t capacity = 0;
+    // Set when a unit found no memory. The units after it are not run, since they may read what was not written.
+    std::atomic<bool> failed{false};
 
     bool enter() {
         int now = inside.load(std::memory_order_relaxed);
@@ -90,6 +93,7 @@ struct Job {
 
     void set(const KernelTable *kernels, const Op *first, int64_t number, int64_t rows_of_all, int threads_of_all) {
         table = kernels, ops = first, count = number, rows = rows_of_all, threads = threads_of_all;
+        failed.store(false, std::memory_order_relaxed);
         if (capacity < count) {
             progress.reset(new Progress[size_t(count)]);
             capacity = count;
@@ -102,6 +106,15 @@ struct Job {
     }
     Call call(int64_t i) const { return Call{ops[i], rows < 0 ? ops[i].n[0] : rows, threads}; }
 
+    void run(int64_t i, int64_t unit) {
+        if (failed.load(std::memory_order_relaxed)) return;
+        try {
+            table->kernel(ops[i].kernel).run(call(i), unit);
+        } catch (const std::bad_alloc &) {
+            failed.store(true, std::memory_order_relaxed);
+        }
+    }
+
     void work(double *seconds) {
         auto before = Clock::now();
         for (int64_t i = 0; i < count; i++) {
@@ -109,7 +122,7 @@ struct Job {
             for (;;) {
                 int64_t unit = p.next.fetch_add(1, std::memory_order_acq_rel);
                 if (unit >= p.units) break;
-                table->kernel(ops[i].kernel).run(call(i), unit);
+                run(i, unit);
                 p.done.fetch_add(1, std::memory_order_acq_rel);
             }
             wait_for([&] { return p.done.load(std::memory_order_acquire) >= p.units; });
@@ -137,7 +150,8 @@ class Pool {
             threads_.emplace_back([this, cpu = cpus ? cpus[i] : -1] { serve(cpu); });
     }
 
-    void run(const KernelTable *kernels, const Op *ops, int64_t count, int64_t rows, double *seconds) {
+    // False if there was no memory: what the ops write is undefined then.
+    bool run(const KernelTable *kernels, const Op *ops, int64_t count, int64_t rows, double *seconds) {
         int threads = int(threads_.size()) + 1;
         Job *job = nullptr;
         wait_for([&] {
@@ -145,7 +159,12 @@ class Pool {
                 if (one.close()) return (job = &one) != nullptr;
             return false;
         });
-        job->set(kernels, ops, count, rows, threads);
+        try {
+            job->set(kernels, ops, count, rows, threads);
+        } catch (const std::bad_alloc &) {
+            job->inside.store(0, std::memory_order_release);
+            return false;
+        }
         job->inside.store(1, std::memory_order_release);  // this thread
         int64_t units = 0;
         for (int64_t i = 0; i < count; i++) units = std::max(units, job->progress[size_t(i)].units);
@@ -158,7 +177,9 @@ class Pool {
             }
         }
         job->work(seconds);
+        bool done = !job->failed.load(std::memory_order_relaxed);
         job->leave();
+        return done;
     }
 
   private:
@@ -229,8 +250,11 @@ void *scratch(size_t bytes) {
     static thread_local Buffer buffer;
     if (buffer.size < bytes) {
         std::free(buffer.memory);
-        buffer.size = (bytes + 4095) / 4096 * 4096;
-        buffer.memory = std::aligned_alloc(64, buffer.size);
+        size_t size = (bytes + 4095) / 4096 * 4096;
+        buffer.size = 0;
+        buffer.memory = std::aligned_alloc(64, size);
+        if (!buffer.memory) throw std::bad_alloc();
+        buffer.size = size;
     }
     return buffer.memory;
 }
@@ -267,8 +291,8 @@ int npuserve_kernel(const char *name) {
 
 void npuserve_set_threads(int threads, const int *cpus) { npuserve::pool().resize(threads, cpus); }
 
-void npuserve_run(int isa, const Op *ops, int64_t count, int64_t rows, double *seconds) {
-    npuserve::pool().run(npuserve::table(isa), ops, count, rows, seconds);
+int npuserve_run(int isa, const Op *ops, int64_t count, int64_t rows, double *seconds) {
+    return npuserve::pool().run(npuserve::table(isa), ops, count, rows, seconds) ? 0 : 1;
 }
 
 void *npuserve_allocate(size_t bytes) {

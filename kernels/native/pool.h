@@ -22,7 +22,7 @@ const char *npuserve_isa(int i);
 // The number of the kernel of that name, the same for every instruction set; -1 if there is none.
 int npuserve_kernel(const char *name);
 
-// The digest of the sources that this library was built from, as the build was told.
+// The digest of the sources that this library was built from and its instruction sets, as the build was told.
 const char *npuserve_source(void);
 
 // Threads of all runs from now on, the caller's included. cpus: the processor of each, the caller's first, which is for
@@ -31,7 +31,8 @@ void npuserve_set_threads(int threads, const int *cpus);
 
 // Runs ops one after the other on the i-th instruction set of npuserve_isa. rows: in place of each op's own n[0]; -1
 // for none. seconds: of each op, where not null. May be called from several threads; each waits for its own ops.
-void npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows, double *seconds);
+// Returns 0, or 1 if there was no memory for the kernels' own use: what the ops write is undefined then.
+int npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows, double *seconds);
 
 // Zeroed memory in large pages where the system grants them; null if there is none.
 void *npuserve_allocate(size_t bytes);

@@ -168,13 +168,13 @@ class CpuBackend(Backend):
     def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         if self._arena is None:
             return super().weight(n, k, dtype)
-        return PackedWeight.zeros(n, k, dtype, memory=self._arena.zeros)
+        return PackedWeight.allocate(n, k, dtype, memory=self._arena.empty)
 
     def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         return super().weight_bytes(n, k, dtype) if self._arena is None else 4 * packed_words(n, k, dtype)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return super().empty(shape, dtype) if self._arena is None else self._arena.zeros(shape, dtype)
+        return super().empty(shape, dtype) if self._arena is None else self._arena.empty(shape, dtype)
 
     @contextmanager
     def sharing(self, file: int, *, filled: bool) -> Iterator[bool]:
@@ -270,7 +270,7 @@ def _shares(file: int, filled: bool) -> bool:
     try:
         if not filled:
             os.ftruncate(file, 0)
-        Arena(file).zeros((1,), torch.uint8)
+        Arena(file).empty((1,), torch.uint8)
     except (MemoryError, OSError):
         return False
     return True

@@ -66,7 +66,7 @@ def test_products_are_those_of_plain_weights(isa, n, k, rare):
 
 def test_rows_are_written_into_the_middle_of_panels(isa):
     weight = numbers(70, 264, 0.001)
-    packed = PackedWeight.zeros(70, 264, torch.bfloat16, compact=True)
+    packed = PackedWeight.allocate(70, 264, torch.bfloat16, compact=True)
     assert same(packed.dense(), torch.zeros(70, 264).bfloat16())
     for first, end in ((0, 5), (5, 33), (33, 34), (34, 70)):
         packed.write(first, weight[first:end].float())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -69,6 +72,33 @@ def test_programs_are_not_recorded_in_each_other(lib):
     assert native.empty(2, dtype=torch.float32).shape == (2,)
 
 
+def test_record_leaves_calls_of_other_threads_alone(lib):
+    """Each of two threads records while the other one calls and records."""
+    weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(3)]
+    x = randn(5, 64)
+    expected = chain(x, weights)
+    programs: list[native.Program] = []
+    called: list[torch.Tensor] = []
+
+    def record_another() -> None:
+        called.append(chain(x, weights))
+        programs.append(native.record(lambda: chain(x, weights)))
+        called.append(chain(x, weights))
+
+    def step() -> torch.Tensor:
+        between = chain(x, weights[:1])
+        other = threading.Thread(target=record_another)
+        other.start()
+        other.join()
+        return chain(between, weights[1:])
+
+    programs.append(native.record(step))
+    for program in programs:
+        assert torch.equal(program.replay(5), expected)
+        assert len(program.replay_timed(5)[1]) == 3
+    assert [torch.equal(result, expected) for result in called] == [True, True]
+
+
 def test_many_callers_and_changing_threads(lib):
     """Runs from several threads at once, each on jobs of its own, give what they give alone."""
     weights = [PackedWeight.pack(randn(96, 96, seed=i) / 10) for i in range(8)]
@@ -116,6 +146,51 @@ def test_packing_is_undone_by_rows(lib, dtype, n, k):
     assert torch.equal(packed.dense(), weight)
 
 
+NO_MEMORY = """
+import resource, sys, torch
+from npuserve.kernels import native
+
+lib, threads, rows, size = native.library(), int(sys.argv[1]), 3, 16 << 20
+lib.set_threads(threads)
+x, gamma, scale = torch.ones(rows, size), torch.ones(size), torch.empty(rows)
+values = torch.zeros(rows, size, dtype=torch.int8)
+op = ("rms_norm", torch.float32, [x, None, gamma, None, None, values, scale], [rows, size], [1e-6, 127.0])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+for _ in range(3):
+    try:
+        native.call("rms_norm", op)
+    except MemoryError as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+native.call("rms_norm", op)
+print(int(values.min()), int(values.max()))
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_call_without_memory_raises_memory_error(threads):
+    """An op that quantizes what it computes needs 64 MiB of its own for each thread."""
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY, str(threads)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["no memory for the native kernels' own use"] * 3 + ["127 127"]
+
+
+def test_arena_of_a_file_holds_what_the_file_holds(lib):
+    """Nobody takes it for zeros."""
+    file = os.memfd_create("test")
+    try:
+        first = native.Arena(file).empty((100,), torch.uint8).fill_(7)
+        again = native.Arena(file).empty((100,), torch.uint8)
+    except MemoryError:
+        pytest.skip("this system makes no large pages of a file in memory")
+    finally:
+        os.close(file)
+    assert torch.equal(again, first)
+    assert not native.Arena().empty((100,), torch.uint8).any()
+    assert not hasattr(native.Arena, "zeros")
+
+
 def test_memory_is_given_back(lib):
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -123,7 +198,7 @@ def test_memory_is_given_back(lib):
 
     gc.collect()
     before = resident()
-    memory = native.Arena().zeros((64 << 20,), torch.uint8)
+    memory = native.Arena().empty((64 << 20,), torch.uint8)
     memory.fill_(1)
     assert resident() - before > 48 << 20
     del memory

@@ -1,0 +1,205 @@
+"""The tensors that each native op takes, in their order, with dtype and least size.
+
+The pointers `p` and sizes `n` of an op are described at the head of the C++ file that has it. The library reads and
+writes memory by these sizes, so `native.call` compares the tensors of every call with the signature here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+Size = Callable[[Sequence[int]], int]
+"""Number of elements, from an op's sizes `n`."""
+
+
+class Argument(NamedTuple):
+    """A tensor of an op. It is contiguous and on the CPU.
+
+    name: for errors.
+    dtype: None for the op's own.
+    least: number of elements that the op accesses; None where its sizes do not tell.
+    optional: whether the tensor may be None.
+    """
+
+    name: str
+    dtype: torch.dtype | None = None
+    least: Size | None = None
+    optional: bool = False
+
+
+Signature = tuple[Argument | None, ...]
+"""None stands for a pointer that is null always."""
+
+Checks = list[tuple[torch.dtype | None, Size | None, bool]]
+"""dtype (None for a pointer that is null always), least, optional of each tensor."""
+
+
+def _one(n: Sequence[int]) -> int:
+    return 1
+
+
+def _rows(n: Sequence[int]) -> int:
+    return n[0]
+
+
+def _matrix(n: Sequence[int]) -> int:
+    return n[0] * n[1]
+
+
+FLOAT32, FLOAT64, BFLOAT16 = torch.float32, torch.float64, torch.bfloat16
+UINT8, INT8, INT32, INT64 = torch.uint8, torch.int8, torch.int32, torch.int64
+
+# n: T, K, N. x [T, K], weight [N, K].
+
+_PACKED, _IDS = Argument("packed", INT32), Argument("ids", INT64, _rows)
+_INT8_SCALES: Signature = (
+    Argument("x_scale", FLOAT32, _rows),
+    Argument("scale", FLOAT32, lambda n: n[2]),
+    Argument("sums", INT32, lambda n: n[2]),
+    Argument("x_zero", INT32, _rows, optional=True),
+    Argument("zero", INT32, lambda n: n[2], optional=True),
+    Argument("row_sums", INT32, _rows, optional=True),
+)
+_LINEAR: Signature = (Argument("out", None, lambda n: n[0] * n[2]), None)
+_SWIGLU: Signature = (Argument("out", None, lambda n: n[0] * (n[2] // 2)), None)
+_BEST: Signature = (Argument("best", FLOAT32), Argument("places", INT32))
+_MERGED: Signature = (*_BEST, Argument("out", INT64, _rows))
+_PACK: Signature = (Argument("dense", None, _matrix), _PACKED, Argument("failed", INT32, _one))
+_UNPACK: Signature = (_PACKED, Argument("dense", None, _matrix), _IDS)
+
+
+def _product(out: Signature) -> Signature:
+    return Argument("x", None, _matrix), _PACKED, Argument("bias", None, lambda n: n[2], optional=True), *out
+
+
+def _product_int8(out: Signature) -> Signature:
+    return Argument("x", INT8, _matrix), *_product(out)[1:], *_INT8_SCALES
+
+
+# n: T, R, Hq, Hkv, D, block_size, stride, items.
+
+_ATTENDED: Signature = (
+    Argument("context_lens", INT32, lambda n: n[1]),
+    Argument("cu_seqlens_q", INT32, lambda n: n[1] + 1),
+    Argument("out", None, lambda n: n[0] * n[2] * n[4]),
+    Argument("plan", INT32, lambda n: n[1] + 2),
+    Argument("partial", FLOAT32),
+)
+_SCALES: Signature = (Argument("key_scales", BFLOAT16), Argument("value_scales", BFLOAT16))
+
+
+def _attention(cached: torch.dtype | None) -> Signature:
+    """cached: dtype of the KV cache; None for the op's own."""
+    return (
+        Argument("q", None, lambda n: n[0] * n[2] * n[4]), Argument("keys", cached), Argument("values", cached),
+        Argument("block_tables", INT32, lambda n: n[1] * n[6]), *_ATTENDED, *(_SCALES if cached else ()))
+
+
+# n: T, Hq, Hkv, D, block_size.
+
+
+def _rope(cached: torch.dtype | None) -> Signature:
+    """cached: dtype of the KV cache; None for the op's own."""
+    return (
+        Argument("qkv", None, lambda n: n[0] * (n[1] + 2 * n[2]) * n[3]),
+        Argument("q_gamma", None, lambda n: n[3], optional=True),
+        Argument("k_gamma", None, lambda n: n[3], optional=True),
+        Argument("cos_sin", FLOAT32), Argument("positions", INT64, _rows), Argument("slot_mapping", INT64, _rows),
+        Argument("keys", cached), Argument("values", cached), Argument("q", None, lambda n: n[0] * n[1] * n[3]),
+        *(_SCALES if cached else ()))
+
+
+# n: T, H.
+
+
+def _int8(optional: bool) -> Signature:
+    """x [T, H] as int8, by a dynamic or a static scale. optional: it may be written as it is instead."""
+    return (
+        Argument("values", INT8, _matrix, optional), Argument("scale", FLOAT32, _rows, optional),
+        Argument("zero", INT32, _rows, optional=True), Argument("static_scale", FLOAT32, _one, optional=True),
+        Argument("static_zero", INT32, _one, optional=True))
+
+
+_X = Argument("x", None, _matrix)
+_NORMED = Argument("gamma", None, lambda n: n[1]), Argument("out", None, _matrix, optional=True)
+
+SIGNATURES: dict[str, Signature] = {
+    "linear": _product(_LINEAR),
+    "linear_int8": _product_int8(_LINEAR),
+    "linear_compact": _product(_LINEAR),
+    "linear_swiglu": _product(_SWIGLU),
+    "linear_swiglu_int8": _product_int8(_SWIGLU),
+    "linear_swiglu_compact": _product(_SWIGLU),
+    "linear_argmax": _product(_BEST),
+    "linear_argmax_int8": _product_int8(_BEST),
+    "linear_argmax_compact": _product(_BEST),
+    "argmax_of_units": _MERGED,
+    "argmax_of_units_int8": _MERGED,
+    "pack": _PACK,
+    "pack_compact": _PACK,
+    "unpack": _UNPACK,
+    "unpack_compact": _UNPACK,
+    "embedding": (_IDS, Argument("table"), Argument("out", None, _matrix)),
+    "embedding_int8": (
+        _IDS, _PACKED, Argument("out", None, _matrix), Argument("scale", FLOAT32),
+        Argument("zero", INT32, optional=True)),
+    "attention": _attention(None),
+    "attention_int8": _attention(INT8),
+    "attention_merge": (None, None, None, None, *_ATTENDED),
+    "qk_norm_rope_kv_write": _rope(None),
+    "qk_norm_rope_kv_write_int8": _rope(INT8),
+    "rms_norm": (_X, None, *_NORMED, None, *_int8(True)),
+    "add_rms_norm": (
+        _X, Argument("residual", None, _matrix), *_NORMED, Argument("sum", None, _matrix), *_int8(True)),
+    "swiglu": (Argument("gate_up", None, lambda n: 2 * n[0] * n[1]), Argument("out", None, _matrix)),
+    "quantize": (_X, *_int8(False)),
+    "row_sums": (_X, Argument("out", INT32, _rows)),
+    "take_ids": (_IDS, Argument("last", INT64), Argument("out", INT64, _rows)),
+    "keep_ids": (Argument("ids", INT64, _matrix), Argument("last", INT64, _rows)),
+    "greedy": (Argument("logits", None, _matrix), *_BEST),
+    "greedy_merge": _MERGED,
+    "sample": (
+        Argument("logits", None, _matrix), Argument("temperature", FLOAT32, _rows), Argument("top_k", INT64, _rows),
+        Argument("top_p", FLOAT32, _rows), Argument("min_p", FLOAT32, _rows), Argument("uniform", FLOAT64, _rows),
+        Argument("out", INT64, _rows)),
+    "uniform": (
+        Argument("seeds", INT64, _rows), Argument("positions", INT64, _rows), Argument("out", FLOAT64, _rows)),
+    "read": (Argument("memory", UINT8, _matrix), Argument("found", INT32, _rows)),
+    "peak": (Argument("done", INT64, _rows),),
+}
+
+
+def checks(op: str, dtype: torch.dtype) -> tuple[int, Checks]:
+    """Return the number of tensors that a call has at least, and what `native.call` compares each with."""
+    made: Checks = [(None, None, True) if each is None else (each.dtype or dtype, each.least, each.optional)
+                    for each in SIGNATURES[op]]
+    return 1 + max(i for i, (_, _, optional) in enumerate(made) if not optional), made
+
+
+def refuse(op: str, dtype: torch.dtype, tensors: Sequence[Tensor | None], n: Sequence[int]) -> NoReturn:
+    """Raise the error for the first tensor of a call that differs from the op's signature.
+
+    Raises TypeError for a wrong dtype or number of tensors, ValueError for a wrong device, layout or size.
+    """
+    signature = SIGNATURES[op]
+    for place, (each, tensor) in enumerate(zip(signature, tensors, strict=False)):
+        if tensor is None:
+            if each is not None and not each.optional:
+                raise TypeError(f"{op}: {each.name} is None")
+            continue
+        if each is None:
+            raise TypeError(f"{op}: tensor {place} must be None")
+        if tensor.dtype != (each.dtype or dtype):
+            raise TypeError(f"{op}: {each.name} is {tensor.dtype}, not {each.dtype or dtype}")
+        if not tensor.is_cpu:
+            raise ValueError(f"{op}: {each.name} is on {tensor.device}, not on the CPU")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{op}: {each.name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+        if each.least is not None and tensor.numel() < each.least(n):
+            raise ValueError(f"{op}: {each.name} has {tensor.numel()} elements, fewer than the {each.least(n)} needed")
+    raise TypeError(f"{op}: {len(tensors)} tensors do not match its {len(signature)} arguments")

@@ -1,0 +1,134 @@
+"""What native ops take is compared with their signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.native import layout
+from npuserve.kernels.native.packed import PackedWeight
+from npuserve.kernels.registry import KERNELS
+from npuserve.kernels.uniform import uniform
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+if native.available():
+    from npuserve.kernels.native.signatures import SIGNATURES
+else:
+    SIGNATURES = {}
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, native.Call]:
+    """A call of each op."""
+    found: dict[str, Any] = {}
+    original = native.call
+
+    def call(kernel: str, *ops: native.Call) -> None:
+        for op in ops:
+            found[op[0]] = op
+        original(kernel, *ops)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "call", call)
+        for kernel in KERNELS.values():
+            if made := kernel.implementations.get("cpu"):
+                for case in kernel.cases:
+                    if not case.benchmark:
+                        made.function(*made.adapt(case.make(torch.Generator().manual_seed(0), torch.float32)))
+        for compact in (False, True):
+            for name in ("linear", "linear_swiglu", "linear_argmax"):
+                weight = PackedWeight.pack(torch.ones(32, 16, dtype=torch.bfloat16), compact)
+                KERNELS[name].implementations["cpu"].function(
+                    torch.ones(2, 16, dtype=torch.bfloat16), weight, torch.ones(32, dtype=torch.bfloat16),
+                    *([32] if name == "linear_argmax" else []))
+            weight.rows(torch.arange(3))
+        uniform(np.arange(3), np.arange(3))
+        memory = torch.zeros(2, 512, dtype=torch.uint8)
+        call("read", ("read", torch.int8, [memory, torch.zeros(2, dtype=torch.int32)], [2, 512]))
+        call("peak", ("peak", torch.float32, [torch.zeros(2, dtype=torch.int64)], [2, 1]))
+    return found
+
+
+def arguments() -> Iterator[Any]:
+    for op, signature in SIGNATURES.items():
+        for place, argument in enumerate(signature):
+            if argument is not None:
+                yield pytest.param(op, place, argument, id=f"{op}-{argument.name}")
+
+
+def replaced(op: native.Call, place: int, tensor: Tensor | None) -> native.Call:
+    name, dtype, p, *rest = op
+    p = [*p, *[None] * (place - len(p))]
+    return name, dtype, [*p[:place], tensor, *p[place + 1:]], *rest
+
+
+def test_signatures_are_those_of_the_ops_that_kernels_call(calls: dict[str, native.Call]) -> None:
+    assert calls.keys() == SIGNATURES.keys()
+
+
+@pytest.mark.parametrize(("op", "place", "argument"), list(arguments()))
+def test_call_with_a_wrong_tensor_raises_with_the_arguments_name(
+    op: str, place: int, argument: Any, calls: dict[str, native.Call]
+) -> None:
+    call = calls[op]
+    least = argument.least(call[3]) if argument.least else 1
+    tensor = torch.zeros(least, dtype=argument.dtype or call[1])
+    name = rf"{op}: {argument.name} "
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
+    with pytest.raises(TypeError, match=name + rf"is {other}, not {tensor.dtype}"):
+        native.call("test", replaced(call, place, tensor.to(other)))
+    with pytest.raises(ValueError, match=name + "is on meta"):
+        native.call("test", replaced(call, place, tensor.to("meta")))
+    apart = torch.zeros(tensor.numel() + 1, 2, dtype=tensor.dtype)[:, 0]
+    with pytest.raises(ValueError, match=name + r"is not contiguous: shape .*, strides \(2,\)"):
+        native.call("test", replaced(call, place, apart))
+    if argument.least is not None:
+        with pytest.raises(ValueError, match=name + f"has {least - 1} elements, fewer than the {least} needed"):
+            native.call("test", replaced(call, place, torch.zeros(least - 1, dtype=tensor.dtype)))
+    if not argument.optional:
+        with pytest.raises(TypeError, match=name + "is None"):
+            native.call("test", replaced(call, place, None))
+
+
+def test_record_of_a_wrong_tensor_raises(calls: dict[str, native.Call]) -> None:
+    call = replaced(calls["keep_ids"], 1, torch.zeros(calls["keep_ids"][3][0], dtype=torch.int32))
+
+    def step() -> Tensor:
+        native.call("keep_ids", call)
+        return torch.empty(0)
+
+    with pytest.raises(TypeError, match=r"keep_ids: last is torch\.int32"):
+        native.record(step)
+
+
+def test_call_with_too_many_or_too_few_tensors_raises() -> None:
+    ids = torch.zeros(2, dtype=torch.int64)
+    for tensors in ([ids], [ids] * 3):
+        with pytest.raises(TypeError, match=f"keep_ids: {len(tensors)} tensors do not match its 2 arguments"):
+            native.call("test", ("keep_ids", torch.int64, tensors, [2, 1]))
+    scale = torch.ones(2)
+    with pytest.raises(TypeError, match="rms_norm: tensor 1 must be None"):
+        native.call("test", ("rms_norm", torch.float32, [scale, scale, scale, scale], [1, 2], [1e-6, 0.0]))
+
+
+def test_attention_over_a_sliced_block_table_raises() -> None:
+    """Its second row is at the stride of the whole table, where the op does not look for it."""
+    q, keys, values, _, scale = paged_attention.cases[1].make(torch.Generator().manual_seed(0), torch.float32)
+    tables = torch.arange(8, dtype=torch.int32).view(2, 4) % len(keys)
+    attend = paged_attention.implementations["cpu"].function
+    packed = layout.pack_keys(keys), layout.pack_values(values)
+
+    def attended(block_tables: Tensor) -> Tensor:
+        return attend(q[:2], *packed, AttentionMetadata.from_lengths(block_tables, [17, 17], [1, 1]), scale)
+
+    with pytest.raises(ValueError, match=r"block_tables is not contiguous: shape \(2, 2\), strides \(4, 1\)"):
+        attended(tables[:, :2])
+    torch.testing.assert_close(attended(tables[:, :2].contiguous()), attended(tables), rtol=0, atol=0)
