@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 
@@ -24,6 +25,9 @@ _TORCH_THREADS = torch.get_num_threads()
 """What torch would take, before anyone sets it: the environment may say so."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+_MAX_EXIT_SECONDS = 60.0
+"""Maximum time for which the interpreter's exit waits for running kernels."""
 
 
 class Done:
@@ -69,16 +73,31 @@ class Task(Generic[T]):
 
 
 class Queue:
-    """A thread that works off tasks in order, and ends with None.
+    """A thread that works off tasks in order, and ends with None. `live` are those whose thread has begun.
 
     It tells of a task only when the next one has come to its kernels, which need no Python, or there is no next one:
     whoever waits for a step would otherwise take the interpreter from the thread, and the kernels of the next step
     would wait for as long as it has work of its own.
     """
 
+    live: ClassVar[weakref.WeakSet[Queue]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
         self._untold: Task[Any] | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.thread = threading.Thread(target=self.work_off, name="npuserve-cpu", daemon=True)
+        self.live.add(self)
+        self.thread.start()
+
+    def close(self) -> None:
+        """End the thread after the task that it runs. Tasks that wait are dropped."""
+        self._closed = True
+        self.tasks.put(None)
 
     @torch.inference_mode()
     def work_off(self) -> None:
@@ -86,7 +105,7 @@ class Queue:
             if self.tasks.empty():
                 self.tell()
             task = self.tasks.get()
-            if task is None:
+            if task is None or self._closed:
                 return
             task.run()
             self.tell()
@@ -98,6 +117,17 @@ class Queue:
         if self._untold:
             self._untold.tell()
             self._untold = None
+
+
+@atexit.register
+def _finish() -> None:
+    """Wait for the running kernels, since the interpreter frees the memory that they use when it exits."""
+    queues = list(Queue.live)
+    for queue in queues:
+        queue.close()
+    for queue in queues:
+        if queue.thread is not None:
+            queue.thread.join(_MAX_EXIT_SECONDS)
 
 
 class Recorded:
@@ -136,7 +166,6 @@ class CpuBackend(Backend):
         self.deterministic = native
         self._arena = Arena() if native else None
         self._queue = Queue()
-        self._thread: threading.Thread | None = None
         self._settle: Callable[[], None] = lambda: None  # what the thread begins with
         self.block_multiple = LANES if native else 1
         self.threads = self._threads(0)
@@ -159,7 +188,7 @@ class CpuBackend(Backend):
         of_torch = self.threads if self._arena is None else 1
         torch.set_num_threads(of_torch)
         self._settle = partial(_settle, of_torch, own[:1] or everywhere)
-        if self._thread is not None:  # it keeps what it began with otherwise
+        if self._queue.thread is not None:  # it keeps what it began with otherwise
             self.enqueue(self._settle).wait()
 
     def _threads(self, count: int) -> int:
@@ -230,9 +259,8 @@ class CpuBackend(Backend):
         return torch.empty(*shape, dtype=dtype)
 
     def enqueue(self, work: Callable[[], T]) -> Pending[T]:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._queue.work_off, name="npuserve-cpu", daemon=True)
-            self._thread.start()
+        if self._queue.thread is None:
+            self._queue.start()
             weakref.finalize(self, self._queue.tasks.put, None)
             self._queue.tasks.put(Task(self._settle))
         task = Task(work)
@@ -244,7 +272,7 @@ class CpuBackend(Backend):
         return Done()
 
     def span(self) -> Span:
-        if threading.current_thread() is self._thread:  # kernels are what is measured, so they come now
+        if threading.current_thread() is self._queue.thread:  # kernels are what is measured, so they come now
             self._queue.tell()
         return HostSpan()
 

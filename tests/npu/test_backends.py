@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -279,6 +281,53 @@ def test_the_thread_ends_with_its_backend_and_lets_go_of_what_it_did():
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+EXIT = """
+import os, sys, threading, torch
+from npuserve.kernels import native
+from npuserve.npu.backends.cpu import CpuBackend
+
+def fail(backend, step):
+    begun = threading.Event()
+
+    def work():
+        begun.set()
+        step()
+
+    backend.enqueue(work)
+    begun.wait()
+    raise RuntimeError("the engine fails")
+
+def native_kernels():
+    size, times = 64 << 20, 100
+    memory, found = native.library().allocate(size), torch.empty(1, dtype=torch.int32)
+
+    def read():
+        for _ in range(times):
+            native.call("read", ("read", torch.int8, [memory, found], [1, size]))
+        return found
+
+    program = native.record(read)
+    fail(CpuBackend(), lambda: program.replay(1))
+
+def torch_operators():
+    x = torch.ones(300, 300)
+    fail(CpuBackend(native=False), lambda: [x @ x for _ in range(1000)])
+
+torch.set_num_threads(1)
+for _ in range(5):
+    if os.fork() == 0:
+        globals()[sys.argv[1]]()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("step", [pytest.param("native_kernels", marks=needs_native), "torch_operators"])
+def test_exit_while_a_step_is_computed_shows_the_error_that_ends_the_process(step):
+    done = subprocess.run([sys.executable, "-c", EXIT, step], capture_output=True, text=True)
+    assert done.stdout.split() == ["1"] * 5
+    assert done.stderr.count("RuntimeError: the engine fails\n") == done.stderr.count("Error") == 5
 
 
 def test_a_copy_to_the_host_is_of_the_work_before_it(cpu):
