@@ -1,10 +1,9 @@
-"""Clients' connections during a drain: which calls are under way on each, and the closing of those that are refused.
+"""Client connections during a drain: the calls under way on each, and the closing of refused clients' connections.
 
-gRPC's own graceful stop (GOAWAY) cancels each call that arrives after it on an open connection, without a reason or a
-time to retry (github.com/grpc/grpc/issues/41785), and a client whose library does not read its idle connections meets
-that with certainty. So a drain does not begin with it: the server stays, refuses new calls with UNAVAILABLE and
-RetryInfo, and then closes the connection of each refused client, which connects anew: a balancer gives it another
-server.
+gRPC's graceful stop sends GOAWAY and then cancels each call that still arrives on an open connection, without a reason
+or a time to retry (github.com/grpc/grpc/issues/41785). A client library that does not read idle connections always
+makes such a call. So a drain does not stop the gRPC server at once: it refuses new calls with UNAVAILABLE and RetryInfo.
+Then it closes the connection of each refused client. The client connects anew, and a balancer gives it another server.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Connections:
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
-        self._refused: dict[str, bool] = {}  # whether it had no call when it was looked at last, nor since
+        self._refused: dict[str, bool] = {}  # peer -> no call since the last round of `close_refused`
         self._none = asyncio.Event()
         self._none.set()
 
     def begin(self, context: Context) -> None:
-        """Count a call as under way until its status is sent, or its client is gone."""
+        """Count a call until its status is sent or its client has disconnected."""
         peer = context.peer()
         self._calls[peer] += 1
         self._none.clear()
@@ -50,13 +49,13 @@ class Connections:
         self._refused[peer] = False
 
     async def wait_until_none(self, seconds: float) -> None:
-        """Wait until no call is under way, but at most so many seconds."""
+        """Wait until no call is under way; `seconds` at most."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._none.wait(), max(0.0, seconds))
 
     async def close_refused(self, port: int, every: float) -> None:
-        """Close the connections of refused clients, once they had no call for `every` seconds: their last answers are
-        sent by then. Runs until it is cancelled."""
+        """Close the connection of each refused client after at least `every` seconds without a call; run until
+        cancelled. The pause lets the last answer leave gRPC's buffers."""
         while True:
             await asyncio.sleep(every)
             free = {peer for peer in self._refused if not self._calls[peer]}

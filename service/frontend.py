@@ -53,10 +53,10 @@ BEAT_SECONDS = 0.5
 STALL_SHARE = 0.5
 """Of hang_seconds: an engine that is silent for so long gets no new requests; it has lost nothing if it comes round."""
 SETTLE_SECONDS = 0.2
-"""From the end of readiness to the exit, at least: calls on their way are refused, and watchers of health are told."""
+"""Minimum length of a drain: calls that are on their way get their refusal, and health watchers get NOT_SERVING."""
 CLOSE_SECONDS = 0.4
-"""Without a call, after which a refused client's connection is closed: before the client's retry, which RetryInfo puts
-off for longer."""
+"""Time without a call after which a refused client's connection is closed. RetryInfo delays the client's retry for
+longer."""
 POLLER_SECONDS = 0.003
 """The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
 
@@ -135,7 +135,7 @@ class Frontend:
             folder.tokenizer.chat.start()
 
     async def stop(self, seconds: float | None = None) -> None:
-        """Refuse new calls, let the running ones end within so many seconds (None: drain_seconds), then end."""
+        """Refuse new calls, give the running ones `seconds` to end (None: drain_seconds), then stop."""
         seconds = self._config.drain_seconds if seconds is None else seconds
         end = time.monotonic() + seconds
         connections = self._inference.connections

@@ -1,10 +1,13 @@
-"""docs/reliability.md names tests and benchmarks that there are."""
+"""docs/reliability.md names tests and benchmarks that exist; its numbers and those of restarts are the code's."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+
+from npuserve.service import child, supervisor
+from npuserve.service.supervisor import Restarts
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "reliability.md").read_text()
@@ -31,3 +34,37 @@ def test_each_promise_has_a_test_or_a_figure() -> None:
     rows = [line for line in TEXT.splitlines() if line.startswith("| ") and not re.match(r"\| (promise|what) \|", line)]
     assert len(rows) > 20
     assert not [row for row in rows if not re.search(r"`(tests/\S+::\w+|bench/\w+\.py)`", row)]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+def test_configuration_restarts_are_the_supervisors() -> None:
+    """The pauses and the limits of each kind of death."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.search(r"\| the life that ended .*\n\|[-|]+\n((?:\|.*\n){2})\n(.*)", text)
+    assert rows
+    never, ready = rows[1].splitlines()
+    values = Restarts()
+    assert numbers(never) == [values.first, values.longest, values.deaths]
+    assert numbers(ready) == [values.again, values.again_longest, values.deaths_at_work]
+    assert numbers(rows[2])[0] == values.healthy
+    assert f"have {child.FRONTEND_MARGIN:g} s to send" in text
+    assert f"{supervisor.ENGINE_PATIENCE:g} s; what is left" in " ".join(text.split())
+
+
+def test_reliability_figures_are_those_of_the_results() -> None:
+    """Of cancels, and of memory in the soak."""
+    lines = (ROOT / "bench" / "RESULTS.md").read_text().splitlines()
+
+    def measured(word: str, *figures: str) -> bool:
+        return any(word in line and {float(figure) for figure in figures} <= set(numbers(line)) for line in lines)
+
+    cancel = re.search(r"p50 (\S+) ms and p99 (\S+) ms", TEXT)
+    growth = re.search(r"(\S+) MiB a minute in the engine, (\S+) in the front ends and (\S+) in the supervisor", TEXT)
+    assert cancel
+    assert growth
+    assert measured("cancel", *cancel.groups())
+    for word, figure in zip(("engine", "front end", "supervisor"), growth.groups(), strict=True):
+        assert measured(word, figure)

@@ -72,7 +72,7 @@ app.kubernetes.io/part-of: npuserve
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* Beyond the drain: what the supervisor leaves its front ends and its engine to end in, and 5 s. */}}
+{{/* Beyond the drain: what the supervisor gives its front ends (7 s) and its engine (10 s) to end, and 3 s. */}}
 {{- define "npuserve.leastGrace" -}}
 {{- add .Values.termination.preStopSeconds .Values.termination.drainSeconds 20 }}
 {{- end }}
