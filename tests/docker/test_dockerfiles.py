@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -73,9 +74,45 @@ def test_the_final_stage(file: Path):
 
 
 @pytest.mark.parametrize("file", FILES, ids=KINDS)
-def test_torch_is_that_of_the_project(file: Path):
-    (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch==")]
-    assert re.findall(r"\btorch==[\d.]+", file.read_text()) == [torch]
+def test_torch_is_one_that_the_project_takes(file: Path):
+    """The same in every image: that of the extra `npu`, which takes one version."""
+    requirements = pytest.importorskip("packaging.requirements")
+    (asked,) = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name == "torch"]
+    (pinned,) = [name for name in PROJECT["optional-dependencies"]["npu"] if name.startswith("torch==")]
+    assert re.findall(r"\btorch==[\d.]+", file.read_text()) == [pinned]
+    version = pinned.removeprefix("torch==")
+    major, minor, _ = map(int, version.split("."))
+    assert asked.specifier.contains(version)
+    assert not asked.specifier.contains(f"{major}.{minor + 1}.0"), "which nobody has tested"
+
+
+def test_grpcio_is_below_the_first_minor_version_that_is_not_tested():
+    """service/aio_server.py needs its private names, which another minor version may lack."""
+    requirements = pytest.importorskip("packaging.requirements")
+    asked = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name.startswith("grpcio")]
+    major, minor, _ = map(int, pins("requirements.txt")["grpcio"].split("."))
+    assert len(asked) == 4
+    for made in asked:
+        assert made.specifier.contains(f"{major}.{minor}.99")
+        assert not made.specifier.contains(f"{major}.{minor + 1}.0")
+
+
+def test_the_ascend_image_keeps_its_packages_apart_from_those_of_cann(tmp_path: Path):
+    """CANN's Python tools need an older protobuf, and run by the first `python3` of PATH."""
+    _, build, final = read(FOLDER / "Dockerfile.ascend")
+    (command,) = [text for name, text in build if name == "RUN" and "-m venv" in text]
+    assert command.startswith('python3 -m venv "${VENV}" && '), "no --system-site-packages"
+    assert not [text for name, text in final if name == "ENV" and "PATH=" in text]
+    (link,) = [text for name, text in final if name == "RUN" and "ln -s" in text]
+    venv, programs = tmp_path / "venv" / "bin", tmp_path / "programs"
+    programs.mkdir()
+    venv.mkdir(parents=True)
+    for name in ("npuserve", "hf"):
+        (venv / name).touch()
+    subprocess.run(["sh", "-c", link.replace("/usr/local/bin/", str(programs))], check=True,
+                   env={**os.environ, "VENV": str(tmp_path / "venv")})
+    assert sorted(file.name for file in programs.iterdir() if file.exists()) == ["hf", "npuserve"]
+    assert "exec npuserve" in dict(final)["ENTRYPOINT"]
 
 
 def test_the_pins_are_what_the_project_asks_for():
@@ -87,7 +124,7 @@ def test_the_pins_are_what_the_project_asks_for():
         if name != "torch" and (not asked.marker or asked.marker.evaluate({"python_version": "3.12"})):
             assert asked.specifier.contains(pinned[name]), f"{text} and {pinned[name]}"
     ascend = pins("requirements-ascend.txt")
-    assert [f"torch_npu=={ascend['torch-npu']}"] == PROJECT["optional-dependencies"]["npu"]
+    assert f"torch_npu=={ascend['torch-npu']}" in PROJECT["optional-dependencies"]["npu"]
     assert not ascend.keys() & pinned.keys()
 
 
