@@ -315,19 +315,14 @@ def model(folder: Path, backend: Backend, config: ServerConfig, measured: Measur
         gc.collect()  # its memory is the next one's
 
 
-def least_share(positions: int, own: float | None = None) -> float:
-    """Return the lowest share of equal likeliest tokens that rounding explains.
+def least_share(positions: int, own: float = 1.0) -> float:
+    """Return the lowest share of equal likeliest tokens that rounding explains; continuous in both arguments.
 
     positions: number of positions that were compared.
-    own: share that the CPU has in the judged dtype, over the same positions; None: not measured.
-
-    Continuous in both: LEAST_EQUAL is a constant, so its deviation is that of one sample; `own` is a second sample, so
-    the variances of both add up.
+    own: share that the CPU has in the judged dtype, over the same positions; 1: not measured.
     """
-    least = LEAST_EQUAL - SIGMAS * math.sqrt(LEAST_EQUAL * (1 - LEAST_EQUAL) / positions)
-    if own is None:
-        return least
-    return min(least, own - SIGMAS * math.sqrt(2 * own * (1 - own) / positions))
+    expected = min(LEAST_EQUAL, own)
+    return expected - SIGMAS * math.sqrt(expected * (1 - expected) / positions)
 
 
 def tokens(
