@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -53,9 +54,15 @@ def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
     return found
 
 
+def workload(objects: list[Object]) -> Object:
+    """Return the Deployment or StatefulSet of the server."""
+    (found,) = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet")]
+    return found
+
+
 def pod(objects: list[Object]) -> Object:
-    """The deployment's pod: its spec."""
-    spec: Object = find(objects, "Deployment")["spec"]["template"]["spec"]
+    """Return the spec of the server's pods."""
+    spec: Object = workload(objects)["spec"]["template"]["spec"]
     return spec
 
 
@@ -84,6 +91,22 @@ def _custom_kinds() -> dict[tuple[str, str], Any]:
     for file in CRDS.glob("*.json"):
         group, version, kind = file.stem.rsplit("_", 2)
         found[f"{group}/{version}", kind] = jsonschema.Draft7Validator(json.loads(file.read_text()))
+    return found
+
+
+def refused(message: str) -> set[str]:
+    """Return the dotted paths of the values that Helm's schema errors name.
+
+    Up to 3.17 an error is "- model.hub.name: …", later "- at '/model/hub/name': …". An unknown or missing property is
+    an error of its parent.
+    """
+    found = set()
+    for old, new, text in re.findall(r"^ *- (?:at '([^']*)'|([^\s:]+)): (.*)$", message, flags=re.MULTILINE):
+        path = old.strip("/").replace("/", ".") if not new else new.removeprefix("(root)")
+        listed = re.fullmatch(r"(?:additional|missing) propert(?:y|ies) (.*?)(?: not allowed)?", text)
+        word = re.fullmatch(r"Additional property (.+) is not allowed|(\S+) is required", text)
+        names = re.findall(r"'([^']*)'", listed.group(1)) if listed else [n for n in word.groups() if n] if word else []
+        found |= {f"{path}.{name}".lstrip(".") for name in names} or {path}
     return found
 
 

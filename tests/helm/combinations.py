@@ -34,8 +34,18 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "init with revision": (("ascend",), {"model": {"hub": {"revision": "c1899de289a04d12100db370d81485cdf75e47ca"}}}),
     "init of one's own, kept": (("ascend",), {"model": {"source": "init", "init": {
         "image": "registry.example.com/modelscope:1.30.0", "claimName": "models",
-        "command": ["modelscope", "download", "--model", "Qwen/Qwen3-0.6B", "--local_dir", "/models/current"],
+        "command": ["modelscope", "download", "--model", "Qwen/Qwen3-0.6B", "--local_dir", "$(MODEL_DIR)"],
         "env": [{"name": "MODELSCOPE_CACHE", "value": "/var/cache/npuserve/ms"}]}}}),
+    "init, claim created": (("cuda",), {"model": {"init": {
+        "create": True, "size": "200Gi", "storageClass": "cephfs", "accessMode": "ReadWriteMany"}}}),
+    "init, claim of one replica": (("cuda",), {
+        "replicas": 1, "model": {"init": {"create": True, "accessMode": "ReadWriteOnce"}}}),
+    "state on claims": (("cuda", "prod"), {"state": {"type": "pvc", "size": "2Gi", "storageClass": "fast"}}),
+    "no state, no affinity": ((), {"state": {"type": "none"}, "service": {"sessionAffinitySeconds": 0}}),
+    "OpenShift": (("ascend",), {"openshift": True, "global": {"imageRegistry": "registry.example.com:5000/llm"}}),
+    "DoNotSchedule on labelled nodes": (("ascend",), {
+        "nodeSelector": {"accelerator": "huawei-Ascend910"},
+        "topologySpread": {"whenUnsatisfiable": "DoNotSchedule", "keys": ["kubernetes.io/hostname"]}}),
     "ascend of another plugin": (("ascend",), {"accelerator": {"resourceName": "huawei.com/ascend-1980"}}),
     "ascend shared by HAMi": (("ascend",), {
         "accelerator": {"resourceName": "huawei.com/Ascend910B2",
@@ -53,9 +63,14 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "enabled": True, "labels": {"release": "prometheus"},
             "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
-    "pod monitor and route": (("ascend",), {"metrics": {"scrape": "podMonitor"}, **_ROUTE}),
+    "pod monitor and route": (("ascend",), {"metrics": {
+        "scrape": "podMonitor", "scrapeTimeout": "10s",
+        "relabelings": [{"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}],
+        "metricRelabelings": [{"sourceLabels": ["__name__"], "regex": "npuserve_.*_created", "action": "drop"}]},
+        **_ROUTE}),
     "load balancer": ((), {"service": {
-        "type": "LoadBalancer", "port": 443, "loadBalancerSourceRanges": ["10.0.0.0/8", "fd00::/8"],
+        "type": "LoadBalancer", "port": 443, "nodePort": 30443, "loadBalancerClass": "example.com/internal",
+        "loadBalancerSourceRanges": ["10.0.0.0/8", "fd00::/8"],
         "annotations": {"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"}}}),
     "network policy with peers": (("cpu", "prod"), {"networkPolicy": {
         "grpcFrom": _PEER, "egress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 9000}]}]}}),
@@ -89,7 +104,12 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "extraVolumes": [{"name": "more", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
         "extraInitContainers": [{"name": "check", "image": "busybox:1.37.0", "command": ["true"]}],
-        "extraContainers": [{"name": "sidecar", "image": "busybox:1.37.0", "command": ["sleep", "infinity"]}]}),
+        "extraContainers": [{"name": "sidecar", "image": "busybox:1.37.0", "command": ["sleep", "infinity"]}],
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-site"},
+             "data": {"region": "eu"}},
+            'kind: ConfigMap\napiVersion: v1\nmetadata:\n  name: {{ include "npuserve.fullname" . }}-more\n'
+            "data:\n  region: eu\n"]}),
     "sizes, times, contexts": ((), {
         "tmp": {"size": "2Gi"}, "shm": {"size": "512Mi"}, "cache": {"size": "1Ti"}, "image": {"tag": "0.1.0-1"},
         "model": {"source": "init", "hub": {"name": "a/b", "tokenSecret": {"name": "hub", "key": "t"}},

@@ -27,6 +27,7 @@ from tests.helm.chart import (
     pod,
     problems,
     render,
+    workload,
 )
 from tests.helm.combinations import COMBINATIONS
 
@@ -151,7 +152,7 @@ def test_the_pod_is_locked_up():
                                                     "capabilities": {"drop": ["ALL"]}}
             mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
             written = [value for name, value in environment(container).items()
-                       if name not in ("NPUSERVE_CONFIG", "MODEL_DIR") and str(value).startswith("/")]
+                       if name not in ("NPUSERVE_CONFIG", "MODEL_DIR", "MODEL_TARGET") and str(value).startswith("/")]
             assert {"/tmp", "/var/cache/npuserve"} <= mounts.keys()
             for path in written:
                 assert any(not read_only and f"{path}/".startswith(f"{mount}/") for mount, read_only in mounts.items())
@@ -188,9 +189,9 @@ def test_accelerators(presets: tuple[str, ...], device: str, resource: Object):
     ({"source": "hub", "hub": {"name": "a/b"}}, {"model": "a/b"}, False),
     ({"source": "pvc", "pvc": {"claimName": "c", "path": "d/e"}}, {"model": "/models/d/e"}, True),
     ({"source": "pvc", "pvc": {"claimName": "c"}}, {"model": "/models"}, True),
-    ({"source": "init", "hub": {"name": "a/b"}}, {"model": "/models/current", "served_name": "a/b"}, True),
-    ({"source": "init", "hub": {"name": "a/b"}, "servedName": "c"},
-     {"model": "/models/current", "served_name": "c"}, True),
+    ({"source": "init", "hub": {"name": "a/b"}}, {"model": "/models/a--b/main", "served_name": "a/b"}, True),
+    ({"source": "init", "hub": {"name": "a/b", "revision": "refs/pr/1"}, "servedName": "c"},
+     {"model": "/models/a--b/refs--pr--1", "served_name": "c"}, True),
 ])
 def test_models(model: Object, said: Object, offline: bool):
     objects = render({"model": model})
@@ -229,7 +230,7 @@ def test_monitors_select_one_service():
     matching = [o for o in objects if o["kind"] == "Service" and wanted <= o["metadata"]["labels"].items()]
     assert [service["metadata"]["name"] for service in matching] == ["demo-npuserve-metrics"]
     for service in (o for o in objects if o["kind"] == "Service"):
-        labels = find(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+        labels = workload(objects)["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
 
 

@@ -25,8 +25,9 @@ def test_nothing_is_found_that_is_not_explained(tmp_path: Path):
         done = template({}, stack)
         assert done.returncode == 0, done.stderr
         (tmp_path / f"{number}.yaml").write_text(done.stdout)
-    presets, values = COMBINATIONS["service monitor, rules, dashboards"]
-    (tmp_path / "more.yaml").write_text(template(values, presets).stdout)
+    for name in ("service monitor, rules, dashboards", "state on claims"):
+        presets, values = COMBINATIONS[name]
+        (tmp_path / f"{name}.yaml").write_text(template(values, presets).stdout)
     for file in (ROOT / "docker").glob("Dockerfile.*"):
         shutil.copy(file, tmp_path)
     done = subprocess.run(["checkov", "--directory", str(tmp_path), "--framework", "kubernetes", "dockerfile",

@@ -64,16 +64,41 @@
 {{- end }}
 {{- end }}
 
-{{- if and (eq .Values.cache.type "pvc") (not .Values.cache.claimName) (eq .Values.cache.accessMode "ReadWriteOnce") }}
-{{- if or (ne .Values.autoscaling.kind "none") (gt (int64 .Values.replicas) 1) }}
-{{- fail "cache.accessMode: ReadWriteOnce serves one replica; take ReadWriteMany, cache.type emptyDir, or replicas 1" }}
+{{- $claims := dict }}
+{{- if and (eq .Values.cache.type "pvc") (not .Values.cache.claimName) }}
+{{- $_ := set $claims "cache" .Values.cache }}
 {{- end }}
-{{- if and (eq .Values.strategy.type "RollingUpdate") (not (has (toString .Values.strategy.maxSurge) (list "0" "0%"))) }}
-{{- fail "cache.accessMode: with ReadWriteOnce a new pod could wait for the old one's volume for ever; set strategy.type Recreate" }}
+{{- if and (eq .Values.model.source "init") .Values.model.init.create }}
+{{- $_ := set $claims "model.init" .Values.model.init }}
+{{- end }}
+{{- range $name, $claim := $claims }}
+{{- if eq $claim.accessMode "ReadWriteOnce" }}
+{{- if or (ne $.Values.autoscaling.kind "none") (gt (int64 $.Values.replicas) 1) }}
+{{- fail (printf "%s.accessMode: ReadWriteOnce serves one replica; set ReadWriteMany or replicas 1, or leave the claim out" $name) }}
+{{- end }}
+{{- if and (eq (include "npuserve.workload" $) "Deployment") (eq $.Values.strategy.type "RollingUpdate") (not (has (toString $.Values.strategy.maxSurge) (list "0" "0%"))) }}
+{{- fail (printf "%s.accessMode: with ReadWriteOnce a new pod can wait for the old one's volume for ever; set strategy.type Recreate" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.model.init.create (or .Values.model.init.claimName (ne .Values.model.source "init")) }}
+{{- fail "model.init.create: creates a claim for model.source init, and claimName names one that exists" }}
+{{- end }}
+
+{{- if eq .Values.state.type "pvc" }}
+{{- if not .Values.headless.enabled }}
+{{- fail "headless.enabled: a StatefulSet (state.type pvc) takes its pods' names from the headless service" }}
+{{- end }}
+{{- if ne .Values.strategy.type "RollingUpdate" }}
+{{- fail (printf "strategy.type: %s is for a Deployment, and state.type pvc makes a StatefulSet" .Values.strategy.type) }}
 {{- end }}
 {{- end }}
 
-{{- $ours := list "HOME" "TMPDIR" "XDG_CACHE_HOME" "HF_HOME" "HF_ENDPOINT" "HF_TOKEN" "HF_HUB_OFFLINE" "MODEL_DIR" }}
+{{- if and (eq .Values.topologySpread.whenUnsatisfiable "DoNotSchedule") (ne .Values.accelerator.kind "cpu") (not .Values.nodeSelector) (not .Values.affinity.nodeAffinity) }}
+{{- fail "topologySpread.whenUnsatisfiable: DoNotSchedule counts nodes without a device too, and allows one replica on each other node; set nodeSelector or affinity.nodeAffinity" }}
+{{- end }}
+
+{{- $ours := list "HOME" "TMPDIR" "XDG_CACHE_HOME" "HF_HOME" "HF_ENDPOINT" "HF_TOKEN" "HF_HUB_OFFLINE" }}
 {{- range .Values.extraEnv }}
 {{- if or (hasPrefix "NPUSERVE_" .name) (has .name $ours) }}
 {{- fail (printf "extraEnv: %s is the chart's own; use config or the value that sets it" .name) }}
@@ -83,7 +108,18 @@
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) }}
 {{- fail "grpcRoute.parentRefs: a route needs a Gateway" }}
 {{- end }}
-{{- if and (ne .Values.service.type "LoadBalancer") .Values.service.loadBalancerSourceRanges }}
-{{- fail (printf "service.loadBalancerSourceRanges: service.type is %s" .Values.service.type) }}
+{{- with .Values.service }}
+{{- range $name := list "loadBalancerSourceRanges" "loadBalancerClass" }}
+{{- if and (ne $.Values.service.type "LoadBalancer") (get $.Values.service $name) }}
+{{- fail (printf "service.%s: service.type is %s" $name $.Values.service.type) }}
+{{- end }}
+{{- end }}
+{{- if and .nodePort (eq .type "ClusterIP") }}
+{{- fail "service.nodePort: service.type is ClusterIP" }}
+{{- end }}
+{{- $affinity := include "npuserve.affinitySeconds" $ | int64 }}
+{{- if and $affinity (le (float64 $affinity) (float64 (default 0 $.Values.config.max_connection_age_seconds))) }}
+{{- fail (printf "service.sessionAffinitySeconds: %d ends before a connection does; it must exceed config.max_connection_age_seconds" $affinity) }}
+{{- end }}
 {{- end }}
 {{- end }}

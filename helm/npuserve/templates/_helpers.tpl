@@ -46,13 +46,17 @@ app.kubernetes.io/part-of: npuserve
 {{- end }}
 
 {{- define "npuserve.image" -}}
-{{- with .Values.image }}
-{{- if .digest }}
-{{- printf "%s@%s" .repository .digest }}
-{{- else }}
-{{- printf "%s:%s" .repository (default (printf "%s-%s" $.Chart.AppVersion $.Values.accelerator.kind) .tag) }}
+{{- $tag := default (printf "%s-%s" .Chart.AppVersion .Values.accelerator.kind) .Values.image.tag }}
+{{- with .Values.global.imageRegistry }}
+{{- printf "%s/" . }}
 {{- end }}
+{{- .Values.image.repository }}
+{{- .Values.image.digest | empty | ternary (printf ":%s" $tag) (printf "@%s" .Values.image.digest) }}
 {{- end }}
+
+{{/* Kind of the object that owns the server's pods. */}}
+{{- define "npuserve.workload" -}}
+{{- eq .Values.state.type "pvc" | ternary "StatefulSet" "Deployment" }}
 {{- end }}
 
 {{/* What follows from the values. */}}
@@ -89,8 +93,28 @@ app.kubernetes.io/part-of: npuserve
 {{- else if eq .source "pvc" }}
 {{- list "/models" .pvc.path | join "/" | trimSuffix "/" }}
 {{- else if eq .source "init" }}
-{{- "/models/current" }}
+{{- printf "/models/%s" (include "npuserve.fetched" $) }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Folder of model.source init on its volume: one for each model and revision, and for each command of the operator. */}}
+{{- define "npuserve.fetched" -}}
+{{- with .Values.model }}
+{{- $name := default "model" .hub.name | replace "/" "--" }}
+{{- $revision := default "main" .hub.revision | replace "/" "--" }}
+{{- $command := "" }}
+{{- if .init.command }}
+{{- $command = list .init.image .init.command .init.env | toJson | sha256sum | trunc 8 | printf "-%s" }}
+{{- end }}
+{{- printf "%s/%s%s" $name $revision $command }}
+{{- end }}
+{{- end }}
+
+{{/* Name of the claim of model.source init; empty: a volume of the pod. */}}
+{{- define "npuserve.modelClaim" -}}
+{{- with .Values.model.init }}
+{{- default (.create | ternary (printf "%s-models" (include "npuserve.fullname" $)) "") .claimName }}
 {{- end }}
 {{- end }}
 
@@ -109,6 +133,9 @@ app.kubernetes.io/part-of: npuserve
 {{- $_ := set $settings "health_port" .Values.ports.health }}
 {{- $_ := set $settings "device" (get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind) }}
 {{- $_ := set $settings "drain_seconds" .Values.termination.drainSeconds }}
+{{- if ne .Values.state.type "none" }}
+{{- $_ := set $settings "state_folder" "/var/lib/npuserve" }}
+{{- end }}
 {{- with include "npuserve.model" . }}
 {{- $_ := set $settings "model" . }}
 {{- end }}
@@ -152,6 +179,13 @@ grpc:
 {{ toYaml .times }}
 {{- end }}
 
+{{- define "npuserve.affinitySeconds" -}}
+{{- with .Values.service }}
+{{- $default := eq .type "LoadBalancer" | ternary 0 3600 }}
+{{- kindIs "invalid" .sessionAffinitySeconds | ternary $default .sessionAffinitySeconds | int64 }}
+{{- end }}
+{{- end }}
+
 {{/* Whether `helm test` has what the server asks of a client. */}}
 {{- define "npuserve.testable" -}}
 {{- $certificate := or (not .Values.tls.clientCaSecretName) .Values.helmTest.clientCertSecretName }}
@@ -188,6 +222,9 @@ scaleDown:
 {{- define "npuserve.homes" -}}
 - name: HOME
   value: /tmp
+# A user of OpenShift's choice has no name in /etc/passwd.
+- name: USER
+  value: npuserve
 - name: TMPDIR
   value: /tmp
 - name: XDG_CACHE_HOME
@@ -207,4 +244,39 @@ scaleDown:
       key: {{ .tokenSecret.key }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Variables of containers that compute nothing: the CUDA image would show them all GPUs of the node. */}}
+{{- define "npuserve.noDevice" -}}
+{{- if eq .Values.accelerator.kind "cuda" }}
+- name: NVIDIA_VISIBLE_DEVICES
+  value: void
+{{- end }}
+{{- end }}
+
+{{- define "npuserve.podSecurityContext" -}}
+{{- .Values.openshift | ternary (omit .Values.podSecurityContext "runAsUser" "runAsGroup" "fsGroup") .Values.podSecurityContext | toYaml }}
+{{- end }}
+
+{{/* The server's pods as a template: metadata and spec. */}}
+{{- define "npuserve.podTemplate" -}}
+metadata:
+  labels:
+    {{- include "npuserve.serverLabels" . | nindent 4 }}
+    {{- with .Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    checksum/config: {{ include "npuserve.toml" . | sha256sum }}
+    kubectl.kubernetes.io/default-container: npuserve
+    {{- if eq .Values.metrics.scrape "annotations" }}
+    prometheus.io/scrape: "true"
+    prometheus.io/port: {{ int64 .Values.ports.metrics | quote }}
+    prometheus.io/path: /metrics
+    {{- end }}
+    {{- with .Values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- include "npuserve.pod" . | nindent 2 }}
 {{- end }}

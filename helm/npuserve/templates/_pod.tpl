@@ -6,7 +6,7 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "npuserve.grace" . }}
 securityContext:
-  {{- toYaml .Values.podSecurityContext | nindent 2 }}
+  {{- include "npuserve.podSecurityContext" . | nindent 2 }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -110,6 +110,11 @@ topologySpreadConstraints:
   - topologyKey: {{ . }}
     maxSkew: 1
     whenUnsatisfiable: {{ $.Values.topologySpread.whenUnsatisfiable }}
+    {{- if semverCompare ">=1.26.0-0" $.Capabilities.KubeVersion.Version }}
+    # Nodes that the pod cannot run on do not count.
+    nodeAffinityPolicy: Honor
+    nodeTaintsPolicy: Honor
+    {{- end }}
     labelSelector:
       matchLabels:
         {{- include "npuserve.selectorLabels" $ | nindent 8 }}
@@ -127,25 +132,40 @@ topologySpreadConstraints:
 - name: model
   image: {{ default (include "npuserve.image" .) .Values.model.init.image }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  {{- with .Values.model.hub }}
   command:
-    {{- if $.Values.model.init.command }}
-    {{- toYaml $.Values.model.init.command | nindent 4 }}
+    - sh
+    - -c
+    - |
+      {{- .Files.Get "files/fetch.sh" | trim | nindent 6 }}
+    - fetch.sh
+    {{- with .Values.model }}
+    {{- if .init.command }}
+    {{- toYaml .init.command | nindent 4 }}
     {{- else }}
     - hf
     - download
-    - {{ .name | quote }}
-    {{- if .revision }}
-    - --revision
-    - {{ .revision | quote }}
+    - {{ .hub.name | quote }}
+    {{- if .hub.revision }}
+    - {{ printf "--revision=%s" .hub.revision }}
     {{- end }}
-    - --local-dir
-    - /models/current
+    - --local-dir=$(MODEL_DIR)
+    # The files that the server reads.
+    {{- range list "*.json" "*.safetensors" "*.jinja" "merges.txt" "vocab.txt" "*.model" "*.tiktoken" }}
+    - {{ printf "--include=%s" . | quote }}
     {{- end }}
-  {{- end }}
+    - --exclude=*/*
+    {{- end }}
+    {{- end }}
   env:
+    - name: POD_UID
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.uid
     - name: MODEL_DIR
-      value: /models/current
+      value: /models/.fetch-$(POD_UID)
+    - name: MODEL_TARGET
+      value: {{ include "npuserve.model" . }}
+    {{- include "npuserve.noDevice" . | trim | nindent 4 }}
     {{- include "npuserve.homes" . | nindent 4 }}
     {{- with .Values.model.init.env }}
     {{- toYaml . | nindent 4 }}
@@ -177,6 +197,10 @@ topologySpreadConstraints:
   mountPath: /var/cache/npuserve
 - name: shm
   mountPath: /dev/shm
+{{- if ne .Values.state.type "none" }}
+- name: state
+  mountPath: /var/lib/npuserve
+{{- end }}
 {{- if has .Values.model.source (list "pvc" "init") }}
 - name: models
   mountPath: /models
@@ -228,8 +252,13 @@ topologySpreadConstraints:
   emptyDir:
     medium: Memory
     sizeLimit: {{ .Values.shm.size }}
+{{- if eq .Values.state.type "emptyDir" }}
+- name: state
+  emptyDir:
+    sizeLimit: {{ .Values.state.size }}
+{{- end }}
 {{- with .Values.model }}
-{{- $claim := get (dict "pvc" .pvc.claimName "init" .init.claimName) .source }}
+{{- $claim := get (dict "pvc" .pvc.claimName "init" (include "npuserve.modelClaim" $)) .source }}
 {{- if $claim }}
 - name: models
   persistentVolumeClaim:

@@ -1,0 +1,108 @@
+"""What outlives a pod: streams that a drain cut off, a client's pod, and claims."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.helm.chart import Object, config_file, find, needs_helm, pod, render, workload
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = needs_helm
+
+CLAIMS: Object = {"state": {"type": "pvc"}}
+
+
+def state_folder(objects: list[Object]) -> str | None:
+    return tomllib.loads(config_file(objects)).get("state_folder")
+
+
+def test_state_folder_is_a_volume_of_the_pod():
+    objects = render()
+    spec = pod(objects)
+    mounts = {mount["mountPath"]: mount for mount in spec["containers"][0]["volumeMounts"]}
+    mount = mounts[state_folder(objects)]
+    assert not mount.get("readOnly")
+    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == mount["name"]]
+    assert volume["emptyDir"] == {"sizeLimit": "1Gi"}
+    assert workload(objects)["kind"] == "Deployment"
+
+
+def test_state_on_claims_belongs_to_one_replica_each():
+    """A StatefulSet's pod returns with its name and its claim, so a rolling restart finds the streams' file."""
+    objects = render(CLAIMS)
+    made = workload(objects)
+    assert made["kind"] == "StatefulSet"
+    (claim,) = made["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod(objects)["containers"][0]["volumeMounts"]}
+    assert mounts[state_folder(objects)] == claim["metadata"]["name"]
+    assert claim["metadata"]["name"] not in {volume["name"] for volume in pod(objects)["volumes"]}
+    service = find(objects, "Service", made["spec"]["serviceName"])["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["selector"].items() <= made["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_state_on_claims_survives_an_upgrade_of_the_chart():
+    """Claims of a StatefulSet are immutable, so their labels name no version."""
+    (claim,) = workload(render({**CLAIMS, "commonLabels": {"team": "llm"}}))["spec"]["volumeClaimTemplates"]
+    assert set(claim["metadata"]["labels"]) == {f"app.kubernetes.io/{name}" for name in (
+        "name", "instance", "component")}
+
+
+def test_state_none_keeps_nothing():
+    objects = render({"state": {"type": "none"}})
+    assert state_folder(objects) is None
+    assert "state" not in {volume["name"] for volume in pod(objects)["volumes"]}
+
+
+@pytest.mark.parametrize("autoscaling", [
+    {"kind": "hpa"}, {"kind": "keda", "keda": {"prometheusAddress": "http://prometheus:9090"}}])
+@pytest.mark.parametrize("state", ["emptyDir", "pvc"])
+def test_autoscaler_scales_the_workload(autoscaling: Object, state: str):
+    objects = render({"autoscaling": autoscaling, "state": {"type": state}})
+    made = workload(objects)
+    scaler = find(objects, "HorizontalPodAutoscaler" if autoscaling["kind"] == "hpa" else "ScaledObject")["spec"]
+    assert "replicas" not in made["spec"]
+    assert scaler["scaleTargetRef"]["kind"] == made["kind"]
+    assert scaler["scaleTargetRef"]["name"] == made["metadata"]["name"]
+    for trigger in scaler.get("triggers", []):
+        names = re.search(r'pod=~"([^"]+)"', trigger["metadata"]["query"])
+        assert names is not None
+        for suffix, kind in (("5d4b8c9f7d-x2x4q", "Deployment"), ("11", "StatefulSet")):
+            assert bool(re.fullmatch(names.group(1), f"demo-npuserve-{suffix}")) == (kind == made["kind"])
+
+
+@pytest.mark.parametrize(("service", "seconds"), [
+    ({}, 3600), ({"type": "NodePort"}, 3600), ({"type": "LoadBalancer"}, 0), ({"sessionAffinitySeconds": 0}, 0),
+    ({"type": "LoadBalancer", "sessionAffinitySeconds": 600}, 600)])
+def test_session_affinity_of_the_service(service: Object, seconds: int):
+    objects = render({"service": service})
+    spec = find(objects, "Service", "demo-npuserve")["spec"]
+    assert spec.get("sessionAffinity") == ("ClientIP" if seconds else None)
+    if seconds:
+        assert spec["sessionAffinityConfig"] == {"clientIP": {"timeoutSeconds": seconds}}
+        assert seconds > tomllib.loads(config_file(objects))["max_connection_age_seconds"]
+    assert "sessionAffinity" not in find(objects, "Service", "demo-npuserve-headless")["spec"]
+
+
+def test_model_claim_is_created_and_kept():
+    objects = render({"model": {"init": {"create": True, "size": "200Gi", "storageClass": "nfs"}}}, ("cuda",))
+    claim = find(objects, "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert claim["spec"] == {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs",
+                             "resources": {"requests": {"storage": "200Gi"}}}
+    (volume,) = [volume for volume in pod(objects)["volumes"] if volume["name"] == "models"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_model_claim_and_cache_claim_are_two():
+    values: Object = {"model": {"init": {"create": True}}, "cache": {"type": "pvc"}}
+    names = {o["metadata"]["name"] for o in render(values, ("cuda",)) if o["kind"] == "PersistentVolumeClaim"}
+    assert names == {"demo-npuserve-cache", "demo-npuserve-models"}
