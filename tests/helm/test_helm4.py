@@ -1,0 +1,73 @@
+"""Helm 4 renders what Helm 3 renders, and refuses what Helm 3 refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm import helm4
+from tests.helm.chart import CHART, KUBERNETES, PRESETS, ROOT, Object, merged, needs_helm, refused, render
+from tests.helm.combinations import COMBINATIONS
+from tests.helm.test_values import CONTRADICTIONS, NONSENSE
+
+pytestmark = [needs_helm, pytest.mark.skipif(
+    helm4.library() is None, reason="no Helm 4 (pip install --no-deps --ignore-requires-python helm-sdkpy==0.1.32)")]
+
+STACKS: dict[str, tuple[tuple[str, ...], Object]] = {
+    "+".join(stack): (stack, {}) for stack in ((), *((p,) for p in PRESETS), *((p, "prod") for p in PRESETS))}
+ACCEPTED = {**STACKS, **COMBINATIONS}
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Object]:
+    """Return what Helm 4 makes of all values: accepted ones, nonsense, contradictions."""
+    def values(presets: tuple[str, ...], own: Object) -> Object:
+        return merged(*(yaml.safe_load((CHART / f"values-{preset}.yaml").read_text()) for preset in presets), own)
+
+    asked = [*itertools.starmap(values, ACCEPTED.values()), *(own for _, own in NONSENSE + CONTRADICTIONS)]
+    done = subprocess.run([sys.executable, "-m", "tests.helm.helm4"], input=json.dumps(asked), cwd=ROOT,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: list[Object] = json.loads(done.stdout)
+    assert len(found) == len(asked)
+    return found
+
+
+def plain(objects: list[Object]) -> dict[tuple[str, str], Any]:
+    """Return objects by kind and name, without what Helm adds when it installs them."""
+    found = {}
+    for each in objects:
+        metadata = each["metadata"]
+        annotations = {name: value for name, value in (metadata.get("annotations") or {}).items()
+                       if not name.startswith("meta.helm.sh/")}
+        labels = {"app.kubernetes.io/managed-by": "Helm", **(metadata.get("labels") or {})}
+        found[each["kind"], metadata["name"]] = {
+            **each, "metadata": {"name": metadata["name"], "namespace": metadata.get("namespace", "llm"),
+                                 "labels": labels, "annotations": annotations}}
+    return found
+
+
+def test_helm4_installs_what_helm3_renders(answers: list[Object]):
+    for (name, (presets, own)), answer in zip(ACCEPTED.items(), answers, strict=False):
+        assert answer["error"] is None, f"{name}: {answer['error']}"
+        rendered = [o for o in render(own, presets, kubernetes=KUBERNETES)
+                    if "helm.sh/hook" not in (o["metadata"].get("annotations") or {})]
+        assert plain(answer["objects"]) == plain(rendered), name
+
+
+def test_helm4_refuses_nonsense_by_its_field(answers: list[Object]):
+    found = answers[len(ACCEPTED):]
+    for (field, _), answer in zip(NONSENSE, found, strict=False):
+        assert field in refused(answer["error"] or ""), answer["error"]
+
+
+def test_helm4_refuses_contradictions(answers: list[Object]):
+    found = answers[-len(CONTRADICTIONS):]
+    for (said, _), answer in zip(CONTRADICTIONS, found, strict=True):
+        assert said in (answer["error"] or ""), answer["error"]
