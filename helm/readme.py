@@ -1,0 +1,107 @@
+"""Write helm/npuserve/README.md: its table of values comes from the comments in values.yaml.
+
+    python helm/readme.py [--check]      --check: write nothing, fail if the file is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+CHART = Path(__file__).parent / "npuserve"
+README = CHART / "README.md"
+
+HEAD = """# npuserve
+
+This chart runs [npuserve](../../README.md), a gRPC service for Qwen3-class language models, on Kubernetes 1.25 or
+newer. It needs Helm 3.6 or newer. [operations.md](../../docs/operations.md) explains how to choose the values.
+
+    helm install llm helm/npuserve -f helm/npuserve/values-ascend.yaml -f helm/npuserve/values-prod.yaml \\
+        --set image.repository=registry.example.com/npuserve
+    helm test llm --logs
+
+`values-cpu.yaml`, `values-ascend.yaml` and `values-cuda.yaml` are presets for a kind of accelerator; `values-prod.yaml`
+goes on top of one of them. Build the image as [docker/README.md](../../docker/README.md) says.
+
+## Values
+
+`python helm/readme.py` writes this table from the comments in [values.yaml](values.yaml).
+
+| value | default | description |
+|---|---|---|
+"""
+
+
+# Maps that are shown as one value.
+WHOLE = re.compile(r"(pod)?[sS]ecurityContext|resources\.\w+|dashboards\.labels|probes\.(readiness|liveness)")
+
+
+class Value(NamedTuple):
+    """Row of the table: dotted path, default as JSON ("" for a map of further values), and the comment above it."""
+
+    path: str
+    default: str
+    comment: str
+
+
+def documented(text: str) -> list[Value]:
+    """Return the rows of a values.yaml in its order: all values, and the maps that have a comment."""
+    rows: list[Value] = []
+    parents: list[tuple[int, str, Any]] = [(-1, "", yaml.safe_load(text))]
+    comment: list[str] = []
+    whole = 1000  # indent of the map being shown as one value
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line.strip() and indent > whole:
+            continue
+        key = re.match(r" *([\w.]+):", line)
+        if line.lstrip().startswith("#"):
+            comment.append(line.strip("# "))
+            continue
+        if key:
+            while parents[-1][0] >= indent:
+                parents.pop()
+            path = parents[-1][1] + key.group(1)
+            default = parents[-1][2][key.group(1)]
+            is_map = isinstance(default, dict) and bool(default) and not WHOLE.fullmatch(path)
+            whole = indent if WHOLE.fullmatch(path) else 1000
+            if is_map:
+                parents.append((indent, f"{path}.", default))
+            if comment or not is_map:
+                shown = "" if is_map else json.dumps(default, ensure_ascii=False)
+                rows.append(Value(path, shown, " ".join(comment)))
+        comment = []
+    return rows
+
+
+def readme() -> str:
+    """Return the text of README.md."""
+    rows = []
+    for path, default, comment in documented((CHART / "values.yaml").read_text(encoding="utf-8")):
+        shown = f"`{default}`" if default else ""
+        rows.append(f"| `{path}` | {shown} | {comment} |\n")
+    return HEAD + "".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="see the top of this file")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of date")
+    check = parser.parse_args().check
+    text = readme()
+    if README.exists() and README.read_text(encoding="utf-8") == text:
+        return 0
+    if check:
+        print(f"out of date: {README.name}; run python helm/readme.py", file=sys.stderr)
+        return 1
+    README.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
