@@ -158,8 +158,8 @@ def _check(places: dict[str, Any], targets: Targets, folder: Path) -> None:
                 kind = "not of a float type" if target.dtypes is FLOATS else "not int8"
                 problems[kind].append(f"{name} {header.get_dtype()}")
     found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
-    if (wanted := _layers(targets)) != (there := _layers(places)):
-        found.append(f"config.json has {wanted} layers, the files have {there}")
+    if (configured := _layers(targets)) != (there := _layers(places)):
+        found.append(f"config.json has {configured} layers, the files have {there}")
     if found:
         raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
 
