@@ -85,8 +85,9 @@ MEMORY = [
 REQUESTS = [
     Panel("Requests", {
         "{{instance}} running": total("requests_running", "instance"),
-        "{{instance}} waiting": total("requests_waiting", "instance")}, "short",
-        "In the batch and in the queue of each server.", stack="normal"),
+        "{{instance}} waiting": total("requests_waiting", "instance"),
+        "{{instance}} preparing": total("requests_preparing", "instance")}, "short",
+        "In the batch, in the queue, and in preparation (chat template, tokenizer) of each server.", stack="normal"),
 ]
 
 

@@ -2,8 +2,9 @@
 
 gRPC's graceful stop sends GOAWAY and then cancels each call that still arrives on an open connection, without a reason
 or a time to retry (github.com/grpc/grpc/issues/41785). A client library that does not read idle connections always
-makes such a call. So a drain does not stop the gRPC server at once: it refuses new calls with UNAVAILABLE and RetryInfo.
-Then it closes the connection of each refused client. The client connects anew, and a balancer gives it another server.
+makes such a call. So a drain does not stop the gRPC server at once: new calls get UNAVAILABLE with RetryInfo.
+Then the server closes the connection of each refused client. The client connects anew, and a balancer gives it another
+server.
 """
 
 from __future__ import annotations
