@@ -2,9 +2,9 @@
 
 gRPC's graceful stop sends GOAWAY and then cancels each call that still arrives on an open connection, without a reason
 or a time to retry (github.com/grpc/grpc/issues/41785). A client library that does not read idle connections always
-makes such a call. So a drain does not stop the gRPC server at once: new calls get UNAVAILABLE with RetryInfo.
-Then the server closes the connection of each refused client. The client connects anew, and a balancer gives it another
-server.
+makes such a call. So a drain does not stop the gRPC server at once. It refuses new calls with UNAVAILABLE and
+RetryInfo, and then closes the connection of each refused client. The client connects anew, and a balancer gives it
+another server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Connections:
         peer = context.peer()
         self._calls[peer] += 1
         self._none.clear()
-        context.add_done_callback(lambda _: self._end(peer))
+        context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # its stub takes no function
 
     def _end(self, peer: str) -> None:
         self._calls[peer] -= 1

@@ -236,6 +236,22 @@ async def test_frontend_drain_closes_the_connections_of_refused_clients(tmp_path
         quiet.close()
 
 
+async def test_frontend_drain_waits_for_no_call_that_has_ended(tmp_path: Path) -> None:
+    """Answered, refused, cancelled by its client, or out of time."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        await server.inference.Generate(ask("a", 2))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.inference.Generate(ask("a", 2, top_p=7.0))
+        server.engine.hold.clear()
+        cancelled = server.inference.StreamGenerate(ask("a", 5))
+        await until(lambda: server.engine.live == 1)
+        cancelled.cancel()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.inference.Generate(ask("a", 5), timeout=0.1)
+        await asyncio.wait_for(server.frontend.stop(600), 60)
+        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+
+
 async def test_frontend_watch_at_any_moment_of_a_drain_ends_with_not_serving(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         health = health_pb2_grpc.HealthStub(server.channel)
