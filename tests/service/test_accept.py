@@ -218,6 +218,25 @@ def test_the_end_of_a_device_ends_the_check(folder: Path, capsys: Capture, monke
 # Tokens, by hand
 
 
+@built
+@pytest.mark.parametrize("own", [994, 996])
+@pytest.mark.usefixtures("no_large_cases")
+def test_accept_verdict_is_the_same_on_both_sides_of_the_least_share(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, own: int
+) -> None:
+    """989 of 1,000 positions equal on the device; the CPU itself has slightly less, or more, than 0.995."""
+    real, equal = accept_tokens.agreement, iter([1000, 989, own])
+
+    def agreement(*arguments: Any) -> accept_tokens.Agreement:
+        return dataclasses.replace(real(*arguments), positions=1000, equal=next(equal))
+
+    monkeypatch.setattr(accept_tokens, "agreement", agreement)
+    monkeypatch.setattr(accept, "kernels", lambda *_: iter(()))
+    _, report = accepted(capsys, str(folder), "--dtype", "bfloat16")
+    found = of(report, "tokens")["beside the CPU, bfloat16"]
+    assert (found["figures"]["equal_argmax"], found["passed"]) == (0.989, True)
+
+
 @pytest.mark.parametrize("positions", [100, 200, 800, 1000, 20_000])
 def test_least_share_is_continuous_and_allows_less_for_fewer_positions(positions: int) -> None:
     """No step of the CPU's own share by a tenth of a position moves the limit by more than half a position."""

@@ -37,7 +37,7 @@ def test_all_parts() -> None:
     ):
         code, report = accepted("--decode-buckets", "2,8", "--least-share", "1")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
-    assert (code, failed) == (0, [])
+    assert (code, failed) == (0, []), failed
     assert report["emulated"]
     assert report["backends"]["npu"]["available"]
     assert set(report["backends"]["npu"]["kernels"].values()) == {ascend.LABEL}
