@@ -69,10 +69,11 @@ def _run(argv: Sequence[str]) -> int:
     # gRPC writes its own log lines to stderr. A server's errors are worth them; a client's are in its sentence.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR" if argv[:1] in (["serve"], ["demo"]) else "NONE")
     args, unknown = _parser(argv).parse_known_args(argv)
+    parser: argparse.ArgumentParser = vars(args).pop("parser")
     if unknown:
-        flags = [flag[2:] for action in args.parser._actions for flag in action.option_strings]
+        flags = [flag[2:] for action in parser._actions for flag in action.option_strings]
         wrong = next((word[2:].partition("=")[0] for word in unknown if word.startswith("--")), "")
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags, prefix='--')}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags, prefix='--')}")
     code: int = args.run(args)
     return code
 

@@ -6,9 +6,10 @@ It listens and answers health at once, while the supervisor downloads the model,
 the engine process loads the model.
 
 The supervisor's order, or SIGTERM, drains: readiness goes down, and new calls are refused with UNAVAILABLE and
-RetryInfo, on open connections and on new ones. The connections of refused clients are closed (connections.py). Running
-calls have the drain's seconds; the remaining ones then end with UNAVAILABLE, RetryInfo and their resume token. Then the
-process exits with code 0, each phase being bounded (child.py).
+RetryInfo. After REFUSE_SECONDS idle connections are closed (connections.py) and the others get GOAWAY. Their clients
+connect anew: to another server, where a balancer has one; on this one they are refused again. Running calls have the
+drain's seconds; the remaining ones then end with UNAVAILABLE, RetryInfo and their resume token. Then the process exits
+with code 0, each phase being bounded (child.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from npuserve.service import aio_server, child, logs, reflection, short_slice
 from npuserve.service.admin import AdminServicer
 from npuserve.service.auth import Guard
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
+from npuserve.service.connections import Connections
 from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import Unavailable
 from npuserve.service.health import Health
@@ -54,9 +56,9 @@ STALL_SHARE = 0.5
 """Of hang_seconds: an engine that is silent for so long gets no new requests; it has lost nothing if it comes round."""
 SETTLE_SECONDS = 0.2
 """Minimum length of a drain: calls that are on their way get their refusal, and health watchers get NOT_SERVING."""
-CLOSE_SECONDS = 0.4
-"""Time without a call after which a refused client's connection is closed. RetryInfo delays the client's retry for
-longer."""
+REFUSE_SECONDS = 0.8
+"""Time from then to the closing of connections, while calls run. The retry of a refused call comes later: RetryInfo
+says 1 s."""
 POLLER_SECONDS = 0.003
 """The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
 
@@ -100,6 +102,7 @@ class Frontend:
         self._inference = InferenceServicer(config, self._engine, self._tracing)
         self._admin = AdminServicer(config, self._engine, time.monotonic())
         self._health = Health()
+        self._connections = Connections()
         self._servers = [self._server()]
 
     async def start(self) -> int:
@@ -138,28 +141,51 @@ class Frontend:
         """Refuse new calls, give the running ones `seconds` to end (None: drain_seconds), then stop."""
         seconds = self._config.drain_seconds if seconds is None else seconds
         end = time.monotonic() + seconds
-        connections = self._inference.connections
         self._inference.draining = True
         self._health.drain()
-        closing = asyncio.ensure_future(connections.close_refused(self._port, CLOSE_SECONDS))
         await asyncio.sleep(min(SETTLE_SECONDS, seconds))
-        await connections.wait_until_none(end - time.monotonic())
+        moving: asyncio.Task[None] | None = None
+        if not await self._connections.wait_until_none(min(REFUSE_SECONDS, end - time.monotonic())):
+            moving = asyncio.ensure_future(self._move_clients(end))
+            await self._connections.wait_until_none(end - time.monotonic())
         kept = self._config.state_folder
         rest = "x-resume-token goes on with it at the next start" if kept else "what it has is gone"
         self._engine.give_up(Unavailable(f"the server leaves before the answer's end; {rest}"))
         await self._engine.close()
-        await connections.wait_until_none(child.LAST_WORDS_SECONDS)
-        closing.cancel()
+        await self._connections.wait_until_none(child.LAST_WORDS_SECONDS)
+        if moving:
+            moving.cancel()
         stopping = [asyncio.ensure_future(server.stop(None)) for server in self._servers]
         await asyncio.wait(stopping, timeout=child.STOP_SECONDS)
         self._beating.cancel()
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
 
+    async def _move_clients(self, end: float) -> None:
+        """Close idle connections, send GOAWAY on the others, and answer new connections by another gRPC server.
+
+        end: of the drain, time.monotonic() seconds. `stop` stops both servers some time after it.
+        """
+        self._connections.close_idle(self._port)
+        stopping = asyncio.ensure_future(self._servers[0].stop(end - time.monotonic() + child.FRONTEND_MARGIN))
+        server = self._server()
+        try:
+            while True:
+                try:
+                    self._listen(server, "port", self._port)
+                    break
+                except ConfigError:  # until the first server has given the port back
+                    await asyncio.sleep(0.02)
+            self._servers.append(server)
+            await server.start()
+            await stopping
+        finally:
+            stopping.cancel()
+
     def _server(self) -> grpc.aio.Server:
         guards: list[Any] = [Guard(self._keys)] if self._keys else []
         server = aio_server.server(guards, _options(self._config))
-        parsing = ParsingServer(server)
+        parsing = ParsingServer(server, self._connections.begin)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, parsing)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, parsing)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)

@@ -27,16 +27,20 @@ _LENGTH_DELIMITED = 2
 
 
 class ParsingServer:
-    """The part of grpc.aio.Server that generated code calls to add a servicer; wraps each handler in a parser."""
+    """The part of grpc.aio.Server that generated code calls to add a servicer; wraps each handler in a parser.
 
-    def __init__(self, server: grpc.aio.Server):
+    begun: called with the context of each call.
+    """
+
+    def __init__(self, server: grpc.aio.Server, begun: Callable[[Context], None] = lambda context: None):
         self._server = server
+        self._begun = begun
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
         """Do nothing: generated code adds the same methods by `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        parsing = {name: _parsing(name, handler) for name, handler in handlers.items()}
+        parsing = {name: _parsing(name, handler, self._begun) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, parsing),))
         self._server.add_registered_method_handlers(service, parsing)  # type: ignore[attr-defined]
 
@@ -86,15 +90,16 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _parsing(rpc: str, handler: Any) -> Any:
+def _parsing(rpc: str, handler: Any, begun: Callable[[Context], None]) -> Any:
     """Return the handler with bytes as its requests, parsed before the method is called."""
     deserializer = handler.request_deserializer
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            _streaming(rpc, handler.stream_stream, deserializer), None, handler.response_serializer)
+            _streaming(rpc, handler.stream_stream, deserializer, begun), None, handler.response_serializer)
     method = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
     async def parsed(data: bytes, context: Context) -> Any:
+        begun(context)
         try:
             request = parse(deserializer, data)
         except ServeError as error:
@@ -105,8 +110,12 @@ def _parsing(rpc: str, handler: Any) -> Any:
     return kind(parsed, None, handler.response_serializer)
 
 
-def _streaming(rpc: str, method: Any, deserializer: Callable[[bytes], Message]) -> Any:
+def _streaming(
+    rpc: str, method: Any, deserializer: Callable[[bytes], Message], begun: Callable[[Context], None]
+) -> Any:
     async def parsed(data: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        begun(context)
+
         async def requests() -> AsyncIterator[Message]:
             async for one in data:
                 yield parse(deserializer, one)

@@ -36,7 +36,6 @@ from npuserve.service.answer import REASONS, Answer
 from npuserve.service.auth import caller
 from npuserve.service.call import Context, call
 from npuserve.service.config import ServerConfig
-from npuserve.service.connections import Connections
 from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import Unavailable
 from npuserve.service.model_folder import ModelFolder
@@ -61,20 +60,17 @@ REASON_NAMES = {number: name for name, number in REASONS.items()}
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
-    """folder: None until the tokenizer is loaded. draining: takes no new requests any more. connections: of the calls
-    for answers that are under way."""
+    """folder: None until the tokenizer is loaded. draining: new requests are refused."""
 
     def __init__(self, config: ServerConfig, engine: EngineClient, tracing: Tracing | None = None):
         self.folder: ModelFolder | None = None
         self.draining = False
-        self.connections = Connections()
         self._config = config
         self._engine = engine
         self._tracing = tracing
         self._preparing = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        self.connections.begin(context)
         trace = self._tracing.begin(context, "Generate") if self._tracing else None
         async with call(context, "Generate", logging.INFO, trace) as fields:
             whole, texts = pb.GenerateResponse(), []
@@ -95,7 +91,6 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return whole
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
-        self.connections.begin(context)
         trace = self._tracing.begin(context, "StreamGenerate") if self._tracing else None
         async with call(context, "StreamGenerate", logging.INFO, trace) as fields:
             ask = await self._ask(request, context, fields, new_token() if self._config.resume_seconds else "")
@@ -103,12 +98,11 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             await self._answer(answer, stream, context, fields, trace, context.write)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
-        self.connections.begin(context)
         trace = self._tracing.begin(context, "ResumeStream") if self._tracing else None
         async with call(context, "ResumeStream", logging.INFO, trace) as fields:
             whose = caller(context)
             fields["client"] = whose.name
-            self._require_folder(context)
+            self._require_folder()
             held, deadline = request.token_offset, _deadline(context)
             stream = await self._engine.resume(request.resume_token, held, whose.owner, deadline)
             with contextlib.closing(stream):
@@ -119,7 +113,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
         async with call(context, "Tokenize"):
-            folder = self._require_folder(context)
+            folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
             response = await self._prepare(_size(request), validation.tokenize, request, folder.tokenizer)
         return response
@@ -128,7 +122,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: tokenize_pb2.DetokenizeRequest, context: Context
     ) -> tokenize_pb2.DetokenizeResponse:
         async with call(context, "Detokenize"):
-            folder = self._require_folder(context)
+            folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
             vocabulary = self._engine.require().vocabulary_size
             text = await _run(len(request.token_ids), validation.detokenize, request, folder.tokenizer, vocabulary)
@@ -138,7 +132,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
         async with call(context, "GetModelInfo"):
-            folder, info = self._require_folder(context), self._engine.require()
+            folder, info = self._require_folder(), self._engine.require()
             tokenizer = folder.tokenizer
             response = model_pb2.GetModelInfoResponse(
                 name=folder.name, family=info.family, vocabulary_size=info.vocabulary_size,
@@ -199,7 +193,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         fields["client"] = whose.name
         name = fields["id"] = validation.request_id(message)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
-        folder, info = self._require_folder(context), self._engine.require()
+        folder, info = self._require_folder(), self._engine.require()
         ask = await self._prepare(_size(message), validation.check, message, folder, info, name, arrival)
         limit = whose.limits.max_requests
         if limit is None:
@@ -244,9 +238,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._preparing += change
         metrics.requests_preparing.set(self._preparing)
 
-    def _require_folder(self, context: Context) -> ModelFolder:
+    def _require_folder(self) -> ModelFolder:
         if self.draining:
-            self.connections.refuse(context.peer())
             raise Unavailable("the server is draining; another will take the request")
         if self.folder is None:
             raise Unavailable("the tokenizer is loading")

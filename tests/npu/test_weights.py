@@ -236,7 +236,7 @@ def test_scales_of_a_quantized_cache_are_passed_over(tmp_path, caplog):
     ({"mlp__down_proj__weight_g_idx": torch.ones(48)}, r"1 unknown: model.layers.1.mlp.down_proj.weight_g_idx"),
     ({"mlp__down_proj__weight": None, "mlp__down_proj__weight_packed": torch.zeros(32, 6, dtype=torch.int32)},
      r"1 missing: \S+down_proj.weight; 1 unknown: \S+weight_packed"),
-    ({"mlp__down_proj__weight_scale": torch.full((32, 1), torch.nan)}, r"weight_scale: scales must be numbers above 0"),
+    ({"mlp__down_proj__weight_scale": torch.full((32, 1), torch.nan)}, r"_scale: has numbers that are not finite"),
     ({"mlp__down_proj__weight_scale": torch.zeros(32, 1)}, r"down_proj.weight_scale: scales must be numbers above 0"),
     ({"mlp__down_proj__weight_zero_point": torch.ones(32, 1, dtype=torch.int8)}, r"weight_zero_point: is not 0"),
 ])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -32,52 +33,43 @@ class Call:
 
 async def test_connections_wait_until_none_ends_with_the_last_call() -> None:
     connections, calls = Connections(), [Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:2")]
-    await connections.wait_until_none(60)
+    assert await connections.wait_until_none(60)
     for call in calls:
         connections.begin(call)  # type: ignore[arg-type]
-    await connections.wait_until_none(0)
+    assert not await connections.wait_until_none(0)
     waiting = asyncio.ensure_future(connections.wait_until_none(60))
     for call in calls:
         await asyncio.sleep(0)
         assert not waiting.done()
         call.end()
-    await waiting
+    assert await waiting
 
 
 @pytest.mark.parametrize(("family", "host", "peer"), [
     (socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1:{}"), (socket.AF_INET6, "::1", "ipv6:%5B::1%5D:{}"),
     (socket.AF_INET6, "::ffff:127.0.0.1", "ipv4:127.0.0.1:{}"),
 ])
-async def test_connections_refused_peer_is_closed_after_its_calls(
+async def test_connections_close_idle_closes_those_without_a_call(
     family: socket.AddressFamily, host: str, peer: str
 ) -> None:
-    """Neither before its call has ended, nor any other connection."""
-    with socket.socket(family) as listener:
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket(family))
         listener.bind((host, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        pairs = []
-        for _ in range(2):
-            client = socket.socket(family)
+        idle, busy = (sockets.enter_context(socket.socket(family)) for _ in range(2))
+        for client in (idle, busy):
             client.connect((host, port))
-            pairs.append((client, listener.accept()[0]))
-        (refused, _), (other, _) = pairs
+            client.setblocking(False)
+            sockets.enter_context(listener.accept()[0])
         connections = Connections()
-        running = Call(peer.format(refused.getsockname()[1]))
-        connections.begin(running)  # type: ignore[arg-type]
-        connections.refuse(running.peer())
-        connections.refuse("unix:/nowhere")
-        closing = asyncio.ensure_future(connections.close_refused(port, 0.001))
-        await asyncio.sleep(0.02)
-        refused.setblocking(False)
+        running = Call(peer.format(busy.getsockname()[1]))
+        for call in (running, Call("unix:/nowhere")):
+            connections.begin(call)  # type: ignore[arg-type]
+        connections.close_idle(port)
+        assert await asyncio.get_running_loop().sock_recv(idle, 1) == b""
         with pytest.raises(BlockingIOError):
-            refused.recv(1)
+            busy.recv(1)
         running.end()
-        assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
-        other.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            other.recv(1)
-        closing.cancel()
-        for pair in pairs:
-            for end in pair:
-                end.close()
+        connections.close_idle(port)
+        assert await asyncio.get_running_loop().sock_recv(busy, 1) == b""
