@@ -143,7 +143,7 @@ class Attempts:
         is_unknown = self._resuming and error.reason == STREAM_NOT_FOUND
         if is_unknown and not fresh:
             raise self._lost(error)
-        # A request_id of ours is live until the server sees that the connection is gone.
+        # The server holds our request_id until it detects the lost connection.
         is_ours = error.reason == DUPLICATE_REQUEST and self._asked > 1
         if not (is_unknown or is_ours or is_passing(error)):
             raise error
