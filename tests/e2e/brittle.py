@@ -4,7 +4,8 @@
     python -m tests.e2e.brittle engine               its engine process
 
 The engine kills itself when it is to compute what a request with the token POISON in its prompt has after its first
-SPARED tokens. While the file exists that the environment variable SLOW names, each step takes SLOW_SECONDS more.
+SPARED tokens. While the file exists that the environment variable SLOW names, each step takes as many seconds more as
+the file says, SLOW_SECONDS if it is empty.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 POISON = 511
@@ -51,7 +53,7 @@ def engine() -> int:
             if row.start + len(row.token_ids) > poisoned.get(row.request_id, 1 << 30):
                 os.kill(os.getpid(), signal.SIGKILL)
         if slow and os.path.exists(slow):
-            time.sleep(SLOW_SECONDS)
+            time.sleep(float(Path(slow).read_text() or SLOW_SECONDS))
         return launch(self, step)
 
     Runner.launch = launch_or_die  # type: ignore[method-assign]

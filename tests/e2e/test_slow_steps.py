@@ -1,0 +1,62 @@
+"""Streams of a server whose steps take long: deadlines are met, and clients see progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import model_pb2
+from tests.e2e import brittle
+from tests.e2e.server import Server, request, serving
+
+PROGRAM = ("-m", "tests.e2e.brittle", "serve")
+REQUESTS = 8
+STEP_SECONDS = 0.3
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the seconds that each step takes longer while it exists."""
+    monkeypatch.setenv(brittle.SLOW, str(tmp_path / "slow"))
+    return tmp_path / "slow"
+
+
+@pytest.fixture
+def server(slow: Path) -> Iterator[Server]:
+    """A server that has not measured a step."""
+    with serving(program=PROGRAM) as server:
+        yield server
+
+
+def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server, slow: Path) -> None:
+    """All requests arrive before the first gap between tokens is measured. Their deadlines are spread over one step, so
+    that some come in the middle of it."""
+    slow.write_text(str(STEP_SECONDS))
+
+    def reason(number: int) -> int:
+        deadline = 10 * STEP_SECONDS + number * STEP_SECONDS / REQUESTS
+        *_, last = server.stub.StreamGenerate(request("Once upon a time", 400, ignore_eos=True), timeout=deadline)
+        assert 0 < last.finish.usage.generated_tokens < 400
+        return last.finish.reason
+
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        assert list(threads.map(reason, range(REQUESTS))) == [pb.FINISH_REASON_DEADLINE] * REQUESTS
+
+
+def test_stream_of_special_tokens_sends_progress_each_second(server: Server, slow: Path) -> None:
+    """In messages of its own, whose tokens are at most those of a second."""
+    slow.touch()
+    (end,) = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).eos_token_ids
+    asked = request("Once upon a time", 40, ignore_eos=True, logit_bias={end: 100.0})
+    asked.output.return_token_ids = False
+    *parts, last = server.stub.StreamGenerate(asked, timeout=100)
+    assert last.finish.usage.generated_tokens == 40
+    assert {part.text for part in [*parts, last]} == {""}
+    assert [part.offset for part in [*parts, last]] == [*accumulate((part.num_tokens for part in parts), initial=0)]
+    assert all(0 < part.num_tokens <= 1 / brittle.SLOW_SECONDS for part in parts)
+    assert 0 <= last.num_tokens <= 1 / brittle.SLOW_SECONDS
