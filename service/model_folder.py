@@ -70,9 +70,10 @@ class ModelFolder:
 def resolve(model: str) -> Path:
     """Return the folder of the built-in model (""), of a folder's path, or of a hub name, downloading it if need be.
 
-    Raises ConfigError, in one sentence, if it is none of these or cannot be had.
+    Not to be called while an event loop runs. Raises ConfigError, in one sentence, if it is none of these or cannot be
+    had.
     """
-    return local(model) or _download(model)
+    return local(model) or asyncio.run(fetch(model))
 
 
 def local(model: str) -> Path | None:

@@ -37,11 +37,9 @@ def test_resolve_refuses_a_file(tmp_path: Path) -> None:
 
 def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hub's client itself, offline: first not there, then in its cache."""
-    import huggingface_hub.constants
-
     cache = tmp_path / "cache"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     with pytest.raises(ConfigError) as missing:
         resolve("Qwen/Qwen3-0.6B")
     assert str(missing.value).startswith("model: Qwen/Qwen3-0.6B is no folder here, was not downloaded before, and")
