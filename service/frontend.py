@@ -150,6 +150,7 @@ class Frontend:
             await self._connections.wait_until_none(end - time.monotonic())
         kept = self._config.state_folder
         rest = "x-resume-token goes on with it at the next start" if kept else "what it has is gone"
+        self._inference.give_up(Unavailable("the server leaves before the request is prepared"))
         self._engine.give_up(Unavailable(f"the server leaves before the answer's end; {rest}"))
         await self._engine.close()
         await self._connections.wait_until_none(child.LAST_WORDS_SECONDS)
@@ -159,7 +160,7 @@ class Frontend:
         await asyncio.wait(stopping, timeout=child.STOP_SECONDS)
         self._beating.cancel()
         if self._tracing:
-            await asyncio.to_thread(self._tracing.close)
+            self._tracing.close()  # not in the loop's threads, which may all wait for the chat template
 
     async def _move_clients(self, end: float) -> None:
         """Close idle connections, send GOAWAY on the others, and answer new connections by another gRPC server.

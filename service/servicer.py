@@ -37,7 +37,7 @@ from npuserve.service.auth import caller
 from npuserve.service.call import Context, call
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine_client import EngineClient
-from npuserve.service.errors import Unavailable
+from npuserve.service.errors import ServeError, Unavailable
 from npuserve.service.model_folder import ModelFolder
 from npuserve.service.records import new_token
 from npuserve.service.stream import Stream
@@ -68,7 +68,14 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._config = config
         self._engine = engine
         self._tracing = tracing
-        self._preparing = 0
+        self._preparing: set[asyncio.Future[Any]] = set()
+        self._given_up: ServeError | None = None
+
+    def give_up(self, error: ServeError) -> None:
+        """End the requests that are being prepared with this error."""
+        self._given_up = error
+        for work in self._preparing:
+            work.cancel()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._tracing.begin(context, "Generate") if self._tracing else None
@@ -125,7 +132,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
             vocabulary = self._engine.require().vocabulary_size
-            text = await _run(len(request.token_ids), validation.detokenize, request, folder.tokenizer, vocabulary)
+            text = await self._prepare(
+                len(request.token_ids), validation.detokenize, request, folder.tokenizer, vocabulary)
         return tokenize_pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
@@ -149,7 +157,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             response = model_pb2.GetLoadResponse(
                 running=load.running, waiting=load.waiting, free_kv_ratio=load.free_kv_ratio,
                 tokens_per_second=load.tokens_per_second, max_num_seqs=info.max_num_seqs, max_queue=info.max_queue,
-                preparing=self._preparing)
+                preparing=len(self._preparing))
         return response
 
     async def _answer(
@@ -227,16 +235,20 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))
 
     async def _prepare(self, size: int, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        """Call the function as `_run` does, and count the request as one that is being prepared."""
-        self._count_preparing(1)
+        """Call the function. If its input is large, call it in a thread, and count the request as one that is being
+        prepared."""
+        if size <= LONG_TEXT:
+            return function(*arguments, **keywords)
+        work = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **keywords))
+        self._preparing.add(work)
+        metrics.requests_preparing.set(len(self._preparing))
         try:
-            return await _run(size, function, *arguments, **keywords)
+            return await work
+        except asyncio.CancelledError:
+            raise self._given_up or asyncio.CancelledError from None
         finally:
-            self._count_preparing(-1)
-
-    def _count_preparing(self, change: int) -> None:
-        self._preparing += change
-        metrics.requests_preparing.set(self._preparing)
+            self._preparing.remove(work)
+            metrics.requests_preparing.set(len(self._preparing))
 
     def _require_folder(self) -> ModelFolder:
         if self.draining:
@@ -283,10 +295,3 @@ def _resumable(context: Context, stream: Stream) -> Iterator[None]:
 def _size(message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest) -> int:
     """In bytes; a chat is large whatever it is, since its template runs in another process."""
     return LONG_TEXT + 1 if message.WhichOneof("prompt") == "chat" else message.ByteSize()
-
-
-async def _run(size: int, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """Calls the function, in a thread if its input is large."""
-    if size > LONG_TEXT:
-        return await asyncio.to_thread(function, *arguments, **keywords)
-    return function(*arguments, **keywords)

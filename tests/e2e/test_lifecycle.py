@@ -17,10 +17,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from npuserve.npu.storyteller import FOLDER
-from npuserve.v1 import inference_service_pb2_grpc, model_pb2
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.stalled_hub import StalledHub
 
@@ -159,6 +161,27 @@ def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0
                          for _ in range(4)]
                 until(lambda: server.metric("npuserve_requests_paused") == len(calls))
                 assert server.stop() == 0, server.log
+
+
+def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) -> None:
+    """More chats than the front end has threads, so that no thread is free at its exit. Each ends with RetryInfo."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    chats = 40
+    asked = generate_pb2.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user")]))
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:
+        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
+        with serving(str(folder), "--otlp-endpoint", endpoint, "--drain-seconds", "1") as server:
+            calls = [server.stub.Generate.future(asked) for _ in range(chats)]
+            until(lambda: server.metric("npuserve_requests_preparing") == chats)
+            assert server.stub.GetLoad(server_pb()).preparing == chats
+            assert server.stop() == 0, server.log
+            for call in calls:
+                assert call.code() is grpc.StatusCode.UNAVAILABLE
+                retry = error_details_pb2.RetryInfo()
+                assert any(detail.Unpack(retry) for detail in rpc_status.from_call(call).details), call.details()
 
 
 def test_several_front_ends_share_the_port() -> None:
