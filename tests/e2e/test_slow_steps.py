@@ -28,8 +28,8 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def server(slow: Path) -> Iterator[Server]:
-    """A server that has not measured a step."""
-    with serving(program=PROGRAM) as server:
+    """A server that has not measured a step. 16 decode rows are a quarter of its token budget."""
+    with serving("--max-num-seqs", "17", "--max-num-batched-tokens", "64", program=PROGRAM) as server:
         yield server
 
 
@@ -60,3 +60,21 @@ def test_stream_of_special_tokens_sends_progress_each_second(server: Server, slo
     assert [part.offset for part in [*parts, last]] == [*accumulate((part.num_tokens for part in parts), initial=0)]
     assert all(0 < part.num_tokens <= 1 / brittle.SLOW_SECONDS for part in parts)
     assert 0 <= last.num_tokens <= 1 / brittle.SLOW_SECONDS
+
+
+def test_deadline_that_can_be_met_beside_many_decode_rows_is_accepted(server: Server, slow: Path) -> None:
+    """The prompt takes 9 steps. If the steps of 16 decode rows counted as prefill, it would seem to take 25."""
+    *_, first = server.stub.StreamGenerate(request([7] * 300, 2, ignore_eos=True), timeout=100)
+    assert first.finish.reason == pb.FINISH_REASON_LENGTH
+    slow.write_text("0.2")
+    rows = [server.stub.StreamGenerate(request([5, number], 400, ignore_eos=True)) for number in range(16)]
+    measured = 0
+    for part in rows[-1]:
+        measured += part.num_tokens if server.stub.GetLoad(model_pb2.GetLoadRequest()).running == len(rows) else 0
+        if measured >= 20:
+            break
+    asked = request([9 + number % 50 for number in range(400)], 2, ignore_eos=True)
+    *_, last = server.stub.StreamGenerate(asked, timeout=3.8)
+    assert last.finish.reason == pb.FINISH_REASON_LENGTH
+    for call in rows:
+        call.cancel()
