@@ -115,8 +115,8 @@ def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceili
     row = {
         "decode_tokens_per_second": batch * len(plain) / seconds,
         "step_ms_p50": 1e3 * statistics.median(step.seconds for step in plain),
-        "kernel_share": statistics.median(step.in_kernels / step.seconds for step in timed) if timed else None,
-        "host_us": 1e6 * statistics.median(step.seconds - step.in_kernels for step in timed) if timed else None,
+        "kernel_share": statistics.median(step.in_kernels / step.whole for step in timed) if timed else None,
+        "host_us": 1e6 * statistics.median(step.whole - step.in_kernels for step in timed) if timed else None,
         "decode_gbs": speed / 1e9,
     }
     return row | ({"read_ceiling_gbs": ceiling / 1e9, "read_share": speed / ceiling} if ceiling else {})
@@ -131,14 +131,29 @@ def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[A
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A step. seconds: from when it was planned, or the one before it was collected, to its own result. sampled: rows
-    that got a token. context: tokens whose keys and values it read, of all rows. in_kernels: seconds, 0 where they were
-    not timed."""
+    """Durations and size of one step.
+
+    seconds: from when it was planned, or the one before it was collected, to its own result.
+    sampled: rows that got a token.
+    context: tokens whose keys and values it read, of all rows.
+    in_kernels: seconds, 0 where they were not timed.
+    on_device: seconds from its first kernel to its end, on the device's clock.
+    """
 
     seconds: float
     sampled: int
     context: int
     in_kernels: float
+    on_device: float
+
+    @property
+    def whole(self) -> float:
+        """Seconds that contain the step's kernels.
+
+        The device begins a step while the host still collects the one before it. If the host was late then, `seconds`
+        has only a part of the kernels' time.
+        """
+        return max(self.seconds, self.on_device)
 
 
 @dataclass
@@ -214,7 +229,7 @@ class Bench:
         self.scheduler.apply(step, result, time.monotonic())
         began, self.collected = max(began, self.collected), time.perf_counter()
         context = sum(row.start + len(row.token_ids) for row in step.rows)
-        return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls))
+        return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls), result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from the request to its first token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 from npuserve.kernels import ceilings, native
 from npuserve.kernels.native.packed import packed_words
+from npuserve.npu.launched import Launched
+from npuserve.npu.runner import Runner
+from npuserve.npu.step import StepResult
 from npuserve.service import cli
 
 DECODE = ("batch", "context", "decode_tokens_per_second", "step_ms_p50", "kernel_share", "host_us", "decode_gbs")
@@ -34,6 +38,26 @@ def test_one_object_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["peak_rss_bytes"] > row["weights_bytes"] > 1 << 20
         assert 0 < row["kernel_share"] < 1
         assert 0 < row["host_us"] < 1e3 * 1e4
+
+
+def test_kernel_share_after_late_collection_is_at_most_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after a late collection ends on the device before the host begins to wait for it."""
+    collect = Runner.collect
+
+    def late(runner: Runner, launched: Launched) -> StepResult:
+        result = collect(runner, launched)
+        if not result.timed:
+            time.sleep(0.05)
+        return result
+
+    monkeypatch.setattr(Runner, "collect", late)
+    assert cli.main(["bench", "step", "--batch", "32", "--context", "64", "--prompt", "8", "--tokens", "16", "--json",
+                     *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert 0 < row["kernel_share"] < 1
+    assert row["host_us"] > 0
 
 
 def test_bytes_and_operations_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
