@@ -32,13 +32,14 @@ COMMANDS = {
     "quantize": ("quantize", "make a W8A8 checkpoint of a model"),
 }
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a file or a disk that takes no more output."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of a file or a disk that takes no more output; EBADF: of a closed stdout, see `_open_standard_streams`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for wrong usage or a wrong setting, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    _open_standard_streams()
     try:
         try:
             return _run(argv)
@@ -58,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         print(f"npuserve: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, so that no other file gets their numbers.
+
+    stdin is empty then, stderr is discarded, and a write to stdout fails with EBADF, as it is open for reading.
+    """
+    for name, flag, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, flag)  # the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115  open until the end
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -92,6 +105,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Do as argparse does, and suggest the most similar choice."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Write as argparse does, but raise OSError where the file takes nothing."""

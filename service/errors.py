@@ -16,12 +16,14 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "npuserve.dev"
 """ErrorInfo.domain: whose reasons these are."""
-MAX_VIOLATIONS = 8
-"""Bad fields that one error lists."""
+MAX_VIOLATIONS = 64
+"""Bad fields that are kept of one request."""
 MAX_PATH_BYTES = 64
 """Length limit of a bad field's path."""
 MAX_DESCRIPTION_BYTES = 800
-"""Length limit of all descriptions of one error together."""
+"""Length limit of one description."""
+MAX_VIOLATIONS_BYTES = 7000
+"""Length limit of all bad fields of one error, as they are encoded in headers: clients take 8 KiB of headers."""
 
 
 class ServeError(Exception):
@@ -51,18 +53,25 @@ class ServeError(Exception):
 class InvalidField(ServeError):
     """One or more fields are out of range. The message names each field and says what is allowed.
 
-    field: path of the first one. violations: (path, description) of each, at most MAX_VIOLATIONS.
-    Long paths and descriptions are cut: a gRPC status, which has all of them three times, must fit 8 KiB of headers.
+    field: path of the first one. violations: (path, description) of each, as many as fit MAX_VIOLATIONS_BYTES.
+    Long paths and descriptions are cut.
     """
 
     code = code_pb2.INVALID_ARGUMENT
 
     def __init__(self, field: str, description: str, *others: tuple[str, str], omitted: int = 0):
         """others: further violations. omitted: number of violations that are left out."""
-        found = [(field, description), *others]
-        self.violations = tuple(
-            (_cut(path, MAX_PATH_BYTES), _cut(text, MAX_DESCRIPTION_BYTES // len(found))) for path, text in found)
-        self.field = self.violations[0][0]
+        kept: list[tuple[str, str]] = []
+        left = MAX_VIOLATIONS_BYTES
+        for path, text in ((field, description), *others):
+            violation = _cut(path, MAX_PATH_BYTES), _cut(text, MAX_DESCRIPTION_BYTES)
+            left -= _header_bytes(*violation)
+            if left < 0:
+                break
+            kept.append(violation)
+        omitted += 1 + len(others) - len(kept)
+        self.violations = tuple(kept)
+        self.field = kept[0][0]
         listed = "; ".join(f"{path}: {text}" for path, text in self.violations)
         super().__init__(listed + (f"; and {omitted} more" if omitted else ""))
 
@@ -248,6 +257,13 @@ def from_wire(wire: WireError) -> ServeError:
     plain: dict[str, type[ServeError]] = {
         kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, StreamNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
+
+
+def _header_bytes(path: str, description: str) -> int:
+    """Return the bytes of a bad field in headers: in grpc-message with percent-encoding, and twice with base64."""
+    text = f"{path}: {description}; ".encode()
+    encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in text)
+    return encoded + (2 * len(text) + 8) * 4 // 3
 
 
 def _cut(text: str, most: int) -> str:

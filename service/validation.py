@@ -306,11 +306,11 @@ def _sampling(
 def _lengths(stopping: pb.StoppingParams, prompt: int, context: int, bad: Violations) -> tuple[int, int]:
     """Return max_tokens and min_tokens. prompt: its tokens, 0 where it is bad and their number is not known."""
     room = context - (prompt or 1)
-    has = f"has {prompt}" if prompt else "needs at least 1"
+    has = f"has {prompt} token{'s' * (prompt != 1)}" if prompt else "needs at least 1 token"
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else room
     if not 1 <= max_tokens <= room:
         bad.add("stopping.max_tokens", (
-            f"must be in [1, {room}], as max_model_len is {context} and the prompt {has} tokens, got {max_tokens}"))
+            f"must be in [1, {room}], as max_model_len is {context} and the prompt {has}, got {max_tokens}"))
     elif stopping.min_tokens > max_tokens:
         bad.add("stopping.min_tokens", f"must be in [0, {max_tokens}], got {stopping.min_tokens}")
     return max_tokens, stopping.min_tokens

@@ -120,6 +120,36 @@ def test_npuserve_with_a_full_disk_says_so(arguments: tuple[str, ...], unbuffere
     assert (done.returncode, done.stderr) == (1, "npuserve: cannot write the output: No space left on device\n")
 
 
+@pytest.mark.parametrize(("closed", "arguments", "code", "err"), [
+    ("0<&-", "generate - --target {}", 0, ""),
+    ("0<&-", "chat --target {}", 0, ""),
+    ("1>&-", "--version", 1, "npuserve: cannot write the output: Bad file descriptor\n"),
+    ("1>&-", "generate x --target {}", 1, "npuserve: cannot write the output: Bad file descriptor\n"),
+    ("1>&-", "keys list none", 2, "npuserve: none: No such file or directory\n"),
+    ("2>&-", "nonsense", 2, ""),
+    ("0<&- 1>&- 2>&-", "generate x --target {}", 1, ""),
+])
+def test_npuserve_with_a_closed_standard_stream_has_no_traceback(
+    closed: str, arguments: str, code: int, err: str, tmp_path: Path
+) -> None:
+    with serving() as server:
+        line = f"exec {sys.executable} -m npuserve.service.cli {arguments.format(server.target)} {closed}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == code
+    assert (err in done.stderr) if err else not done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "hint"), [
+    ("genrate x", "did you mean generate?"), ("bench kernel", "did you mean kernels?"),
+    ("keys lst x", "did you mean list?")])
+def test_npuserve_with_an_unknown_command_suggests_a_similar_one(
+    arguments: str, hint: str, capsys: Capture
+) -> None:
+    code, out, err = left(arguments, capsys)
+    assert (code, out) == (2, "")
+    assert hint in err
+
+
 def test_a_wrong_setting_is_a_sentence(capsys: Capture) -> None:
     assert main(["serve", "--port", "x"]) == 2
     assert capsys.readouterr() == ("", "npuserve: port: 'x' is not a whole number (from --port)\n")

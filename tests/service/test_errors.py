@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import string
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from google.rpc import code_pb2, error_details_pb2
@@ -36,18 +38,26 @@ def test_violations_are_all_in_one_error_up_to_a_limit() -> None:
     assert raised.value.logged == "InvalidField: a, b, c"
     for number in range(errors.MAX_VIOLATIONS):
         bad.add(str(number), "must be 4")
-    with pytest.raises(InvalidField, match=r"; and 3 more$") as raised:
+    with pytest.raises(InvalidField) as raised:
         bad.check()
-    assert len(raised.value.violations) == errors.MAX_VIOLATIONS
+    assert raised.value.message.endswith(f"; and {errors.MAX_VIOLATIONS + 3 - len(raised.value.violations)} more")
 
 
-@pytest.mark.parametrize("letter", ["x", "中", "\ud800", "\0"])
+def test_invalid_field_lists_twenty_usual_violations() -> None:
+    field, *others = [(f"sampling.field_{n}", "must be in [0, 1], got 1.5") for n in range(20)]
+    assert len(violations(InvalidField(*field, *others))) == 20
+
+
+@pytest.mark.parametrize("letter", ["x", "%", "中", "\ud800", "\0"])
 def test_status_of_long_fields_fits_the_headers(letter: str) -> None:
     """Percent-encoded as grpc-message, and in base64 as grpc-status-details-bin."""
-    field, *others = [(letter * 10_000, letter * 10_000)] * errors.MAX_VIOLATIONS
-    error = InvalidField(*field, *others, omitted=7)
-    status = errors.to_status(error).SerializeToString()
-    assert 3 * len(error.message.encode()) + len(status) * 4 / 3 < 8192
+    for length in (10_000, 20):
+        field, *others = [(letter * length, letter * length)] * errors.MAX_VIOLATIONS
+        error = InvalidField(*field, *others, omitted=7)
+        status = errors.to_status(error).SerializeToString()
+        message = quote(error.message, safe=string.punctuation.replace("%", "") + " ")
+        assert len(message) + len(status) * 4 / 3 < 7600
+        assert error.message.endswith(f"; and {errors.MAX_VIOLATIONS - len(error.violations) + 7} more")
 
 
 def test_log_has_no_name_of_the_client() -> None:

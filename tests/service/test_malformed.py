@@ -205,8 +205,12 @@ async def test_request_with_several_bad_fields_names_them_all(tmp_path: Path) ->
             "scheduling.priority", "text", "stopping.max_tokens"]
         assert not any(field in description for field, description in found.items())
         assert error.details() == "; ".join(f"{field}: {description}" for field, description in found.items())
-        message.sampling.min_p, message.scheduling.cache_salt = 2, "s" * 129
-        error = await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "; and 2 more")
+        message.sampling.min_p, message.scheduling.cache_salt, message.n = 2, "s" * 129, 0
+        error = await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "sampling.min_p: ")
+        assert any(detail.Unpack(bad) for detail in rpc_status.from_call(error).details)
+        assert len(bad.field_violations) == 11
+        message.stopping.stop_token_ids.extend([300] * 100)
+        await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, " more")
         turns = chat(("x", ""), ("y", ""), tools=["[]", "{"])
         said = "chat.messages[1].role: must be one of assistant, system, tool, user; got 'y'; chat.tools[0]: must be"
         await refused(server.inference.Generate(turns), grpc.StatusCode.INVALID_ARGUMENT, said)
