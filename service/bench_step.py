@@ -111,7 +111,8 @@ def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceili
     timed = [step for step in steps if step.in_kernels]
     plain = [step for step in steps if not step.in_kernels] or steps
     seconds = sum(step.seconds for step in plain)
-    speed = sum(bench.decode_bytes(step.context) for step in plain) / seconds
+    size = sum(bench.decode_bytes(step.context) for step in plain)
+    speed = size / seconds
     row = {
         "decode_tokens_per_second": batch * len(plain) / seconds,
         "step_ms_p50": 1e3 * statistics.median(step.seconds for step in plain),
@@ -119,7 +120,12 @@ def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceili
         "host_us": 1e6 * statistics.median(step.whole - step.in_kernels for step in timed) if timed else None,
         "decode_gbs": speed / 1e9,
     }
-    return row | ({"read_ceiling_gbs": ceiling / 1e9, "read_share": speed / ceiling} if ceiling else {})
+    if not ceiling:
+        return row
+    from npuserve.kernels.measure import COLD_BYTES
+
+    cached = size < COLD_BYTES * len(plain)  # the memory's speed is no ceiling of a cache's
+    return row | {"read_ceiling_gbs": ceiling / 1e9, "read_share": None if cached else speed / ceiling}
 
 
 def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[Any, float]:

@@ -152,10 +152,7 @@ def view(found: dict[str, Any], target: str) -> Group:
     age = found["heartbeat_age"]
     if age > 5:
         head.append(f"\nthe engine has been silent for {age:.0f} s", "bold red")
-    load = Table.grid(padding=(0, 3))
-    for _ in range(4):
-        load.add_column()
-    cells = [
+    load = _Cells([
         _cell("running", f"{found['running']:.0f}"), _cell("waiting", f"{found['waiting']:.0f}", found["waiting"] > 0),
         _cell("KV cache", f"{found['kv_cache_usage']:.0%}", found["kv_cache_usage"] > 0.95),
         _cell("prefix hits", _share(found["prefix_hits"])),
@@ -166,9 +163,7 @@ def view(found: dict[str, Any], target: str) -> Group:
         _cell("prompts", f"{found['prompt_tokens']:.0f} tok/s"),
         _cell("preempted", f"{found['preemptions']:.2f}/s", found["preemptions"] > 0),
         _cell("restarts", f"{found['engine_restarts']:.0f}", found["engine_restarts"] > 0),
-    ]
-    for row in range(0, len(cells), 4):
-        load.add_row(*cells[row : row + 4])
+    ])
     latencies = _Table("latency", ("mean", "p50", "p90", "p99"), [
         [name, *map(_time, spread.values())]
         for name, spread in (*found["latencies"].items(), ("host gap", found["host_gap"]))])
@@ -182,6 +177,25 @@ def view(found: dict[str, Any], target: str) -> Group:
          *(_time(kernel[key]) for key in ("mean", "p50", "p99"))]
         for kernel in found["kernels"][:KERNELS]])
     return Group(head, load, latencies, steps, kernels)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Names with their values, as many in a row as the screen has room for, at most four."""
+
+    cells: list[Text]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in (4, 3, 2, 1):
+            widths = [max(cell.cell_len for cell in self.cells[i::count]) for i in range(count)]
+            if sum(widths) + 3 * (count - 1) <= options.max_width:
+                break
+        grid = Table.grid(padding=(0, 3))
+        for _ in range(count):
+            grid.add_column(no_wrap=True)
+        for row in range(0, len(self.cells), count):
+            grid.add_row(*self.cells[row : row + count])
+        yield grid
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npuserve.kernels import ceilings, native
+from npuserve.kernels import ceilings, measure, native
 from npuserve.kernels.native.packed import packed_words
 from npuserve.npu.launched import Launched
 from npuserve.npu.runner import Runner
@@ -92,6 +92,7 @@ def test_bytes_of_weights_are_those_that_are_stored(capsys: pytest.CaptureFixtur
 def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
     monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
+    monkeypatch.setattr(measure, "COLD_BYTES", 1 << 20)
     assert cli.main(["bench", "step", "--batch", "1,2", "--context", "8,24", "--prompt", "16,48", "--tokens", "4",
                      "--ceilings", "--json", *SMALL]) == 0
     *rows, other = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -104,6 +105,19 @@ def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         assert row["matrix_share"] == pytest.approx(row["prefill_gflops"] / row["matrix_ceiling_gflops"])
     assert set(other) == {*PREFILL, *matrix, "weights_bytes", "peak_rss_bytes"}
     assert other["prompt"] == 48
+
+
+def test_read_share_of_weights_that_caches_hold_is_absent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
+    monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
+    assert cli.main(["bench", "step", "--batch", "1", "--context", "8", "--prompt", "8", "--tokens", "4",
+                     "--ceilings", "--json", *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["weights_bytes"] < measure.COLD_BYTES
+    assert row["read_share"] is None
+    assert row["read_ceiling_gbs"] > 0
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:

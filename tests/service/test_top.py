@@ -140,6 +140,17 @@ def test_top_on_a_narrow_screen_leaves_out_whole_columns() -> None:
     assert "a wider screen shows backend, calls" in " ".join(rows[-1])
 
 
+@pytest.mark.parametrize("width", [24, 40, 60, 80])
+def test_top_on_a_narrow_screen_cuts_no_load_figure(width: int) -> None:
+    out = io.StringIO()
+    found = top.figures(pages(page(0, 0, 0), page(24_691_356, 0, 0, waiting=123456)))
+    Console(file=out, width=width).print(top.view(found, "host:9090"))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    for figure in ("generated 12345678 tok/s", "waiting 123456", "prompts 0 tok/s", "restarts 0"):
+        assert sum(figure in line for line in lines) == 1
+
+
 def test_a_server_that_is_away_is_a_sentence(
     free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
