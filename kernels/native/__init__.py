@@ -74,7 +74,7 @@ class Library:
         lib.npuserve_source.restype = ctypes.c_char_p
         lib.npuserve_kernel.argtypes = (ctypes.c_char_p,)
         lib.npuserve_set_threads.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-        lib.npuserve_set_threads.restype = None
+        lib.npuserve_set_threads.restype = ctypes.c_int
         lib.npuserve_run.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         lib.npuserve_run.restype = ctypes.c_int
         lib.npuserve_allocate.argtypes = (ctypes.c_size_t,)
@@ -136,8 +136,12 @@ class Library:
 
     def set_threads(self, threads: int, cpus: Sequence[int] = ()) -> None:
         """Of all runs from now on, the caller's included. cpus: the processor that each of them stays on, the caller's
-        first, to which it is to go by itself; () leaves them to the system."""
-        self._lib.npuserve_set_threads(threads, (ctypes.c_int * threads)(*cpus) if cpus else None)
+        first, to which it is to go by itself; () leaves them to the system.
+
+        Raises OSError if the system refuses a thread.
+        """
+        if self._lib.npuserve_set_threads(threads, (ctypes.c_int * threads)(*cpus) if cpus else None):
+            raise OSError(f"cannot start {threads} threads: the system's limit of threads or memory")
         self.threads = threads
 
     def run(self, ops: bytes, count: int, rows: int = -1, seconds: Any = None) -> None:

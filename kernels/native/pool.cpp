@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -137,7 +138,8 @@ struct Job {
 
 class Pool {
   public:
-    void resize(int threads, const int *cpus) {
+    // False if the system refuses a thread: those that have begun serve then.
+    bool resize(int threads, const int *cpus) {
         {
             std::lock_guard<std::mutex> lock(sleep_);
             stopping_ = true;
@@ -146,8 +148,13 @@ class Pool {
         for (auto &thread : threads_) thread.join();
         threads_.clear();
         stopping_ = false;
-        for (int i = 1; i < threads; i++)
-            threads_.emplace_back([this, cpu = cpus ? cpus[i] : -1] { serve(cpu); });
+        try {
+            for (int i = 1; i < threads; i++)
+                threads_.emplace_back([this, cpu = cpus ? cpus[i] : -1] { serve(cpu); });
+        } catch (const std::exception &) {  // std::system_error or std::bad_alloc
+            return false;
+        }
+        return true;
     }
 
     // False if there was no memory: what the ops write is undefined then.
@@ -289,7 +296,7 @@ int npuserve_kernel(const char *name) {
     return -1;
 }
 
-void npuserve_set_threads(int threads, const int *cpus) { npuserve::pool().resize(threads, cpus); }
+int npuserve_set_threads(int threads, const int *cpus) { return npuserve::pool().resize(threads, cpus) ? 0 : 1; }
 
 int npuserve_run(int isa, const Op *ops, int64_t count, int64_t rows, double *seconds) {
     return npuserve::pool().run(npuserve::table(isa), ops, count, rows, seconds) ? 0 : 1;

@@ -26,8 +26,9 @@ int npuserve_kernel(const char *name);
 const char *npuserve_source(void);
 
 // Threads of all runs from now on, the caller's included. cpus: the processor of each, the caller's first, which is for
-// the caller to go to; null leaves them to the system. Not while a program runs.
-void npuserve_set_threads(int threads, const int *cpus);
+// the caller to go to; null leaves them to the system. Not while a program runs. Returns 0, or 1 if the system refuses a
+// thread: fewer serve then.
+int npuserve_set_threads(int threads, const int *cpus);
 
 // Runs ops one after the other on the i-th instruction set of npuserve_isa. rows: in place of each op's own n[0]; -1
 // for none. seconds: of each op, where not null. May be called from several threads; each waits for its own ops.
