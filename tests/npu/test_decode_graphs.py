@@ -99,7 +99,7 @@ def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
     assert seen[0] == seen[1]
     graphs = [pair[0]._likeliest, pair[0]._decoding]
     assert {rows for graph in graphs for rows in graph.replays} == {1, 2, 3, 4}
-    assert (len(graphs[0].replays) > 0) == greedy or not greedy
+    assert len(graphs[0].replays) > 0
 
 
 def test_nobodys_cache_is_touched_by_padding(pair):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -114,10 +113,8 @@ def test_a_stream_that_hangs_goes_on_when_it_is_released():
     with torch.npu.stream(side):
         assert torch.ones(4, device="npu").sum().item() == 4  # other streams go on
     assert not done.query()
-    begun = time.monotonic()
     done.synchronize()
     assert value.tolist() == [1] * 4
-    assert time.monotonic() - begun < 60
     released.join()
 
 
