@@ -95,6 +95,8 @@ NONSENSE: list[tuple[str, Object]] = [
     ("extraEnv.0.name", {"extraEnv": [{"name": "A B", "value": "x"}]}),
     ("extraEnv.0.value", {"extraEnv": [{"name": "A", "value": 1}]}),
     ("fullnameOverride", {"fullnameOverride": "Big_Name"}),
+    ("fullnameOverride", {"fullnameOverride": "a.service"}),
+    ("nameOverride", {"nameOverride": "2nd"}),
     ("global.imageRegistry", {"global": {"imageRegistry": "https://registry"}}),
     ("openshift", {"openshift": "auto"}),
     ("config.state_folder", {"config": {"state_folder": "/state"}}),
@@ -131,6 +133,11 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("strategy.type: Recreate", {"state": {"type": "pvc"}, "strategy": {"type": "Recreate"}}),
     ("topologySpread.whenUnsatisfiable: DoNotSchedule", {
         "accelerator": {"kind": "cuda"}, "topologySpread": {"whenUnsatisfiable": "DoNotSchedule"}}),
+    ("requiredDuringSchedulingIgnoredDuringExecution", {  # a preferred node is none that is excluded
+        "accelerator": {"kind": "cuda"}, "topologySpread": {"whenUnsatisfiable": "DoNotSchedule"},
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}),
+    ("metrics.scrapeTimeout: 20s is above metrics.interval, 15s", {"metrics": {"scrapeTimeout": "20s"}}),
+    ("metrics.scrapeTimeout: 2m is above", {"metrics": {"scrapeTimeout": "2m", "interval": "90s"}}),
     ("service.loadBalancerClass", {"service": {"type": "NodePort", "loadBalancerClass": "a"}}),
     ("service.nodePort", {"service": {"nodePort": 30051}}),
     ("service.sessionAffinitySeconds: 300", {"service": {"sessionAffinitySeconds": 300}}),

@@ -64,6 +64,12 @@
 {{- end }}
 {{- end }}
 
+{{- with .Values.metrics }}
+{{- if and .scrapeTimeout (gt (include "npuserve.milliseconds" .scrapeTimeout | int64) (include "npuserve.milliseconds" .interval | int64)) }}
+{{- fail (printf "metrics.scrapeTimeout: %s is above metrics.interval, %s" .scrapeTimeout .interval) }}
+{{- end }}
+{{- end }}
+
 {{- $claims := dict }}
 {{- if and (eq .Values.cache.type "pvc") (not .Values.cache.claimName) }}
 {{- $_ := set $claims "cache" .Values.cache }}
@@ -94,8 +100,8 @@
 {{- end }}
 {{- end }}
 
-{{- if and (eq .Values.topologySpread.whenUnsatisfiable "DoNotSchedule") (ne .Values.accelerator.kind "cpu") (not .Values.nodeSelector) (not .Values.affinity.nodeAffinity) }}
-{{- fail "topologySpread.whenUnsatisfiable: DoNotSchedule counts nodes without a device too, and allows one replica on each other node; set nodeSelector or affinity.nodeAffinity" }}
+{{- if and (eq .Values.topologySpread.whenUnsatisfiable "DoNotSchedule") (ne .Values.accelerator.kind "cpu") (not .Values.nodeSelector) (not (dig "nodeAffinity" "requiredDuringSchedulingIgnoredDuringExecution" "" .Values.affinity)) }}
+{{- fail "topologySpread.whenUnsatisfiable: DoNotSchedule counts nodes without a device too, and allows one replica on each other node; set nodeSelector, or affinity.nodeAffinity with requiredDuringSchedulingIgnoredDuringExecution" }}
 {{- end }}
 
 {{- $ours := list "HOME" "TMPDIR" "XDG_CACHE_HOME" "HF_HOME" "HF_ENDPOINT" "HF_TOKEN" "HF_HUB_OFFLINE" }}

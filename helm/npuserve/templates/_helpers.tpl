@@ -111,6 +111,11 @@ app.kubernetes.io/part-of: npuserve
 {{- end }}
 {{- end }}
 
+{{/* A duration such as 90s in milliseconds. */}}
+{{- define "npuserve.milliseconds" -}}
+{{- mul (regexFind "^[0-9]+" . | int64) (get (dict "ms" 1 "s" 1000 "m" 60000) (regexFind "[a-z]+$" .)) }}
+{{- end }}
+
 {{/* Name of the claim of model.source init; empty: a volume of the pod. */}}
 {{- define "npuserve.modelClaim" -}}
 {{- with .Values.model.init }}
