@@ -166,21 +166,6 @@ def test_an_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
         assert finish.generated_tokens < 200
 
 
-def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) -> None:
-    with running(tmp_path, delay=0.001) as engine:
-        peer = Peer(engine.address)
-        peer.submit(1, [5, 6], 100)
-        peer.until_tokens(1, 3)
-        peer.send(m.Pause(1))
-        peer.submit(2, [7], 150)
-        peer.until_end(2)
-        assert len(peer.tokens(1)) < 50
-        peer.send(m.Pause(99))
-        peer.send(m.Unpause(1))
-        peer.until_end(1)
-        assert peer.tokens(1) == list(range(7, 107))
-
-
 class Stepped(FakeRunner):
     """A step ends only when the test releases it."""
 
@@ -208,6 +193,26 @@ class Stepped(FakeRunner):
             self._released -= 1
             self._blocked = False
         return super().collect(handle)
+
+
+def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) -> None:
+    runner = Stepped()
+    with running(tmp_path, runner=runner) as engine:
+        peer = Peer(engine.address)
+        peer.submit(1, [5, 6], 100)
+        while len(peer.tokens(1)) < 3:
+            runner.release(1)
+            peer.keep(peer.receive())
+        runner.wait_until_blocked()
+        peer.send(m.Pause(1))
+        peer.submit(2, [7], 150)
+        runner.release(1000)
+        peer.until_end(2)
+        assert len(peer.tokens(1)) < 10
+        peer.send(m.Pause(99))
+        peer.send(m.Unpause(1))
+        peer.until_end(1)
+        assert peer.tokens(1) == list(range(7, 107))
 
 
 @pytest.mark.parametrize("paused", [False, True])
