@@ -135,7 +135,8 @@ class AsyncClient:
 
     def resume(self, resume_token: str, token_offset: int = 0, *, timeout: float | None = None) -> AsyncStream:
         """As Client.resume."""
-        return AsyncStream(self, Attempts(None, self._retries(timeout), resume_token, token_offset))
+        held = ask.resuming(resume_token, token_offset)
+        return AsyncStream(self, Attempts(None, self._retries(timeout), held.resume_token, held.token_offset))
 
     async def model_info(self, timeout: float | None = None) -> model_pb2.GetModelInfoResponse:
         """As Client.model_info."""
@@ -152,8 +153,7 @@ class AsyncClient:
 
     async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
         """As Client.detokenize."""
-        request = tokenize_pb2.DetokenizeRequest(token_ids=token_ids)
-        text: str = (await self._unary("Detokenize", request, timeout)).text
+        text: str = (await self._unary("Detokenize", ask.detokenizing(token_ids), timeout)).text
         return text
 
     async def close(self) -> None:
@@ -169,7 +169,9 @@ class AsyncClient:
         await self.close()
 
     def call(self, name: str, message: Any, timeout: float | None) -> Any:
-        """Begin one call of an RPC."""
+        """Begin one call of an RPC. Raise Cancelled if the client is closed."""
+        if self.closed:
+            raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
         return getattr(self._stub, name)(message, timeout=timeout, metadata=self._metadata)
 
     async def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
@@ -199,8 +201,6 @@ class AsyncClient:
                 raise answer
             if not self.closed:
                 await self.wait(retries.wait(answer), lambda: self.closed)
-            if self.closed:
-                raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
 
 
 async def _answer(call: Any) -> Any:

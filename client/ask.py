@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import prompt_pb2
+from npuserve.v1 import prompt_pb2, tokenize_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.GenerateRequest
 """A text; token ids; a chat as its messages, each {"role": ..., "content": ...} with the other fields of
@@ -73,9 +73,25 @@ def build(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     return request
 
 
+def resuming(resume_token: str, token_offset: int) -> pb.ResumeStreamRequest:
+    """Return the request that resumes a stream. Raise TypeError or ValueError as `build` does."""
+    request = pb.ResumeStreamRequest()
+    with _naming("resume_token"):
+        request.resume_token = resume_token
+    with _naming("token_offset"):
+        request.token_offset = token_offset
+    return request
+
+
+def detokenizing(token_ids: Sequence[int]) -> tokenize_pb2.DetokenizeRequest:
+    """Return the request for the text of ids. Raise TypeError or ValueError as `build` does."""
+    with _naming("token_ids"):
+        return tokenize_pb2.DetokenizeRequest(token_ids=token_ids)
+
+
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put the option's name before the message of a TypeError or ValueError."""
+    """Put the name of an option or argument before the message of a TypeError or ValueError."""
     try:
         yield
     except TypeError as error:

@@ -137,7 +137,8 @@ class Client:
     def resume(self, resume_token: str, token_offset: int = 0, *, timeout: float | None = None) -> Stream:
         """A stream that this or another client began, from its `token_offset`-th token. Whoever read it until now is
         cut off."""
-        return Stream(self, Attempts(None, self._retries(timeout), resume_token, token_offset))
+        held = ask.resuming(resume_token, token_offset)
+        return Stream(self, Attempts(None, self._retries(timeout), held.resume_token, held.token_offset))
 
     def model_info(self, timeout: float | None = None) -> model_pb2.GetModelInfoResponse:
         """What is served; waits as long as patience allows for a server that is starting."""
@@ -153,8 +154,7 @@ class Client:
 
     def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
         """The text of ids."""
-        request = tokenize_pb2.DetokenizeRequest(token_ids=token_ids)
-        text: str = self._unary("Detokenize", request, timeout).text
+        text: str = self._unary("Detokenize", ask.detokenizing(token_ids), timeout).text
         return text
 
     def close(self) -> None:

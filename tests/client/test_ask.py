@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from npuserve.client.ask import Options, build
+from npuserve.client.ask import Options, build, detokenizing, resuming
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 
@@ -82,6 +83,22 @@ LONE = "a\ud800b"
 def test_build_with_a_lone_surrogate_raises_value_error(prompt: Any, options: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: .*surrogates not allowed"):
         build(prompt, options)
+
+
+@pytest.mark.parametrize(("make", "name"), [
+    (lambda: resuming(LONE, 0), "resume_token"),
+    (lambda: resuming("t", -1), "token_offset"),
+    (lambda: resuming("t", 2**32), "token_offset"),
+    (lambda: detokenizing([1, -1]), "token_ids"),
+])
+def test_arguments_that_a_field_cannot_hold_raise_value_error(make: Callable[[], object], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        make()
+
+
+def test_resuming_without_a_token_raises_type_error() -> None:
+    with pytest.raises(TypeError, match=r"^resume_token: "):
+        resuming(None, 0)  # type: ignore[arg-type]
 
 
 def test_the_client_loads_little() -> None:

@@ -194,6 +194,17 @@ def test_a_call_of_a_client_that_was_just_closed_is_cancelled(ask: Callable[[Cli
         ask(client)
 
 
+@pytest.mark.parametrize("ask", [
+    lambda client: client.generate("x"), lambda client: client.model_info(), lambda client: client.tokenize("x"),
+    lambda client: client.detokenize([1]), lambda client: anext(client.resume("t")),
+])
+async def test_a_call_after_the_close_of_the_asyncio_client_is_cancelled(ask: Callable[[AsyncClient], Any]) -> None:
+    client = AsyncClient("127.0.0.1:1")
+    await client.close()
+    with pytest.raises(Cancelled):
+        await ask(client)
+
+
 async def test_a_thread_is_cancelled_from_another() -> None:
     async with serving() as (server, proxy):
         server.fail = [errors.QueueFull("full", 20.0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from npuserve.client import (
 )
 from npuserve.service import errors
 from npuserve.v1 import generate_pb2 as pb
-from tests.client.counting import TEXT, WHOLE, Counting, Proxy, serving
+from tests.client.counting import TEXT, WHOLE, Counting, Proxy, parts, serving
 
 
 async def collect_async(target: str, **options: float) -> list[pb.StreamGenerateResponse]:
@@ -60,16 +59,28 @@ def target(proxy: Proxy) -> str:
 @both
 async def test_a_reset_after_any_byte(collect: Callable) -> None:
     """Every 17th place of an exchange's bytes, and a second reset soon after the first."""
-    async with serving() as (server, proxy):
+    async with serving() as (_, proxy):
         check(await collect(target(proxy)))
         for place in range(0, proxy.passed - 40, 17):  # the last bytes are of the connection, not of the answer
             async with proxy.another() as own:  # gRPC's channels to one target share a connection
                 own.cuts = [place, 3 * place % 400]
                 check(await collect(target(own)))
                 assert not own.cuts
-        asked = Counter(name for name, _, _ in server.asked)
-        assert asked["ResumeStream"] > 10
-        assert len({ask.token_offset for _, ask, _ in server.asked if isinstance(ask, pb.ResumeStreamRequest)}) > 5
+
+
+@both
+async def test_a_stream_is_resumed_at_each_token(collect: Callable) -> None:
+    """A call that fails after its n-th message is resumed where that message ended. (A reset connection may lose
+    messages that the client has not read yet.)"""
+    async with serving() as (server, proxy):
+        held = 0
+        for number, message in enumerate(parts()[:-1], 1):
+            held += message.num_tokens
+            server.fail, server.fail_after = [grpc.StatusCode.UNAVAILABLE], number
+            check(await collect(target(proxy)))
+            name, asked, _ = server.asked[-1]
+            assert (name, asked) == ("ResumeStream", pb.ResumeStreamRequest(
+                resume_token=f"token-{len(server.asked) - 2}", token_offset=held))
 
 
 @given(cuts=st.lists(st.integers(0, 1200), max_size=4))
@@ -117,7 +128,9 @@ async def test_final_errors_are_typed(
             with pytest.raises(kind) as raised:
                 await collect(target(proxy))
             assert raised.value.reason == reason
-            assert raised.value.resume_token.startswith("token-")
+            # Before a message, grpc.aio drops the initial metadata of a call whose status has come already.
+            if server.fail_after or collect is collect_sync:
+                assert raised.value.resume_token.startswith("token-")
             if kind is InvalidRequest:
                 assert raised.value.field == "stopping.max_tokens"
         assert len(server.asked) == 2
