@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for wrong usage or a wrong setting, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     _open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that the terminal's encoding may lack
     try:
         try:
             return _run(argv)

@@ -76,6 +76,8 @@ def security(args: argparse.Namespace) -> Security:
         return secured(tls, key)
     except OSError as error:
         raise CallFailed(f"{error.filename}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CallFailed(f"{args.api_key_file}: is not UTF-8") from None
     except ValueError as error:
         raise CallFailed(str(error)) from None
 

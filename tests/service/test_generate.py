@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -81,6 +82,19 @@ def test_generate_from_stdin_that_is_not_utf8_says_so(server: Server) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "npuserve: PROMPT: stdin is not UTF-8: byte 0xe9 at 3\n"
     assert not server.echo.requests
+
+
+def test_generate_on_an_output_that_is_not_utf8_replaces_characters(server: Server) -> None:
+    done = npuserve("generate", "--target", server.target, "-", stdin="café".encode(),
+                    environ={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "CAF? \n", "")
+
+
+def test_generate_with_a_key_file_that_is_not_utf8_names_it(server: Server, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"k\xe9")
+    assert generate(server, "--api-key-file", str(file), "x") == 1
+    assert capsys.readouterr() == ("", f"npuserve: {file}: is not UTF-8\n")
 
 
 def test_stats(server: Server, capsys: Capture) -> None:
