@@ -222,6 +222,23 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
             assert len([path for _, path in hub.requests if path.endswith("/revision/main")]) == 1, hub.requests
 
 
+@pytest.mark.parametrize("command", [("check", "--json"), ("quantize",)])
+def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
+    with contextlib.closing(StalledHub("files", tmp_path)) as hub:
+        arguments = [*command, "org/name", *([str(tmp_path / "out")] if command == ("quantize",) else [])]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "npuserve.service.cli", *arguments], env={**os.environ, **hub.environment},
+            stderr=subprocess.PIPE, text=True)
+        try:
+            assert hub.stalled.wait(60)
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=30)[1]  # the threads of the hub's client wait for longer
+        finally:
+            process.kill()
+        assert process.returncode == 130
+        assert "Traceback" not in errors
+
+
 def test_serve_hub_name_in_the_cache_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All front ends, and one that starts later, load the folder that the supervisor found."""
     repository, commit = tmp_path / "hub" / "models--org--name", "0" * 40
