@@ -32,7 +32,7 @@ class Connections:
         peer = context.peer()
         self._calls[peer] += 1
         self._none.clear()
-        context.add_done_callback(lambda _: self._end(peer))
+        context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
 
     def _end(self, peer: str) -> None:
         self._calls[peer] -= 1
