@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -40,9 +41,25 @@ class Tls:
             raise ValueError("tls: cert and key go together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. OSError."""
+        """Read the files. Raises OSError for one that cannot be read, ValueError for one that TLS cannot use."""
         ca, cert, key = (None if file is None else Path(file).read_bytes() for file in (self.ca, self.cert, self.key))
+        self._check()
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def _check(self) -> None:
+        """Raise ValueError for unusable files, which gRPC reports only as a failed connection."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except ssl.SSLError:
+            raise ValueError(f"tls: {self.ca} has no certificate in PEM") from None
+        try:
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key, password="")  # no prompt for an encrypted key
+        except ssl.SSLError as error:
+            why = error.reason or "not in PEM, or encrypted"
+            raise ValueError(f"tls: {self.cert} and {self.key} are not a certificate and its key ({why})") from None
 
 
 def settings(tls: Tls | None) -> list[tuple[str, str | int]]:

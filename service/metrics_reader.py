@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import math
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -53,6 +54,8 @@ def read_page(url: str) -> Page:
         raise Unreadable(f"{url}: HTTP {error.code}, no metrics page") from None
     except urllib.error.URLError as error:
         reason = error.reason if isinstance(error.reason, OSError) else OSError(error.reason)
+        if isinstance(reason, ssl.SSLError) and reason.reason == "WRONG_VERSION_NUMBER":
+            raise Unreadable(f"{url}: this port speaks no TLS; the metrics page is http://") from None
         host = urllib.parse.urlsplit(url).hostname or ""
         raise Unreadable(f"{url}: {probe.why_no_connection(reason, host)}") from None
     except (OSError, http.client.HTTPException) as error:

@@ -123,6 +123,23 @@ def test_generate_without_a_connection_says_what_answers(ports: Ports, port: str
 
 
 @needs_openssl
+def test_generate_with_unusable_files_names_them(ports: Ports, tmp_path: Path) -> None:
+    ca, own, other = ports.authority.cert, ports.authority.issue("own"), ports.authority.issue("other")
+    latin = tmp_path / "key"
+    latin.write_bytes(b"caf\xe9")
+    for flags, sentence in (
+        (("--tls-ca", own.key), f"tls: {own.key} has no certificate in PEM"),
+        (("--tls-ca", ca, "--tls-cert", own.cert, "--tls-key", other.key),
+         f"tls: {own.cert} and {other.key} are not a certificate and its key (KEY_VALUES_MISMATCH)"),
+        (("--tls-ca", ca, "--tls-cert", latin, "--tls-key", own.key),
+         f"tls: {latin} and {own.key} are not a certificate and its key (not in PEM, or encrypted)"),
+        (("--api-key-file", latin), f"{latin}: not UTF-8 text"),
+    ):
+        done = npuserve("generate", "x", "--target", f"127.0.0.1:{ports.by_name['tls']}", *map(str, flags))
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"npuserve: {sentence}\n")
+
+
+@needs_openssl
 def test_generate_that_waits_without_a_connection_says_why(ports: Ports) -> None:
     target = f"127.0.0.1:{ports.by_name['tls']}"
     done = npuserve("generate", "x", "--target", target, "--wait", "0.5", "--tls-ca", str(ports.stranger.cert))

@@ -106,6 +106,9 @@ def test_a_page_that_cannot_be_read_is_a_sentence(free_port: Callable[[], int]) 
         read_page(url)
     with answering(404, "") as url, pytest.raises(Unreadable, match=rf"^{url}: HTTP 404, no metrics page$"):
         read_page(url)
+    speaks_no_tls = pytest.raises(Unreadable, match=r": this port speaks no TLS; the metrics page is http://$")
+    with answering(200, "") as url, speaks_no_tls:
+        read_page(url.replace("http:", "https:"))
     with answering(200, "up 1\n") as url, pytest.raises(Unreadable, match="not a metrics page: it has none of ours"):
         read_page(url)
     with answering(200, "<html>") as url, pytest.raises(Unreadable, match="not a metrics page"):
