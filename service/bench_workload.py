@@ -57,8 +57,10 @@ def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: fl
             file.seek(0)
             rows = _mooncake(file, path) if first == "{" else _azure(file, path)
             asks = list(islice(rows, count or None))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}: not UTF-8 text") from None
     if not asks:
         raise TraceError(f"{path}: no requests in it")
     asks.sort(key=lambda ask: ask.at)

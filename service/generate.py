@@ -10,11 +10,13 @@ import grpc
 from google.protobuf.json_format import MessageToJson
 
 from npuserve.service import client
-from npuserve.service.arguments import target
+from npuserve.service.arguments import number, target
 from npuserve.service.config import ConfigError
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 
 TARGET = "127.0.0.1:50051"
+MAX_SECONDS = 1_000_000
+"""Of --wait and --timeout."""
 
 # Flag, the message of GenerateRequest that its field of the same name is in, type, help.
 FIELDS = (
@@ -45,8 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=target, default=TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)")
-    parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="wait so long for it to be ready")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="a call's deadline")
+    parser.add_argument("--wait", type=number(float, 0, MAX_SECONDS), default=0, metavar="SECONDS",
+                        help="wait so long for it to be ready")
+    parser.add_argument("--timeout", type=number(float, 0.001, MAX_SECONDS), metavar="SECONDS",
+                        help="a call's deadline")
     client.add_connection_arguments(parser)
 
 

@@ -60,6 +60,9 @@ def test_help_shows_every_flag_with_its_default(command: str, capsys: Capture) -
     ("bench sing", "invalid choice: 'sing'"),
     ("serve --max-num-seq 1", "unrecognized arguments: --max-num-seq"),
     ("generate", "required: PROMPT"),
+    ("generate x --timeout -1", "argument --timeout: must be in [0.001, 1000000], got '-1'"),
+    ("generate x --timeout nan", "argument --timeout: must be in [0.001, 1000000], got 'nan'"),
+    ("chat --wait inf", "argument --wait: must be in [0, 1000000], got 'inf'"),
     ("generate x --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
 ])
 def test_a_wrong_command_line(arguments: str, said: str, capsys: Capture) -> None:
