@@ -86,7 +86,7 @@ def test_a_bad_trace_is_named(tmp_path: Path, content: str, named: str):
     file.write_text(content)
     with pytest.raises(TraceError, match=named):
         read_trace(file, 0)
-    with pytest.raises(TraceError, match="absent: No such file or directory$"):
+    with pytest.raises(TraceError, match=r"absent: No such file or directory$"):
         read_trace(tmp_path / "absent", 0)
 
 

@@ -84,7 +84,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among live requests, 1 to 128 printable ASCII characters without spaces; made by the server when absent,
-    and returned in the initial metadata as x-request-id.
+    and returned as x-request-id: in the initial metadata, or in the trailing metadata of an error before acceptance.
     """
     model: _builtins.str
     """The served model's name; NOT_FOUND if it is another. Absent: the served model."""
@@ -745,8 +745,8 @@ class ResumeStreamRequest(_message.Message):
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     TOKEN_OFFSET_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
-    """From the stream's initial metadata, x-resume-token. NOT_FOUND if it is unknown, another caller's, or of a stream
-    that ended or was left too long ago.
+    """From the stream's initial metadata, x-resume-token. NOT_FOUND if it is unknown, or of a stream that ended or was left
+    too long ago, or that was made with another API key or client certificate.
     """
     token_offset: _builtins.int
     """Tokens that the client holds: offset + num_tokens of the last message that it has, 0 without one. At most as many
