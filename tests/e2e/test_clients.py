@@ -57,7 +57,7 @@ def test_grpcurl(server: Server) -> None:
     assert "".join(str(part.get("text", "")) for part in parts) == whole["text"]
     assert parts[-1]["finish"]["reason"] == "FINISH_REASON_LENGTH"  # type: ignore[index]
     tokens = grpcurl(server, f"{service}/Tokenize", {"text": "Once upon"})[0]
-    assert tokens["tokenIds"]
+    assert tokens["token_ids"]
     assert grpcurl(server, f"{service}/GetModelInfo", {})[0]["family"] == "Qwen3ForCausalLM"
     for name in ("", "npuserve.readiness", "npuserve.liveness"):
         assert grpcurl(server, "grpc.health.v1.Health/Check", {"service": name})[0] == {"status": "SERVING"}
