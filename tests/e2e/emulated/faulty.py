@@ -41,14 +41,19 @@ def at_start(folder: Path, *calls: Sequence[Any]) -> None:
 
 def serve(folder: str, arguments: list[str]) -> int:
     from npuserve.service import logs, settings, supervisor
+    from npuserve.service.config import ConfigError
 
     parser = argparse.ArgumentParser()
     supervisor.add_arguments(parser)
     config = settings.load(parser.parse_args(arguments), os.environ)
     logs.setup(config, "supervisor")
-    return asyncio.run(supervisor.Supervisor(
-        config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
-        restarts=supervisor.Restarts(first=0.05, longest=0.05)).run())
+    try:
+        return asyncio.run(supervisor.Supervisor(
+            config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
+            restarts=supervisor.Restarts(first=0.05, longest=0.05)).run())
+    except ConfigError as error:  # as service/cli.py does
+        print(f"npuserve: {error}", file=sys.stderr)
+        return 2
 
 
 def engine(folder: Path) -> int:
