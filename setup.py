@@ -35,9 +35,10 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "
 LINK_FLAGS = ("-Wl,-z,defs",) if sys.platform == "linux" else ()
 """A function that is missing is an error here already."""
 
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mprefer-vector-width=512")
 X86 = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma",
-               "-mprefer-vector-width=512"),
+    "avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "avx512_vnni": AVX512,
     "avx2": ("-mavx2", "-mfma"),
 }
 PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}

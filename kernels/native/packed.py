@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 PER_WORD = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """How many numbers of a dtype the kernels take as one word of 32 bits."""
 
-_COMPACT_ISAS = ("avx512", "avx2")
+_COMPACT_ISAS = ("avx512_bf16", "avx512_vnni", "avx2")
 """Where taking compact weights apart costs less than reading plain ones."""
 
 _BLOCK, _HEADER = 128, 16
