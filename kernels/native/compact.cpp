@@ -17,7 +17,7 @@
 //   unpack_compact  p: packed, dense [T, K], row numbers [T] int64                  n: T, K
 #include <algorithm>
 
-#include "product.h"
+#include "epilogue.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -74,14 +74,11 @@ INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec 
 #endif
 }
 
-// The words of a block as they are without packing.
-void expand(const char *block, int64_t words, char *out) {
-    const Header &head = header(block);
+// Calls put(word, part, numbers) for the words of a block, without its exceptions.
+template <class Put>
+INLINE void each_word(const char *block, int64_t words, const Put &put) {
     ivec table = spread_table(block);
     const char *group = block + sizeof(Header);
-    auto put = [&](int64_t word, int i, ivec numbers) {
-        *reinterpret_cast<ivec_u *>(out + word * WORD_BYTES + i * WIDTH * 4) = numbers;
-    };
     for (int64_t w = 0; w < words; w += GROUP_WORDS, group += GROUP_BYTES)
         EACH(i) {
             ivec first, second;
@@ -90,7 +87,29 @@ void expand(const char *block, int64_t words, char *out) {
             expand_part<1>(group, table, i, first, second);
             put(w + 2, i, first), put(w + 3, i, second);
         }
+}
+
+// The words of a block as they are without packing.
+void expand(const char *block, int64_t words, char *out) {
+    each_word(block, words, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
+        *reinterpret_cast<ivec_u *>(out + word * WORD_BYTES + i * WIDTH * 4) = numbers;
+    });
+    const Header &head = header(block);
     for (uint32_t e = 0; e < head.exceptions; e++) out[head.exception[e].place * 2 + 1] = char(head.exception[e].upper);
+}
+
+// The same in float32, the even number of each word before the odd one.
+void expand_wide(const char *block, int64_t words, char *out) {
+    each_word(block, words, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
+        char *to = out + word * 2 * WORD_BYTES + i * WIDTH * 4;
+        *reinterpret_cast<ivec_u *>(to) = numbers << 16;
+        *reinterpret_cast<ivec_u *>(to + WORD_BYTES) = numbers & int32_t(0xFFFF0000u);
+    });
+    const Header &head = header(block);
+    for (uint32_t e = 0; e < head.exceptions; e++) {
+        int place = head.exception[e].place, number = (place / 32 * 2 + place % 2) * LANES + place % 32 / 2;
+        out[number * 4 + 3] = char(head.exception[e].upper);
+    }
 }
 
 // `words` words of plain panels as a block. False, and nothing written, if too many upper bytes are rare.
@@ -139,121 +158,94 @@ bool compress(const char *plain, int64_t words, char *block) {
     return true;
 }
 
-// The product of one tile of packed panels. KEEP: their words go to `plain` as well, panel after panel.
-template <bool KEEP>
-struct Expanded {
+// A tile of packed panels that no other rows meet.
+struct CompactTile : OnceTile<DotBFloat16> {
     typedef DotBFloat16 Dot;
-    typedef Dot::Acc Acc;
-    const char *x;
-    int64_t x_stride, words;
-    const char *const *panels;
-    const char *const *next;  // as Tile has it: without KEEP panels, with it two runs
-    Acc *out;
-    int out_stride;
-    char *plain;
+    static constexpr int64_t X_BYTES = Steps<Dot>::X_BYTES;
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
-        Acc acc[R][P];
+        Dot::Acc acc[R][P];
+        load(acc);
         const char *block[P];
         for (int p = 0; p < P; p++) block[p] = panels[p];
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        alignas(64) char own[KEEP ? 64 : P * BLOCK_WORDS * WORD_BYTES];
+        alignas(64) char own[P * BLOCK_WORDS * WORD_BYTES];
         for (int64_t done = 0; done < words; done += BLOCK_WORDS) {
             int64_t n = std::min(BLOCK_WORDS, words - done), left = words - done - n;
-            const char *soon[P];
-            char *lines[P];
-            for (int p = 0; p < P; p++) {
-                soon[p] = left || KEEP ? block[p] + BLOCK_BYTES : next[p];
-                lines[p] = KEEP ? plain + (p * words + done) * WORD_BYTES : own + p * BLOCK_WORDS * WORD_BYTES;
-            }
-            const char *from = x + done * 4;
-            const char *later[2] = {};
-            if (KEEP)
-                for (int i = 0; i < 2; i++)
-                    if (next[i]) later[i] = next[i] + done / BLOCK_WORDS * BLOCK_BYTES;
+            const char *soon[P], *from = x + done * X_BYTES;
             uint32_t exceptions = 0;
-            for (int p = 0; p < P; p++) exceptions |= header(block[p]).exceptions;
+            for (int p = 0; p < P; p++) {
+                soon[p] = left ? block[p] + BLOCK_BYTES : next[p];
+                exceptions |= header(block[p]).exceptions;
+            }
             if (!IN_REGISTERS<R> || __builtin_expect(exceptions != 0, 0)) {
                 const char *w[P];
-                for (int p = 0; p < P; p++) expand(block[p], n, lines[p]), w[p] = lines[p];
-                for (const char *line : later)
-                    for (int64_t at = 0; line && at < BLOCK_BYTES; at += 64) __builtin_prefetch(line + at, 0, 2);
+                for (int p = 0; p < P; p++) {
+                    char *to = own + p * BLOCK_WORDS * WORD_BYTES;
+                    expand(block[p], n, to);
+                    w[p] = to;
+                }
                 tile<Dot, R, P, P, false>(acc, from, x_stride, w, WORD_BYTES, n, soon, BLOCK_BYTES / BLOCK_WORDS);
             } else {
-                whole<R, P>(acc, from, block, n, soon, later, lines);
+                whole<R, P>(acc, from, block, n, soon);
             }
             for (int p = 0; p < P; p++) block[p] += BLOCK_BYTES;
         }
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) out[r * out_stride + p] = acc[r][p];
+        store(acc);
     }
 
     // A block of each panel without exceptions, two words after two in registers.
     template <int R, int P>
-    INLINE void whole(Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t n,
-                      const char *const (&soon)[P], const char *const (&later)[2], char *const (&lines)[P]) const {
+    INLINE void whole(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t n,
+                      const char *const (&soon)[P]) const {
         ivec table[P];
         for (int p = 0; p < P; p++) {
             table[p] = spread_table(block[p]);
             if (FETCH<R>) __builtin_prefetch(soon[p], 0, 2);
         }
-        for (int i = 0; i < 2; i++)
-            if (KEEP && later[i]) __builtin_prefetch(later[i], 0, 2);
         for (int64_t at = sizeof(Header), k = 0; k < n; k += GROUP_WORDS, at += GROUP_BYTES)
             _Pragma("GCC unroll 3") for (int line = 0; line < GROUP_BYTES; line += 64) {
                 _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
                     if (FETCH<R>) __builtin_prefetch(soon[p] + at + line, 0, 2);
-                for (int i = 0; i < 2; i++)
-                    if (KEEP && later[i]) __builtin_prefetch(later[i] + at + line, 0, 2);
-                if (line == 0) pair<R, P, 0>(acc, from + k * 4, block, at, table, lines, k);
-                if (line == 64) pair<R, P, 1>(acc, from + k * 4, block, at, table, lines, k);
+                if (line == 0) pair<R, P, 0>(acc, from + k * X_BYTES, block, at, table);
+                if (line == 64) pair<R, P, 1>(acc, from + k * X_BYTES, block, at, table);
             }
     }
 
     template <int R, int P, int J>
-    INLINE void pair(Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t at,
-                     const ivec (&table)[P], char *const (&lines)[P], int64_t k) const {
+    INLINE void pair(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t at,
+                     const ivec (&table)[P]) const {
         ivec word[2][P][PARTS];
-        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) EACH(i) {
-            expand_part<J>(block[p] + at, table[p], i, word[0][p][i], word[1][p][i]);
-            if (KEEP) _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)
-                *reinterpret_cast<ivec_u *>(lines[p] + (k + 2 * J + v) * WORD_BYTES + i * WIDTH * 4) = word[v][p][i];
-        }
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+            EACH(i) expand_part<J>(block[p] + at, table[p], i, word[0][p][i], word[1][p][i]);
         _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)
-            tile_step<Dot>(acc, from + (2 * J + v) * 4, x_stride, word[v]);
+            tile_step<Dot>(acc, from + (2 * J + v) * X_BYTES, x_stride, word[v]);
     }
 
     // Where registers are short, more rows leave none for words on their way.
     template <int R>
     static constexpr bool IN_REGISTERS = WIDTH == LANES || R <= 2;
 
-    // With few rows the processor follows the panels by itself; see Tile.
+    // With few rows the processor follows the panels by itself; see OnceTile.
     template <int R>
     static constexpr bool FETCH = R > 2;
 };
 
+// As Plain has it.
 struct Compact {
     typedef DotBFloat16 Dot;
+    static constexpr bool EXPANDS = true;
+    static constexpr int64_t BLOCK = BLOCK_WORDS;
     static int64_t panel_bytes(int64_t k) { return compact_panel_bytes(k); }
-    static int64_t room(const Split &split, int64_t k) {
-        return split.once ? 0 : split.tile_panels * k / 2 * WORD_BYTES;
+    static INLINE const char *at(const char *panel, int64_t first) { return panel + first / BLOCK_WORDS * BLOCK_BYTES; }
+    static INLINE int64_t bytes(int64_t words) { return int64_t(sizeof(Header)) + words / GROUP_WORDS * GROUP_BYTES; }
+    static INLINE void expand(const char *block, int64_t words, char *out) {
+        if constexpr (Inner<Dot>::WORDS > 1)
+            expand_wide(block, words, out);
+        else
+            NPUSERVE_ISA::expand(block, words, out);
     }
-    static INLINE void once(int rows, int p, const Tile<Dot, true> &t) {
-        with_tile(rows, p, Expanded<false>{t.x, t.x_stride, t.words, t.panels, t.next, t.out, t.out_stride, nullptr});
-    }
-    // The first block of rows leaves the panels' words in `plain`, where the others find them.
-    static INLINE void block(int64_t number, int rows, int place, int p, const Tile<Dot, false> &t, char *plain) {
-        plain += place * t.words * WORD_BYTES;
-        if (number == 0)
-            return with_tile(
-                rows, p, Expanded<true>{t.x, t.x_stride, t.words, t.panels, t.next, t.out, t.out_stride, plain});
-        const char *panels[MAX_PANELS];
-        for (int j = 0; j < p; j++) panels[j] = plain + j * t.words * WORD_BYTES;
-        with_tile(rows, p, Tile<Dot, false>{t.x, t.x_stride, t.words, 0, panels, t.next, t.out, t.out_stride,
-                                            BLOCK_BYTES / BLOCK_WORDS});
-    }
+    static INLINE void once(int rows, int p, const OnceTile<Dot> &tile) { with_tile(rows, p, CompactTile{tile}); }
 };
 
 struct CompactFloats : Floats<BFloat16> {

@@ -19,7 +19,7 @@
 // where there are such, the sums [T] of x's rows, all int32.
 #include <algorithm>
 
-#include "product.h"
+#include "epilogue.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {

@@ -70,45 +70,12 @@ struct DotInt8 {
     typedef I Acc;
     static INLINE Acc start() { return Acc{}; }
 #if defined(__AVX512VNNI__)
-    // The instruction takes unsigned times signed: x is taken plus 128, and whoever stores takes it off again.
+    // The instruction multiplies unsigned by signed bytes: x is copied plus 128, and the epilogue subtracts 128 times
+    // the sum of the weights.
     static constexpr int X_OFFSET = 128;
 #else
     static constexpr int X_OFFSET = 0;
 #endif
-#if defined(__AVX512VNNI__)
-    typedef __m512i W, X;
-    static INLINE W get(const char *w) { return (__m512i)load_words(w, 0); }
-    static INLINE X spread(uint32_t x) {
-        return _mm512_xor_si512(_mm512_set1_epi32(int32_t(x)), _mm512_set1_epi8(char(X_OFFSET)));
-    }
-#else
-    typedef const char *W;
-    typedef uint32_t X;
-    static INLINE W get(const char *w) { return w; }
-    static INLINE X spread(uint32_t x) { return x; }
-#endif
-    static INLINE void step(Acc &acc, W w, X x) {
-#if defined(__AVX512VNNI__)
-        acc.v[0] = (ivec)_mm512_dpbusd_epi32((__m512i)acc.v[0], x, w);
-#elif defined(__AVX2__)
-        // Pairs of 16 bits: bytes 0 and 2 of each word, then 1 and 3.
-        __m256i xs = _mm256_set1_epi32(int32_t(x));
-        __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(xs, 8), 8), x_odd = _mm256_srai_epi16(xs, 8);
-        EACH(i) {
-            __m256i ws = (__m256i)load_words(w, i);
-            __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(ws, 8), 8), x_even);
-            __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(ws, 8), x_odd);
-            acc.v[i] = acc.v[i] + (ivec)even + (ivec)odd;
-        }
-#else
-        int32_t s = int32_t(x);
-        EACH(i) {
-            ivec v = load_words(w, i);
-            acc.v[i] += ((v << 24) >> 24) * ((s << 24) >> 24) + ((v << 16) >> 24) * ((s << 16) >> 24) +
-                        ((v << 8) >> 24) * ((s << 8) >> 24) + (v >> 24) * (s >> 24);
-        }
-#endif
-    }
 };
 
 // The product of activations and weights of a dtype.
@@ -129,10 +96,28 @@ INLINE uint32_t word_at(const char *p) {
     return x;
 }
 
-// A word's product in steps, each of which needs few registers beside the accumulators.
+// The word at x in every lane. In one instruction and anew each time: compilers would otherwise shift the one number
+// before they spread it, or keep it for the word's next step, where registers are short.
+INLINE ivec everywhere(const char *x) {
+    ivec v;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm volatile("vpbroadcastd %1, %0" : "=x"(v) : "m"(*reinterpret_cast<const uint32_t *>(x)));
+#else
+    v = ivec{} + int32_t(word_at(x));
+#endif
+    return v;
+}
+
+// A word's product in steps, each of which needs few registers beside the accumulators, and x as the steps take it.
+//
+//   COUNT, X_BYTES  steps of a word, bytes of a word of x
+//   COPIES          true if x is copied before it is multiplied; otherwise X_BYTES is 4 and x stays where it is
+//   copy            copies `count` numbers of x
 template <class Dot>
 struct Steps {
     static constexpr int COUNT = 1;
+    static constexpr int64_t X_BYTES = 4;
+    static constexpr bool COPIES = false;
     typedef typename Dot::W W;
     typedef typename Dot::X X;
     template <int>
@@ -149,35 +134,25 @@ struct Steps {
         return Dot::spread(word_at(x));
     }
     static INLINE void step(typename Dot::Acc &acc, W w, X x) { Dot::step(acc, w, x); }
+    template <class T>
+    static void copy(const T *x, int64_t count, char *to) {
+        std::memcpy(to, x, size_t(count) * sizeof(T));
+    }
 };
 
-// The word at x in every lane. In one instruction and anew each time: compilers would otherwise shift the one number
-// before they spread it, or keep it for the word's next step, where registers are short.
-INLINE ivec everywhere(const char *x) {
-    ivec v;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    asm volatile("vpbroadcastd %1, %0" : "=x"(v) : "m"(*reinterpret_cast<const uint32_t *>(x)));
-#else
-    v = ivec{} + int32_t(word_at(x));
-#endif
-    return v;
-}
-
 #if !defined(__AVX512BF16__)
-// The even numbers, then the odd ones.
+// The even number, then the odd one; x in float32.
 template <>
 struct Steps<DotBFloat16> {
     static constexpr int COUNT = 2;
+    static constexpr int64_t X_BYTES = 8;
+    static constexpr bool COPIES = true;
     typedef F W;
     typedef fvec X;
     template <int S>
-    static INLINE ivec widened(ivec v) {
-        return S ? v & int32_t(0xFFFF0000u) : v << 16;
-    }
-    template <int S>
     static INLINE W get(const ivec (&w)[PARTS]) {
         W half;
-        EACH(i) half.v[i] = (fvec)widened<S>(w[i]);
+        EACH(i) half.v[i] = (fvec)(S ? w[i] & int32_t(0xFFFF0000u) : w[i] << 16);
         return half;
     }
     template <int S>
@@ -188,40 +163,95 @@ struct Steps<DotBFloat16> {
     }
     template <int S>
     static INLINE X spread(const char *x) {
-        return (fvec)widened<S>(everywhere(x));
+        return (fvec)everywhere(x + S * 4);
     }
     static INLINE void step(F &acc, W w, X x) {
         F all;
         EACH(i) all.v[i] = x;
         acc = fma(w, all, acc);
     }
+    static void copy(const uint16_t *x, int64_t count, char *to) {
+        by_lanes(count, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            put_n<Float32>(reinterpret_cast<float *>(to) + i, get_n<BFloat16>(x + i, n), n);
+        });
+    }
 };
 #endif
 
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-// Bytes 0 and 2 of each word as pairs of 16 bits, then 1 and 3.
+#if defined(__AVX512VNNI__)
+template <>
+struct Steps<DotInt8> {
+    static constexpr int COUNT = 1;
+    static constexpr int64_t X_BYTES = 4;
+    static constexpr bool COPIES = true;
+    typedef __m512i W, X;
+    template <int>
+    static INLINE W get(const char *w) {
+        return (__m512i)load_words(w, 0);
+    }
+    template <int>
+    static INLINE X spread(const char *x) {
+        return (__m512i)everywhere(x);
+    }
+    static INLINE void step(I &acc, W w, X x) { acc.v[0] = (ivec)_mm512_dpbusd_epi32((__m512i)acc.v[0], x, w); }
+    static void copy(const int8_t *x, int64_t count, char *to) {
+        for (int64_t i = 0; i < count; i++) to[i] = char(x[i] ^ 0x80);
+    }
+};
+#elif defined(__AVX2__)
+// Bytes 0 and 2 of each word as pairs of 16 bits, then 1 and 3; x as those pairs.
 template <>
 struct Steps<DotInt8> {
     static constexpr int COUNT = 2;
+    static constexpr int64_t X_BYTES = 8;
+    static constexpr bool COPIES = true;
     struct W {
         __m256i v[PARTS];
     };
     typedef __m256i X;
     template <int S>
-    static INLINE __m256i widened(__m256i v) {
-        return _mm256_srai_epi16(S ? v : _mm256_slli_epi16(v, 8), 8);
-    }
-    template <int S>
     static INLINE W get(const char *w) {
         W half;
-        EACH(i) half.v[i] = widened<S>((__m256i)load_words(w, i));
+        EACH(i) {
+            __m256i v = (__m256i)load_words(w, i);
+            half.v[i] = _mm256_srai_epi16(S ? v : _mm256_slli_epi16(v, 8), 8);
+        }
         return half;
     }
     template <int S>
     static INLINE X spread(const char *x) {
-        return widened<S>((__m256i)everywhere(x));
+        return (__m256i)everywhere(x + S * 4);
     }
     static INLINE void step(I &acc, W w, X x) { EACH(i) acc.v[i] += (ivec)_mm256_madd_epi16(w.v[i], x); }
+    static void copy(const int8_t *x, int64_t count, char *to) {
+        int16_t *pairs = reinterpret_cast<int16_t *>(to);
+        for (int64_t i = 0; i < count; i++) pairs[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = x[i];
+    }
+};
+#else
+template <>
+struct Steps<DotInt8> {
+    static constexpr int COUNT = 1;
+    static constexpr int64_t X_BYTES = 4;
+    static constexpr bool COPIES = false;
+    typedef const char *W;
+    typedef int32_t X;
+    template <int>
+    static INLINE W get(const char *w) {
+        return w;
+    }
+    template <int>
+    static INLINE X spread(const char *x) {
+        return int32_t(word_at(x));
+    }
+    static INLINE void step(I &acc, W w, X x) {
+        EACH(i) {
+            ivec v = load_words(w, i);
+            acc.v[i] += ((v << 24) >> 24) * ((x << 24) >> 24) + ((v << 16) >> 24) * ((x << 16) >> 24) +
+                        ((v << 8) >> 24) * ((x << 8) >> 24) + (v >> 24) * (x >> 24);
+        }
+    }
+    static void copy(const int8_t *x, int64_t count, char *to) { std::memcpy(to, x, size_t(count)); }
 };
 #endif
 
@@ -241,27 +271,16 @@ INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
 // w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes from one to the following, which
 // are fetched into the second cache: what the first one waits for at once is too little for the memory's speed. With
-// SOME all but the first may be null.
+// SOME they may be null.
 template <class Dot, int R, int P, int A, bool SOME>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                  int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {
     for (int64_t k = 0; k < words; k++) {
         _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
-            if (!SOME || a == 0 || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
+            if (!SOME || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
         const char *word[P];
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) word[p] = w[p] + k * w_stride;
-        tile_step<Dot>(acc, x + k * 4, x_stride, word);
-    }
-}
-
-// One more word for the elements that do not fill one: n of them, the others being 0 on both sides.
-template <class Dot, int R, int P>
-INLINE void tile_tail(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
-                      int64_t bytes) {
-    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-        uint32_t word = 0;
-        std::memcpy(&word, x + r * x_stride, size_t(bytes));
-        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Dot::step(acc[r][p], Dot::get(w[p]), Dot::spread(word));
+        tile_step<Dot>(acc, x + k * Steps<Dot>::X_BYTES, x_stride, word);
     }
 }
 

@@ -1,0 +1,67 @@
+// How a product with panels falls into units.
+#pragma once
+
+#include <algorithm>
+
+#include "tile.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+// Accumulators of a tile: where registers are few, weights and x take more of them than in other kernels.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int TILE_ACC = 5;
+#else
+constexpr int TILE_ACC = MAX_ACC;
+#endif
+constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;  // most rows of a tile that its panels meet alone
+constexpr int BLOCK_ROWS_OF_TILE = TILE_ACC < 6 ? TILE_ACC : 6;      // most rows of a tile, where panels meet several
+constexpr int MAX_PANELS = 4;
+constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_ACC); }
+
+// Groups of panels times groups of rows. Either all rows are one tile (`once`), and each weight is read from memory
+// into registers, or the rows of a unit are cut into tiles of about the same size, which share the panels in the cache.
+struct Split {
+    int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
+    int tile_rows, tile_panels;
+    bool once;
+
+    Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired = false) {
+        panels = ceil_div<int64_t>(columns, LANES);
+        once = rows <= ONCE_ROWS;
+        if (once) {
+            // Units are small, so that threads end together.
+            tile_rows = int(rows);
+            tile_panels = tile_panels_of(tile_rows, paired);
+            int64_t bytes = tile_panels * words * 64;
+            panels_per_unit = tile_panels * std::max<int64_t>(1, UNIT_BYTES / bytes);
+            rows_per_unit = rows;
+        } else {
+            // Where there are too few columns for all threads to end together, units are narrower, and cut by rows too
+            // if there are many.
+            bool few = rows <= NARROW_ROWS;
+            tile_rows = BLOCK_ROWS_OF_TILE;
+            if (few && panels < LEAST_UNITS_PER_THREAD * threads * widest_tile(tile_rows)) tile_rows = ONCE_ROWS;
+            tile_panels = tile_panels_of(tile_rows, paired);
+            panels_per_unit = tile_panels;
+            int64_t groups = ceil_div(panels, panels_per_unit);
+            int64_t cuts = few ? 1 : std::max(ceil_div(UNITS_PER_THREAD * threads, groups), ceil_div(rows, MOST_ROWS));
+            rows_per_unit = ceil_div(ceil_div(rows, cuts), int64_t(tile_rows)) * tile_rows;
+        }
+        rows_per_unit = std::max<int64_t>(rows_per_unit, 1);
+        panel_groups = ceil_div(panels, panels_per_unit);
+        row_groups = ceil_div(rows, rows_per_unit);
+    }
+    int64_t units() const { return panel_groups * row_groups; }
+    static int tile_panels_of(int rows, bool paired) {
+        return paired ? std::max(2, widest_tile(rows) / 2 * 2) : widest_tile(rows);
+    }
+
+    static constexpr int64_t UNIT_BYTES = 64 << 10;
+    static constexpr int64_t UNITS_PER_THREAD = 16, LEAST_UNITS_PER_THREAD = 10;
+    static constexpr int64_t NARROW_ROWS = 64;
+    static constexpr int64_t MOST_ROWS = 252;  // of a unit: their accumulators and a block of x stay in the second cache
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve
