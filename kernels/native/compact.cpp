@@ -235,7 +235,8 @@ struct CompactTile : OnceTile<DotBFloat16> {
 struct Compact {
     typedef DotBFloat16 Dot;
     static constexpr bool EXPANDS = true;
-    static constexpr int64_t BLOCK = BLOCK_WORDS;
+    static bool expands(const Split &) { return true; }
+    static int64_t block(const Split &) { return BLOCK_WORDS; }
     static int64_t panel_bytes(int64_t k) { return compact_panel_bytes(k); }
     static INLINE const char *at(const char *panel, int64_t first) { return panel + first / BLOCK_WORDS * BLOCK_BYTES; }
     static INLINE int64_t bytes(int64_t words) { return int64_t(sizeof(Header)) + words / GROUP_WORDS * GROUP_BYTES; }

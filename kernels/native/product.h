@@ -116,8 +116,9 @@ INLINE void with_tile(int r, int p, const Function &f) {
 
 // Panels of words as they are, of a product by Dot. A form of weights has:
 //
-//   BLOCK        words of a block, at most
-//   EXPANDS      true if a block becomes words of Inner in memory of its own before they are multiplied
+//   EXPANDS      true if a block always becomes words of Inner, in memory of its own, before it is multiplied
+//   expands      true if it does for the rows of this split
+//   block        words of a block for them, at most
 //   panel_bytes  bytes of a panel
 //   at, bytes    address of a panel's block from word `first` on, bytes of a block of so many words
 //   expand       writes that block to `out` as words of Inner
@@ -125,13 +126,17 @@ INLINE void with_tile(int r, int p, const Function &f) {
 template <class D>
 struct Plain {
     typedef D Dot;
-    static constexpr bool EXPANDS = Inner<Dot>::WORDS > 1;
-    static constexpr int64_t BLOCK = EXPANDS ? 64 : Steps<Dot>::COPIES ? 128 : INT64_MAX;
+    static constexpr bool EXPANDS = false;
+    // Few rows meet the words as they are: each tile widens them in registers.
+    static bool expands(const Split &split) { return Inner<Dot>::WORDS > 1 && !split.few; }
+    static int64_t block(const Split &split) {
+        return !Steps<Dot>::COPIES ? INT64_MAX : split.few ? 512 : expands(split) ? 64 : 128;
+    }
     static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * 64; }
     static INLINE const char *at(const char *panel, int64_t first) { return panel + first * 64; }
     static INLINE int64_t bytes(int64_t words) { return words * 64; }
     static INLINE void expand(const char *block, int64_t words, char *out) {
-        if constexpr (EXPANDS) {
+        if constexpr (Inner<Dot>::WORDS > 1) {
             typedef Steps<Dot> By;
             for (int64_t w = 0; w < words; w++, block += 64, out += 128) {
                 store(reinterpret_cast<float *>(out), By::template get<0>(block));
@@ -154,10 +159,11 @@ struct Room {
     Room(const Call &call, const Split &split) {
         int64_t k = call.op.n[1], words = words_of<Dot>(k);
         copies = Steps<Dot>::COPIES || k % Dot::PER_WORD;
-        block = split.once ? words : std::min(Panels::BLOCK, words);
+        block = split.once ? words : std::min(Panels::block(split), words);
         x = copies ? rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
-        panels = !split.once && Panels::EXPANDS ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
-        accumulators = split.rows_per_unit * split.tile_panels * int64_t(sizeof(typename Dot::Acc));
+        panels = !split.once && Panels::expands(split) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
+        int64_t kept = split.once ? split.tile_panels : split.panels_per_unit;
+        accumulators = split.rows_per_unit * kept * int64_t(sizeof(typename Dot::Acc));
     }
     int64_t bytes() const { return x + panels + accumulators; }
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
@@ -191,19 +197,10 @@ struct Unit {
           later((unit + call.threads) / split.row_groups * split.panels_per_unit) {}
 
     INLINE void run() const {
-        if (split.once && room.copies) copy(0, words);
-        for (int64_t panel = first, p; panel < end; panel += p) {
-            p = std::min<int64_t>(split.tile_panels, end - panel);
-            int64_t following = panel + p < end ? panel + p : later;
-            const char *panels[MAX_PANELS], *next[MAX_PANELS];
-            for (int64_t j = 0; j < p; j++) panels[j] = address(panel + j), next[j] = address(following + j);
-            std::memset(static_cast<void *>(acc), 0, size_t(rows * p) * sizeof(Acc));
-            if (split.once)
-                once(int(p), panels, next);
-            else
-                blocks(int(p), panels, next);
-            put(panel, int(p));
-        }
+        if (split.once)
+            once();
+        else
+            blocks();
     }
 
   private:
@@ -230,57 +227,87 @@ struct Unit {
         return room.copies ? count * By::X_BYTES : k * int64_t(sizeof(X));
     }
 
-    INLINE void once(int p, const char *const *panels, const char *const *next) const {
+    INLINE void once() const {
+        if (room.copies) copy(0, words);
         int most = widest_tile(int(rows));
-        for (int j = 0, some; j < p; j += some) {
-            some = std::min(p - j, most);
-            Panels::once(int(rows), some,
-                         OnceTile<Dot>{{x_of(0, 0, words), x_stride(words), words, panels + j, acc + j, p}, next + j});
+        for (int64_t panel = first, p; panel < end; panel += p) {
+            p = tile_panels(panel);
+            int64_t following = panel + p < end ? panel + p : later;
+            const char *panels[MAX_PANELS], *next[MAX_PANELS];
+            for (int64_t j = 0; j < p; j++) panels[j] = address(panel + j), next[j] = address(following + j);
+            std::memset(static_cast<void *>(acc), 0, size_t(rows * p) * sizeof(Acc));
+            for (int j = 0, some; j < p; j += some) {
+                some = std::min(int(p) - j, most);
+                Panels::once(int(rows), some, OnceTile<Dot>{{x_of(0, 0, words), x_stride(words), words, panels + j,
+                                                             acc + j, int(p)}, next + j});
+            }
+            put(panel, int(p), acc);
         }
     }
 
-    INLINE void blocks(int p, const char *const *panels, const char *const *next) const {
-        typedef typename Inner<Dot>::type InnerDot;
-        constexpr int64_t PER = Inner<Dot>::WORDS;
-        int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows);
+    INLINE void blocks() const {
+        std::memset(static_cast<void *>(acc), 0, size_t(rows * (end - first)) * sizeof(Acc));
+        bool expands = Panels::EXPANDS || Panels::expands(split);
         for (int64_t begin = 0, count; begin < words; begin += count) {
             count = std::min(room.block, words - begin);
             if (room.copies) copy(begin, count);
-            const char *w[MAX_PANELS], *soon[MAX_PANELS];
-            bool last = begin + count == words;
-            for (int j = 0; j < p; j++) {
-                w[j] = Panels::at(panels[j], begin);
-                soon[j] = last ? next[j] : Panels::at(panels[j], begin + count);
-                if (Panels::EXPANDS) {
-                    char *to = expanded + j * room.block * PER * 64;
-                    Panels::expand(w[j], count, to);
-                    w[j] = to;
-                }
+            for (int64_t panel = first, p; panel < end; panel += p) {
+                p = tile_panels(panel);
+                if (expands)
+                    block<typename Inner<Dot>::type, true>(begin, count, panel, int(p));
+                else if constexpr (!Panels::EXPANDS)
+                    block<Dot, false>(begin, count, panel, int(p));
             }
-            int64_t next_stride = Panels::bytes(count) / (count * PER);
-            for (int64_t r = 0, tile = 0; r < rows; tile++) {
-                int here = int(ceil_div(rows - r, tiles - tile)), most = widest_tile(here);
-                for (int j = 0, some; j < p; j += some) {
-                    some = std::min(p - j, most);
-                    const char *runs[2] = {j == 0 && tile < p ? soon[tile] : nullptr,
-                                           j == 0 && tile + tiles < p ? soon[tile + tiles] : nullptr};
-                    with_tile(here, some,
-                              BlockTile<InnerDot>{{x_of(r, begin, count), x_stride(count), count * PER, w + j,
-                                                   acc + r * p + j, p}, runs, next_stride});
-                }
-                r += here;
-            }
+        }
+        for (int64_t panel = first, p; panel < end; panel += p) {
+            p = tile_panels(panel);
+            put(panel, int(p), acc_of(panel));
         }
     }
 
-    INLINE void put(int64_t panel, int p) const {
+    // Words [begin, begin + count) of p panels, which meet all rows of the unit.
+    template <class TileDot, bool EXPANDS>
+    INLINE void block(int64_t begin, int64_t count, int64_t panel, int p) const {
+        constexpr int64_t PER = EXPANDS ? Inner<Dot>::WORDS : 1;
+        bool wraps = panel + p >= end;
+        int64_t following = wraps ? first : panel + p, next_begin = wraps ? begin + count : begin;
+        if (next_begin >= words) following = later, next_begin = 0;
+        const char *w[MAX_PANELS], *soon[MAX_PANELS];
+        for (int j = 0; j < p; j++) {
+            w[j] = Panels::at(address(panel + j), begin);
+            soon[j] = Panels::at(address(following + j), next_begin);
+            if constexpr (EXPANDS) {
+                char *to = expanded + j * room.block * PER * 64;
+                Panels::expand(w[j], count, to);
+                w[j] = to;
+            }
+        }
+        int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows), next_stride = Panels::bytes(count) / (count * PER);
+        for (int64_t r = 0, tile = 0; r < rows; tile++) {
+            int here = int(ceil_div(rows - r, tiles - tile)), most = widest_tile(here);
+            for (int j = 0, some; j < p; j += some) {
+                some = std::min(p - j, most);
+                const char *runs[2] = {j == 0 && tile < p ? soon[tile] : nullptr,
+                                       j == 0 && tile + tiles < p ? soon[tile + tiles] : nullptr};
+                with_tile(here, some, BlockTile<TileDot>{{x_of(r, begin, count), x_stride(count), count * PER, w + j,
+                                                          acc_of(panel) + r * p + j, p}, runs, next_stride});
+            }
+            r += here;
+        }
+    }
+
+    INLINE int64_t tile_panels(int64_t panel) const { return std::min<int64_t>(split.tile_panels, end - panel); }
+    // Of the panels of a tile, row after row.
+    INLINE Acc *acc_of(int64_t panel) const { return acc + (panel - first) * rows; }
+
+    INLINE void put(int64_t panel, int p, Acc *from) const {
         bool whole = (panel + p) * LANES <= call.op.n[2];
         for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
             int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
             if (whole)
-                take(row, int(rows), column, acc + j, p, LANES);
+                take(row, int(rows), column, from + j, p, LANES);
             else
-                take(row, int(rows), column, acc + j, p, std::min<int64_t>(LANES, call.op.n[2] - column));
+                take(row, int(rows), column, from + j, p, std::min<int64_t>(LANES, call.op.n[2] - column));
         }
     }
 };

@@ -15,7 +15,14 @@ constexpr int TILE_ACC = 5;
 constexpr int TILE_ACC = MAX_ACC;
 #endif
 constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;  // most rows of a tile that its panels meet alone
-constexpr int BLOCK_ROWS_OF_TILE = TILE_ACC < 6 ? TILE_ACC : 6;      // most rows of a tile, where panels meet several
+// Most rows of a tile where panels meet several: if there are few rows, or many. Widening bfloat16 in registers is
+// shared by the rows of a tile.
+#if defined(__AVX512BF16__)
+constexpr int FEW_ROWS = 8;
+#else
+constexpr int FEW_ROWS = ONCE_ROWS;
+#endif
+constexpr int MANY_ROWS = TILE_ACC < 6 ? TILE_ACC : 6;
 constexpr int MAX_PANELS = 4;
 constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_ACC); }
 
@@ -24,11 +31,12 @@ constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_A
 struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
-    bool once;
+    bool once, few;
 
     Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired = false) {
         panels = ceil_div<int64_t>(columns, LANES);
         once = rows <= ONCE_ROWS;
+        few = rows <= NARROW_ROWS;
         if (once) {
             // Units are small, so that threads end together.
             tile_rows = int(rows);
@@ -39,14 +47,14 @@ struct Split {
         } else {
             // Where there are too few columns for all threads to end together, units are narrower, and cut by rows too
             // if there are many.
-            bool few = rows <= NARROW_ROWS;
-            tile_rows = BLOCK_ROWS_OF_TILE;
+            tile_rows = few && !paired ? FEW_ROWS : MANY_ROWS;
             if (few && panels < LEAST_UNITS_PER_THREAD * threads * widest_tile(tile_rows)) tile_rows = ONCE_ROWS;
             tile_panels = tile_panels_of(tile_rows, paired);
-            panels_per_unit = tile_panels;
-            int64_t groups = ceil_div(panels, panels_per_unit);
-            int64_t cuts = few ? 1 : std::max(ceil_div(UNITS_PER_THREAD * threads, groups), ceil_div(rows, MOST_ROWS));
+            int64_t tiles = ceil_div(panels, int64_t(tile_panels)), least = UNITS_PER_THREAD * threads;
+            int64_t cuts = few ? 1 : std::max(ceil_div(least, tiles), ceil_div(rows, MOST_ROWS));
             rows_per_unit = ceil_div(ceil_div(rows, cuts), int64_t(tile_rows)) * tile_rows;
+            // A block of x serves all panels of a unit.
+            panels_per_unit = tile_panels * std::clamp<int64_t>(tiles * cuts / least, 1, MOST_TILES);
         }
         rows_per_unit = std::max<int64_t>(rows_per_unit, 1);
         panel_groups = ceil_div(panels, panels_per_unit);
@@ -60,7 +68,8 @@ struct Split {
     static constexpr int64_t UNIT_BYTES = 64 << 10;
     static constexpr int64_t UNITS_PER_THREAD = 16, LEAST_UNITS_PER_THREAD = 10;
     static constexpr int64_t NARROW_ROWS = 64;
-    static constexpr int64_t MOST_ROWS = 252;  // of a unit: their accumulators and a block of x stay in the second cache
+    // Most rows of a unit, and tiles of panels: their accumulators and a block of x stay in the second cache.
+    static constexpr int64_t MOST_ROWS = 252, MOST_TILES = 4;
 };
 
 }  // namespace NPUSERVE_ISA
