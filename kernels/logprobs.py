@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, triton
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.sample import largest
 
@@ -35,6 +35,28 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
     rank = (real > real.gather(1, chosen)).sum(dim=-1) + 1
     top_ids = torch.stack([largest(row, n) for row in real]) if len(real) else chosen.new_empty(0, n)
     return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)
+
+
+_PART, _BLOCK = 16384, 128  # of vocabulary.cpp
+
+
+@native.implementation(logprobs)
+def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights below 2**-126 of the likeliest's count as 0. They are summed in float64."""
+    rows = len(logits)
+    sums = native.empty(rows, -(-vocabulary // _PART), 3, dtype=torch.float64)
+    largest_of_blocks = native.empty(rows, -(-vocabulary // _BLOCK), dtype=torch.float32)
+    logprob = native.empty(rows, dtype=torch.float32)
+    rank = native.empty(rows, dtype=torch.int64)
+    top_ids = native.empty(rows, n, dtype=torch.int64)
+    top_logprobs = native.empty(rows, n, dtype=torch.float32)
+    parts, sizes = [logits, ids, sums, largest_of_blocks], [*logits.shape, vocabulary, n]
+    if rows:
+        native.call(
+            "logprobs",
+            ("logprobs", logits.dtype, parts, sizes),
+            ("logprobs_merge", logits.dtype, [*parts, logprob, rank, top_ids, top_logprobs], sizes))
+    return logprob, rank, top_ids, top_logprobs
 
 
 @ascend.implementation(logprobs)

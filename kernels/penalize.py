@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, triton
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -41,6 +41,16 @@ def penalize(
     logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))
     logits.sub_(frequency.unsqueeze(1) * output_counts)
     logits.sub_(presence.unsqueeze(1) * (output_counts > 0))
+
+
+@native.implementation(penalize)
+def _(
+    logits: Tensor, in_prompt: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    native.call(
+        "penalize",
+        ("penalize", logits.dtype, [logits, in_prompt, output_counts, repetition, presence, frequency],
+         list(logits.shape)))
 
 
 @triton.implementation(penalize)

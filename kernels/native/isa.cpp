@@ -13,9 +13,11 @@ extern const Kernel ATTENTION[];
 extern const Kernel ROPE[];
 extern const Kernel ROWWISE[];
 extern const Kernel SAMPLE[];
+extern const Kernel VOCABULARY[];
 extern const Kernel CEILINGS[];
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION, ROPE, ROWWISE, SAMPLE, CEILINGS, nullptr};
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION, ROPE, ROWWISE, SAMPLE, VOCABULARY,
+                                      CEILINGS, nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
 

@@ -51,7 +51,7 @@ def _matrix(n: Sequence[int]) -> int:
 
 
 FLOAT32, FLOAT64, BFLOAT16 = torch.float32, torch.float64, torch.bfloat16
-UINT8, INT8, INT32, INT64 = torch.uint8, torch.int8, torch.int32, torch.int64
+BOOL, UINT8, INT8, INT32, INT64 = torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64
 
 # n: T, K, N. x [T, K], weight [N, K].
 
@@ -124,6 +124,14 @@ def _int8(optional: bool) -> Signature:
         Argument("static_zero", INT32, _one, optional=True))
 
 
+# n: T, Vp, columns that count, top.
+
+_PART, _BLOCK = 16384, 128  # of vocabulary.cpp
+_REPORTED: Signature = (
+    Argument("logits", None, _matrix), _IDS,
+    Argument("sums", FLOAT64, lambda n: n[0] * -(-n[2] // _PART) * 3),
+    Argument("largest", FLOAT32, lambda n: n[0] * -(-n[2] // _BLOCK)))
+
 _X = Argument("x", None, _matrix)
 _NORMED = Argument("gamma", None, lambda n: n[1]), Argument("out", None, _matrix, optional=True)
 
@@ -166,6 +174,14 @@ SIGNATURES: dict[str, Signature] = {
         Argument("logits", None, _matrix), Argument("temperature", FLOAT32, _rows), Argument("top_k", INT64, _rows),
         Argument("top_p", FLOAT32, _rows), Argument("min_p", FLOAT32, _rows), Argument("uniform", FLOAT64, _rows),
         Argument("out", INT64, _rows)),
+    "penalize": (
+        Argument("logits", FLOAT32, _matrix), Argument("in_prompt", BOOL, _matrix),
+        Argument("output_counts", INT32, _matrix), Argument("repetition", FLOAT32, _rows),
+        Argument("presence", FLOAT32, _rows), Argument("frequency", FLOAT32, _rows)),
+    "logprobs": _REPORTED,
+    "logprobs_merge": (
+        *_REPORTED, Argument("logprob", FLOAT32, _rows), Argument("rank", INT64, _rows),
+        Argument("top_ids", INT64, lambda n: n[0] * n[3]), Argument("top_logprobs", FLOAT32, lambda n: n[0] * n[3])),
     "uniform": (
         Argument("seeds", INT64, _rows), Argument("positions", INT64, _rows), Argument("out", FLOAT64, _rows)),
     "read": (Argument("memory", UINT8, _matrix), Argument("found", INT32, _rows)),
