@@ -19,105 +19,10 @@
 //   attention_merge  the same, of either; the pointers before context_lens and after partial are null
 #include <algorithm>
 
-#include "paged.h"
-#include "sweep.h"
+#include "gather.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
-
-// S[row][token] = q . k, for one run.
-template <class C>
-struct Scores {
-    typedef typename C::Dot Dot;
-    const char *q;
-    const float *q_scales;
-    int64_t row_bytes, words, stride;
-    Run keys;
-    float *scores;
-    Seen seen;
-    int64_t row, panel;
-    mutable Ahead ahead;
-
-    // Panels from `panel` on that some of the rows see.
-    INLINE int64_t panels(int rows) const {
-        return ceil_div<int64_t>(seen.by(row + rows - 1) - keys.first, LANES) - panel;
-    }
-    template <int R, int P>
-    INLINE void run() const {
-        typename Dot::Acc acc[R][P];
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        Ahead next = ahead;
-        meet<Dot, R, P>(acc, q + row * row_bytes, row_bytes, keys.at + panel * Dot::PANEL, stride, words, next);
-        ahead = next;
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                store(scores + (row + r) * SPLIT + keys.first + (panel + p) * LANES,
-                      C::score(acc[r][p], q_scales[row + r], keys.scales + (panel + p) * LANES));
-    }
-};
-
-// out[row] = weights . v, for a split's runs [begin, end) of `runs`, of which the first ones are in `out` already.
-template <class C>
-struct Weighted {
-    typedef typename C::Dot Dot;
-    const char *weights;
-    const float *weight_scales;
-    const Run *values;
-    int64_t begin, end, runs, padded_dim;
-    float *out;
-    Seen seen;
-    int64_t row, panel;
-    mutable Ahead ahead;
-
-    INLINE int64_t panels(int) const { return padded_dim / LANES - panel; }
-    template <int R, int P>
-    INLINE void run() const {
-        typedef typename Dot::Acc Acc;
-        constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
-        Acc acc[R][P];
-        const char *x = weights + row * row_bytes;
-        float *to = out + row * padded_dim + panel * LANES;
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) {
-                acc[r][p] = Dot::start();
-                if (begin > 0) std::memcpy(&acc[r][p], to + r * padded_dim + p * LANES, sizeof(Acc));
-            }
-        int64_t see = seen.by(row + R - 1);
-        Ahead next = ahead;
-        for (int64_t i = begin; i < end && values[i].first < see; i++) {
-            int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), C::PER_WORD);
-            meet<Dot, R, P>(acc, x + values[i].first / C::PER_WORD * Dot::X_BYTES, row_bytes,
-                            values[i].at + panel * Dot::PANEL, padded_dim * C::WORD, words, next);
-        }
-        ahead = next;
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) {
-                float *lanes = to + r * padded_dim + p * LANES;
-                if (end < runs)
-                    std::memcpy(lanes, &acc[r][p], sizeof(Acc));
-                else
-                    store(lanes, C::weighted(acc[r][p], weight_scales[row + r]));
-            }
-    }
-};
-
-// Panels stay in the cache while all rows meet them.
-template <class Dot, class Functor>
-INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
-    typedef Sweep<Dot> By;
-    int most_rows = By::rows(rows, panels), most = By::panels(most_rows);
-    for (int64_t panel = 0; panel < panels; panel += most)
-        for (f.row = 0; f.row < rows; f.row += most_rows) {
-            int here = int(std::min<int64_t>(most_rows, rows - f.row));
-            f.panel = panel;
-            int64_t end = std::min<int64_t>({panel + most, panels, panel + f.panels(here)});
-            for (int some; f.panel < end; f.panel += some) {
-                some = By::fitting(here, end - f.panel);
-                By::with(here, some, f);
-            }
-        }
-}
 
 template <class C>
 struct Attention {
@@ -125,6 +30,7 @@ struct Attention {
     typedef typename D::type T;
     typedef typename C::X X;
     typedef typename C::Dot Dot;
+    typedef std::conditional_t<GATHERS, FewTiles, Sweep<Dot>> Tiles;
     static constexpr int64_t PER_WORD = C::PER_WORD;
     static constexpr float LOG2E = 1.44269504f;
 
@@ -144,21 +50,37 @@ struct Attention {
         float *total;     // [rows, Dp] of the splits so far
         float *largest, *mass, *total_largest, *total_mass;  // [rows]
         float *q_scales, *weight_scales;                     // [rows]
-        float *value_scales;  // [SPLIT]
-        uint32_t *last_word;  // [Dp]
+        float *value_scales;   // [SPLIT]
+        uint32_t *last_word;   // [Dp]
+        uint16_t *key_scales;  // [SPLIT], of gathered keys
+        char *room;            // of gathered keys or values
 
         explicit Work(const Shape &s) {
-            int64_t rows = s.item_queries * s.group, size = int64_t(sizeof(X));
+            int64_t rows = s.item_queries * s.group + (GATHERS ? MOST_PADDING : 0), size = int64_t(sizeof(X));
             int64_t of_row = s.dim * size + SPLIT * (size + 4) + s.padded_dim * 8 + 6 * 4;
-            at = static_cast<char *>(scratch(size_t(rows * of_row + SPLIT * 4 + s.padded_dim * 4 + 14 * 64)));
+            int64_t gathered = GATHERS ? SPLIT * 2 + Gather<C>::bytes(s) : 0;
+            int64_t bytes = rows * of_row + SPLIT * 4 + s.padded_dim * 4 + gathered + 16 * 64;
+            at = static_cast<char *>(scratch(size_t(bytes)));
             take(q, rows * s.dim + 64 / size);
-            take(weights, rows * SPLIT);
             take(scores, rows * SPLIT);
+            if constexpr (GATHERS && sizeof(X) == sizeof(float))
+                weights = scores;  // each score's place becomes that of its weight
+            else
+                take(weights, rows * SPLIT);
             for (float **made : {&sum, &total}) take(*made, rows * s.padded_dim);
             for (float **made : {&largest, &mass, &total_largest, &total_mass, &q_scales, &weight_scales})
                 take(*made, rows);
             take(value_scales, SPLIT);
             take(last_word, s.padded_dim);
+            if (GATHERS) take(key_scales, SPLIT), take(room, Gather<C>::bytes(s));
+        }
+
+        // Rows that fill up the last tile are 0.
+        void pad(const Shape &s, int64_t count) const {
+            std::memset(static_cast<void *>(q + count * s.dim), 0, size_t(MOST_PADDING * s.dim) * sizeof(X));
+            std::memset(static_cast<void *>(weights + count * SPLIT), 0, size_t(MOST_PADDING * SPLIT) * sizeof(X));
+            std::fill_n(q_scales + count, MOST_PADDING, 0.0f);
+            std::fill_n(weight_scales + count, MOST_PADDING, 0.0f);
         }
 
       private:
@@ -215,6 +137,7 @@ struct Attention {
             int64_t place = (item.first + i / s.group) * s.q_heads + part.head * s.group + i % s.group;
             work.q_scales[i] = C::query(s.op.at<T>(0) + place * s.dim, s.dim, work.q + i * s.dim);
         }
+        if (GATHERS) work.pad(s, count);
         bool first = !part.cut;
         for (int64_t split = part.split; split < part.end; split++) {
             int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
@@ -270,18 +193,17 @@ struct Attention {
             for (int64_t d = 0; d < s.padded_dim; d++) work.last_word[d] = word_at(word + d * 4) & 0xFFFF;
             values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole, nullptr};
         }
-        int64_t dim_bytes = s.dim * int64_t(sizeof(X));
         Seen seen{item.position + from / s.group + 1 - begin, s.group, tokens};
         // So few rows wait for memory: while they meet a block, what they meet next is fetched.
         bool few = count - from <= FEW;
         Ahead none;
-        for (int64_t i = 0; i < runs; i++) {
-            Ahead ahead = !few ? none : i + 1 < runs ? keys_ahead(s, keys[i + 1]) : values_ahead(s, values[0]);
-            for_tiles<Dot>(count - from, ceil_div<int64_t>(keys[i].tokens, LANES),
-                           Scores<C>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
-                                     dim_bytes, s.dim / PER_WORD, s.key_stride<C>(), keys[i],
-                                     work.scores + from * SPLIT, seen, 0, 0, ahead});
-        }
+        if (GATHERS && !few)
+            gathered_scores(s, work, keys, runs, values, value_runs, from, count, seen);
+        else
+            for (int64_t i = 0; i < runs; i++)
+                scores<Dot, Tiles, PER_WORD>(
+                    s, work, keys[i], s.key_stride<C>(), from, count, seen,
+                    !few ? none : i + 1 < runs ? keys_ahead(s, keys[i + 1]) : values_ahead(s, values[0]));
         for (int64_t i = 0; i < runs; i++)
             C::value_scales(value_scales[i], keys[i].tokens, work.value_scales + keys[i].first);
         float factor = float(s.op.f[0]) * LOG2E;
@@ -307,14 +229,75 @@ struct Attention {
             work.weight_scales[i] = weights.end(padded);
             largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
         }
+        float *to = sum + from * s.padded_dim;
+        if (GATHERS && !few)
+            return gathered_weighted(s, work, values, value_runs, item, head, begin + SPLIT, from, count, to, seen);
         int64_t step = few ? 1 : value_runs;  // a block at a time, or all in registers
-        for (int64_t i = 0; i < value_runs; i += step) {
-            Ahead ahead = !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after;
-            for_tiles<Dot>(count - from, s.padded_dim / LANES,
-                           Weighted<C>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
-                                       work.weight_scales + from, values, i, i + step, value_runs, s.padded_dim,
-                                       sum + from * s.padded_dim, seen, 0, 0, ahead});
+        for (int64_t i = 0; i < value_runs; i += step)
+            weighted<Dot, Tiles, PER_WORD>(
+                s, work, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES, from, count, to,
+                seen, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
+    }
+
+    // The same of many rows. Meanwhile the values of the split are fetched.
+    static void gathered_scores(const Shape &s, const Work &work, const Run *keys, int64_t runs, const Run *values,
+                                int64_t value_runs, int64_t from, int64_t count, const Seen &seen) {
+        if constexpr (GATHERS) {
+            typedef Gather<C> G;
+            Run gathered[G::MOST_RUNS];
+            int64_t made = G::keys(s, keys, runs, work.key_scales, work.room, gathered);
+            Upcoming next;
+            for (int64_t i = 0; i < value_runs; i++) next.add(values_ahead(s, values[i]));
+            next.spread(s.padded_dim * seen.tokens * C::WORD / PER_WORD, made * ManyTiles::count(count - from));
+            for (int64_t i = 0; i < made; i++)
+                scores<typename G::Dot, ManyTiles, G::PER_WORD>(
+                    s, work, gathered[i], G::STRIDE, from, count, seen, ByTile{&next});
         }
+    }
+    // Meanwhile the keys of the next split, which begins at a token, are fetched.
+    static void gathered_weighted(const Shape &s, const Work &work, const Run *values, int64_t runs, const Item &item,
+                                  int64_t head, int64_t next_split, int64_t from, int64_t count, float *to,
+                                  const Seen &seen) {
+        if constexpr (GATHERS) {
+            typedef Gather<C> G;
+            Run gathered[G::MOST_RUNS];
+            int64_t made = G::values(s, values, runs, work.room, gathered), panels = s.padded_dim / LANES;
+            int64_t end = std::min(next_split + SPLIT, item.position + count / s.group);
+            Upcoming next;
+            for (int64_t token = next_split, here; token < end; token += here) {
+                here = std::min(s.block_size - token % s.block_size, end - token);
+                next.add(keys_ahead(s, {s.key<C>(item.row, head, token), 0, here, nullptr}));
+            }
+            next.spread((end - next_split) * s.dim * C::WORD / PER_WORD,
+                        made * ceil_div<int64_t>(panels, GROUP) * ManyTiles::count(count - from));
+            for (int64_t panel = 0; panel < panels; panel += GROUP, to += GROUP * LANES)
+                for (int64_t i = 0; i < made; i++) {
+                    int64_t here = std::min<int64_t>(GROUP, panels - panel);
+                    weighted<typename G::Dot, ManyTiles, G::PER_WORD>(
+                        s, work, gathered, i, i + 1, made, G::STRIDE, here, from, count, to, seen, ByTile{&next});
+                    gathered[i].at += G::CHUNK * G::STRIDE;
+                }
+        }
+    }
+
+    template <class By, class Height, int64_t PER, class Fetch>
+    static ONE_COPY void scores(const Shape &s, const Work &work, const Run &keys, int64_t stride, int64_t from,
+                                int64_t count, const Seen &seen, const Fetch &ahead) {
+        int64_t dim_bytes = s.dim * int64_t(sizeof(X));
+        for_tiles<Height>(
+            count - from, ceil_div<int64_t>(keys.tokens, LANES),
+            Scores<C, By, Fetch>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
+                                 dim_bytes, s.dim / PER, stride, keys, work.scores + from * SPLIT, seen, 0, 0, ahead});
+    }
+    template <class By, class Height, int64_t PER, class Fetch>
+    static ONE_COPY void weighted(const Shape &s, const Work &work, const Run *values, int64_t begin, int64_t end,
+                                  int64_t runs, int64_t stride, int64_t panels, int64_t from, int64_t count, float *to,
+                                  const Seen &seen, const Fetch &ahead) {
+        for_tiles<Height>(
+            count - from, panels,
+            Weighted<C, By, PER, Fetch>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
+                                        work.weight_scales + from, values, begin, end, runs, stride, panels,
+                                        s.padded_dim, to, seen, 0, 0, ahead});
     }
 
     static Ahead keys_ahead(const Shape &s, const Run &run) {

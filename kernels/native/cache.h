@@ -135,7 +135,7 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
 //   query: a head [size] as products take it; returns its scale. score: sums of products as scores.
 //   Weights: of one query; add(token, lanes) in ascending order, returning what counts for their sum; end: writes so
 //     many of them to `to`, returning their scale. weighted: sums of products as sums of values.
-//   value_scales: of n tokens, for Weights.
+//   value_scales: of n tokens, for Weights. copy_scales: of n tokens.
 template <class D>
 struct PlainCache {
     typedef D Activation;
@@ -159,6 +159,7 @@ struct PlainCache {
     static INLINE F weighted(F sum, float) { return sum; }
     static INLINE void prefetch_scales(const uint16_t *, int64_t) {}
     static INLINE void value_scales(const uint16_t *, int64_t, float *) {}
+    static INLINE void copy_scales(const uint16_t *, int64_t, uint16_t *) {}
 
     struct Weights {
         X *to;
@@ -213,6 +214,10 @@ struct Int8Cache {
     }
     static INLINE void value_scales(const uint16_t *scales, int64_t n, float *to) {
         by_lanes(n, [&](int64_t i, int64_t m) { store(to + i, get_n<BFloat16>(scales + i, m)); });
+    }
+
+    static INLINE void copy_scales(const uint16_t *scales, int64_t n, uint16_t *to) {
+        std::memcpy(to, scales, size_t(n) * 2);
     }
 
     // Each with its value's scale in it, as int16 by the largest of them. kept: a place for them in between.

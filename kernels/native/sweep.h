@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "cache.h"
+#include "paged.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -18,6 +18,7 @@ constexpr int BLOCK_ROWS = MAX_ACC >= 24 ? 6 : MAX_ROWS;
 // The tiles of a product: as many rows and panels as the registers hold beside their operands.
 template <class Dot>
 struct Sweep {
+    static constexpr bool PADS = false;  // rows to the height of a tile
     static constexpr int ACC = Dot::TAKES_MUCH ? std::min(MAX_ACC, 5) : MAX_ACC;
     static constexpr int MOST_ROWS = Dot::TAKES_MUCH ? ACC : MAX_ROWS;
     static constexpr int BLOCK = Dot::TAKES_MUCH ? ACC : BLOCK_ROWS;  // rows where there are more than MOST_ROWS
@@ -72,6 +73,8 @@ struct Ahead {
         read += more;
         while (__builtin_expect(read >= bytes, 0)) fetch();
     }
+    INLINE void begin_tile() {}
+    bool done() const { return bytes == INT64_MAX; }
 
   private:
     static constexpr int64_t WHOLE = 512;
@@ -89,9 +92,9 @@ struct Ahead {
 };
 
 // acc += x . w over `words` words of P panels side by side.
-template <class Dot, int R, int P>
+template <class Dot, int R, int P, class Fetch>
 INLINE void meet(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
-                 int64_t words, Ahead &ahead) {
+                 int64_t words, Fetch &ahead) {
     for (int64_t k = 0; k < words; k++) {
         const char *panels = w + k * w_stride, *row = x + k * Dot::X_BYTES;
         if constexpr (Dot::TAKES_MUCH) {
@@ -110,6 +113,100 @@ INLINE void meet(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
         }
         ahead.pass(P * Dot::PANEL);
     }
+}
+
+// S[row][token] = q . k, for one run.
+template <class C, class Dot, class Fetch>
+struct Scores {
+    const char *q;
+    const float *q_scales;
+    int64_t row_bytes, words, stride;
+    Run keys;
+    float *scores;
+    Seen seen;
+    int64_t row, panel;
+    mutable Fetch ahead;
+
+    // Panels from `panel` on that some of the rows see.
+    INLINE int64_t panels(int rows) const {
+        return ceil_div<int64_t>(seen.by(row + rows - 1) - keys.first, LANES) - panel;
+    }
+    template <int R, int P>
+    INLINE void run() const {
+        typename Dot::Acc acc[R][P];
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
+        Fetch next = ahead;
+        next.begin_tile();
+        meet<Dot, R, P>(acc, q + row * row_bytes, row_bytes, keys.at + panel * Dot::PANEL, stride, words, next);
+        ahead = next;
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++)
+                store(scores + (row + r) * SPLIT + keys.first + (panel + p) * LANES,
+                      C::score(acc[r][p], q_scales[row + r], keys.scales + (panel + p) * LANES));
+    }
+};
+
+// out[row] = weights . v, for a split's runs [begin, end) of `runs`, of which the first ones are in `out` already.
+// PER_WORD: tokens to a word of Dot.
+template <class C, class Dot, int64_t PER_WORD, class Fetch>
+struct Weighted {
+    const char *weights;
+    const float *weight_scales;
+    const Run *values;
+    int64_t begin, end, runs, stride, of_panels, padded_dim;
+    float *out;
+    Seen seen;
+    int64_t row, panel;
+    mutable Fetch ahead;
+
+    INLINE int64_t panels(int) const { return of_panels - panel; }
+    template <int R, int P>
+    INLINE void run() const {
+        typedef typename Dot::Acc Acc;
+        constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
+        Acc acc[R][P];
+        const char *x = weights + row * row_bytes;
+        float *to = out + row * padded_dim + panel * LANES;
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) {
+                acc[r][p] = Dot::start();
+                if (begin > 0) std::memcpy(&acc[r][p], to + r * padded_dim + p * LANES, sizeof(Acc));
+            }
+        int64_t see = seen.by(row + R - 1);
+        Fetch next = ahead;
+        next.begin_tile();
+        for (int64_t i = begin; i < end && values[i].first < see; i++) {
+            int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), PER_WORD);
+            meet<Dot, R, P>(acc, x + values[i].first / PER_WORD * Dot::X_BYTES, row_bytes,
+                            values[i].at + panel * Dot::PANEL, stride, words, next);
+        }
+        ahead = next;
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) {
+                float *lanes = to + r * padded_dim + p * LANES;
+                if (end < runs)
+                    std::memcpy(lanes, &acc[r][p], sizeof(Acc));
+                else
+                    store(lanes, C::weighted(acc[r][p], weight_scales[row + r]));
+            }
+    }
+};
+
+// Panels stay in the cache while all rows meet them.
+template <class By, class Functor>
+INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
+    int most_rows = By::rows(rows, panels), most = By::panels(most_rows);
+    for (int64_t panel = 0; panel < panels; panel += most)
+        for (f.row = 0; f.row < rows; f.row += most_rows) {
+            int here = By::PADS ? most_rows : int(std::min<int64_t>(most_rows, rows - f.row));
+            f.panel = panel;
+            int64_t end = std::min<int64_t>({panel + most, panels, panel + f.panels(here)});
+            for (int some; f.panel < end; f.panel += some) {
+                some = By::fitting(here, end - f.panel);
+                By::with(here, some, f);
+            }
+        }
 }
 
 }  // namespace NPUSERVE_ISA

@@ -25,7 +25,7 @@ def isa(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (16, 8, 128), (9, 3, 64), (5, 5, 10)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (16, 8, 128), (9, 3, 64), (5, 5, 10), (4, 1, 80)])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threads(
     isa, dtype, int8, q_heads, kv_heads, dim, block_size

@@ -1,0 +1,174 @@
+// A split's keys and values, copied out of the cache's blocks into this thread's scratch for products with many rows.
+//
+// There they are operands as a product reads them, widened once for all rows, in groups of GROUP panels side by side:
+// what a tile reads of a group is contiguous and stays in the first cache while all rows pass. Each output is the same
+// chain of additions as over the blocks themselves.
+#pragma once
+
+#include <type_traits>
+
+#include "sweep.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+constexpr bool GATHERS = true;
+#define ONE_COPY __attribute__((noinline))
+#else
+constexpr bool GATHERS = false;  // products read the blocks themselves
+#define ONE_COPY INLINE
+#endif
+
+constexpr int GROUP = 4;  // panels
+constexpr int64_t MOST_PADDING = 7;
+
+// Tiles of the sets that gather, with rows padded to 1, 2, 4 or 8, or to a multiple of 6: so few tiles are compiled.
+// Otherwise as Sweep.
+template <bool FEW_ROWS>
+struct PaddedTiles {
+    static constexpr bool PADS = true;
+    static constexpr int panels(int rows) { return rows > 6 ? 2 : GROUP; }
+    static int rows(int64_t all, int64_t) { return !FEW_ROWS ? 6 : all > 4 ? 8 : all > 2 ? 4 : int(all); }
+    static int fitting(int rows, int64_t most) {
+        int p = panels(rows);
+        while (p > most) p /= 2;
+        return p;
+    }
+    static int64_t count(int64_t all) { return ceil_div<int64_t>(all, rows(all, 0)); }
+    template <class Function>
+    static INLINE void with(int r, int p, const Function &f) {
+        if constexpr (!FEW_ROWS)
+            with_width<6>(p, f);
+        else if (r > 4)
+            with_width<8>(p, f);
+        else if (r > 2)
+            with_width<4>(p, f);
+        else if (r > 1)
+            with_width<2>(p, f);
+        else
+            with_width<1>(p, f);
+    }
+
+  private:
+    template <int R, int P = panels(R), class Function>
+    static INLINE void with_width(int p, const Function &f) {
+        if constexpr (P > 1) {
+            if (p < P) return with_width<R, P / 2>(p, f);
+        }
+        f.template run<R, P>();
+    }
+};
+typedef PaddedTiles<true> FewTiles;
+typedef PaddedTiles<false> ManyTiles;
+
+// What is read after these tiles: fetched by parts, one with each tile.
+struct Upcoming {
+    Ahead runs[SPLIT_PANELS + 1];
+    int64_t count = 0, place = 0, of_tile = 0;
+
+    void add(const Ahead &run) { runs[count++] = run; }
+    void spread(int64_t bytes, int64_t tiles) { of_tile = ceil_div(bytes, std::max<int64_t>(1, tiles)); }
+    void pass() {
+        if (place == count) return;
+        runs[place].pass(of_tile);
+        if (runs[place].done()) place++;
+    }
+};
+struct ByTile {
+    Upcoming *upcoming;
+    INLINE void begin_tile() { upcoming->pass(); }
+    INLINE void pass(int64_t) {}
+};
+
+// To: the product over gathered operands. STEPS: its words for each word of the cache. put: writes them, each a stride
+// after the one before.
+template <class Dot>
+struct Gathered {
+    typedef Dot To;
+    static constexpr int STEPS = 1;
+    static INLINE void put(const char *w, char *to, int64_t) { std::memcpy(to, w, Dot::PANEL); }
+};
+
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+template <>
+struct Gathered<DotWide> {
+    typedef OfWords<DotFloat32> To;
+    static constexpr int STEPS = 2;
+    static INLINE void put(const char *w, char *to, int64_t stride) {
+        DotWide::W both = DotWide::get(w);
+        store(reinterpret_cast<float *>(to), both.even);
+        store(reinterpret_cast<float *>(to + stride), both.odd);
+    }
+};
+
+// DotInt16 over int8 that is held in int16.
+struct DotHeldInt16 : DotInt16 {
+    static constexpr int64_t PANEL = 64;
+    static INLINE W get(const char *w) { return _mm512_loadu_si512(w); }
+};
+template <>
+struct Gathered<DotInt16> {
+    typedef DotHeldInt16 To;
+    static constexpr int STEPS = 1;
+    static INLINE void put(const char *w, char *to, int64_t) { _mm512_storeu_si512(to, DotInt16::get(w)); }
+};
+#endif
+
+template <class C>
+struct Gather {
+    typedef typename C::Dot From;
+    typedef Gathered<From> By;
+    typedef typename By::To Dot;
+    static constexpr int64_t PER_WORD = C::PER_WORD / By::STEPS;  // numbers to a word of To
+    static constexpr int64_t STRIDE = GROUP * Dot::PANEL;         // bytes from one word of a group to the next
+    static constexpr int64_t CHUNK = 128;                         // words of values in a group: 32 KB
+    static constexpr int64_t MOST_RUNS = SPLIT_PANELS / GROUP;
+
+    static int64_t bytes(const Shape &s) {
+        int64_t keys = MOST_RUNS * (s.dim / PER_WORD), words = ceil_div(SPLIT / PER_WORD, CHUNK) * CHUNK;
+        return std::max(keys, ceil_div<int64_t>(s.padded_dim, GROUP * LANES) * words) * STRIDE;
+    }
+
+    // The keys of `runs` runs as runs of GROUP panels each. Returns their number.
+    static int64_t keys(const Shape &s, const Run *from, int64_t runs, uint16_t *scales, char *room, Run *to) {
+        const int64_t words = s.dim / C::PER_WORD, stride = s.key_stride<C>(), size = s.dim / PER_WORD * STRIDE;
+        for (int64_t i = 0; i < runs; i++) {
+            C::copy_scales(from[i].scales, from[i].tokens, scales + from[i].first);
+            for (int64_t token = 0; token < from[i].tokens; token += LANES) {
+                int64_t panel = (from[i].first + token) / LANES;
+                const char *w = from[i].at + token * C::WORD;
+                char *at = room + panel / GROUP * size + panel % GROUP * Dot::PANEL;
+                for (int64_t k = 0; k < words; k++) By::put(w + k * stride, at + k * By::STEPS * STRIDE, STRIDE);
+            }
+        }
+        int64_t tokens = from[runs - 1].first + from[runs - 1].tokens, made = 0;
+        for (int64_t first = 0; first < tokens; first += GROUP * LANES, made++)
+            to[made] = {room + made * size, first, std::min<int64_t>(GROUP * LANES, tokens - first), scales + first};
+        return made;
+    }
+
+    // The values of `runs` runs as runs of CHUNK words each, of the first group of panels; those of the next group are
+    // CHUNK * STRIDE bytes on. Returns their number.
+    static int64_t values(const Shape &s, const Run *from, int64_t runs, char *room, Run *to) {
+        const int64_t stride = s.value_stride<C>(), panels = s.padded_dim / LANES;
+        const int64_t size = ceil_div<int64_t>(panels, GROUP) * CHUNK * STRIDE;
+        for (int64_t i = 0; i < runs; i++) {
+            int64_t words = ceil_div(from[i].tokens, C::PER_WORD);
+            for (int64_t k = 0; k < words; k++) {
+                int64_t word = (from[i].first / C::PER_WORD + k) * By::STEPS;
+                char *at = room + word / CHUNK * size + word % CHUNK * STRIDE;
+                const char *w = from[i].at + k * stride;
+                for (int64_t panel = 0; panel < panels; panel++, w += From::PANEL)
+                    By::put(w, at + panel / GROUP * CHUNK * STRIDE + panel % GROUP * Dot::PANEL, STRIDE);
+            }
+        }
+        int64_t tokens = from[runs - 1].first + from[runs - 1].tokens, made = 0;
+        for (int64_t first = 0; first < tokens; first += CHUNK * PER_WORD, made++)
+            to[made] = {room + made * size, first, std::min(CHUNK * PER_WORD, tokens - first), nullptr};
+        return made;
+    }
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve
