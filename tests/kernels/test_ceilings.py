@@ -41,7 +41,7 @@ def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monk
     seconds = {torch.float32: 1.0, torch.bfloat16: 2.0, torch.int8: 1.0}
     ran: list[torch.dtype] = []
 
-    def computer(self: Ceilings, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+    def computer(self: Ceilings, dtype: torch.dtype, isa: int) -> tuple[Callable[[], object], int]:
         return lambda: ran.append(dtype), 100
 
     def clock(machine: module.Machine, run: Callable[[], object]) -> float:
@@ -55,6 +55,38 @@ def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monk
     assert [made.peak(kind) for kind in ("fp32", "bf16", "int8")] == [100.0, 100.0, 100.0]  # type: ignore[arg-type]
     best = made.best()
     assert best["int8_gops"] == best["bf16_gflops"] == best["fp32_gflops"] == 100.0 / 1e9
+
+
+@needs_library
+def test_ceilings_other_set_in_use_takes_fastest_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose instruction for bf16 is the fastest, while the kernels run on a set without it."""
+    lib = native.library()
+    dtypes = {lib.kernel(f"peak/{name}"): name for name in ("bfloat16", "int8", "float32")}
+    ran: list[tuple[int, str | None]] = []
+
+    class Spy:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def npuserve_run(self, isa: int, ops: bytes, *rest: object) -> int:
+            ran.append((isa, dtypes.get(int.from_bytes(ops[:4], "little"))))
+            return int(real.npuserve_run(isa, ops, *rest))
+
+    def clock(machine: module.Machine, run: Callable[[], object]) -> float:
+        ran.clear()
+        run()
+        return 1.0 if ran == [(0, "bfloat16")] else 1e6
+
+    real = lib._lib
+    with native.using(lib.isas[-1]):
+        monkeypatch.setattr(module, "timed", clock)
+        monkeypatch.setattr(lib, "_lib", Spy())
+        made = Ceilings(SMALL)
+        for kind in ("bf16", "int8"):
+            made.peak(kind)  # type: ignore[arg-type]
+            assert ran == [(0, "bfloat16")]
+        made.peak("fp32")
+        assert ran[0][1] == "float32"
 
 
 @needs_library
