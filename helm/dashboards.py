@@ -252,6 +252,11 @@ KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's la
         Panel("Kernels that fall back", {
             "{{kernel}} on {{backend}}": total("kernel_fallback_total", "kernel, backend")}, "short",
               "Kernels that the backend has no implementation of: plain torch serves them.", "bargauge", 6),
+        Panel("CPU kernels", {
+            "{{instance}}: {{isa}}, bfloat16 by {{gemm}}, {{weights}} weights": of("cpu_kernels_info")}, "short",
+            "What the CPU kernels run on; empty on other devices.", "bargauge", 12),
+        Panel("CPU rates", {"{{instance}}: {{numbers}} on {{isa}}": of("cpu_peak_flops")}, "flops",
+              "Operations a second of one thread, as measured at the start.", "bargauge", 12),
         Panel("Mean by kernel", {"{{kernel}} {{phase}}": mean(LATENCY, *EACH)}, "s",
               "Mean latency of a call.", width=12),
         Panel("Calls timed", {"{{kernel}}": rate(f"{LATENCY}_count", "kernel", *PICKED)}, "ops",

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.choice import AUTO, CpuKernels, Wanted
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, Captured
@@ -45,7 +46,7 @@ from npuserve.npu.rope import cos_sin_table
 from npuserve.npu.sampler import Logprobs, Sampler
 from npuserve.npu.shared import SharedMemory, describe
 from npuserve.npu.step import NewRequest, Row, Step, StepResult
-from npuserve.npu.weights import ModelWeights, read_bytes, stored_bytes
+from npuserve.npu.weights import ModelWeights, choose_kernels, read_bytes, stored_bytes
 
 LOGITS_BYTES = 32 << 20
 """Bytes of a slice of prompt logits in float32: a long chunk's are never all there at once."""
@@ -58,7 +59,7 @@ class Runner:
     may have. max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step. kernel_sampling: every so many
     steps each kernel call is timed and `observe` told of it; 0 for never. prefill: the backend that computes the chunks
     of prompts, with its weights, where that is not the device. leaves: what it leaves in shared memory
-    (`shared.describe`), or None.
+    (`shared.describe`), or None. cpu_kernels: what the CPU kernels run on; None where none are used.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Runner:
         observe: Observe | None = None,
         prefill: tuple[Backend, ModelWeights] | None = None,
         leaves: Mapping[str, Any] | None = None,
+        cpu_kernels: CpuKernels | None = None,
     ):
         self.config = config
+        self.cpu_kernels = cpu_kernels
         self.leaves = leaves
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -399,12 +402,13 @@ def load_runner(
     int8_levels: float = 0,
     progress: Progress | None = None,
     memory: SharedMemory | None = None,
+    cpu: Wanted = AUTO,
 ) -> Runner:
     """Load the model in `folder`. Zeros take the default: see `predict`, whose plan is followed.
 
     emulate: as `select` takes it. decode_buckets, int8_levels: of `Backend`. prefill_device: as `select_prefill` takes
     it. lm_head_dtype: of `ModelConfig`. progress: is told (bytes done, bytes in all) while the weights are read; None
-    shows it on stderr. memory: where the model is to lie, if the backend can, or lies already.
+    shows it on stderr. memory: where the model is to lie, if the backend can, or lies already. cpu: of the CPU kernels.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for a device or dtype that is not
     to be had.
@@ -418,6 +422,7 @@ def load_runner(
         host.set_threads(threads)
         host.int8_levels = device.int8_levels
     config = ModelConfig.from_folder(folder, lm_head_dtype)
+    chosen = choose_kernels(config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), (device, host), cpu)
     memory = None if host else memory
     left = memory.plan(Path(folder)) if memory else None
     with device.sharing(memory.file, filled=left is not None) if memory else nullcontext(False) as shared:
@@ -439,5 +444,5 @@ def load_runner(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
-        leaves=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
+        leaves=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None, cpu_kernels=chosen,
     )

@@ -1,8 +1,8 @@
 """A model's weights in memory that outlives their process, so that the next one need not load them.
 
 The supervisor holds a file in memory and hands it to each life of the engine, with what the life before, once it was
-ready, said of it (`describe`). Where the model's files and the kernels are those of then, the plan of then is followed,
-and the weights are found as they were.
+ready, said of it (`describe`). Where the model's files, the kernels and the form of weights are those of then, the
+plan of then is followed, and the weights are found as they were.
 """
 
 from __future__ import annotations
@@ -40,5 +40,7 @@ def describe(folder: Path, plan: MemoryPlan) -> dict[str, Any]:
 
 def _stamp(folder: Path) -> list[Any]:
     files = [(path, path.stat()) for path in (folder / "config.json", *weight_files(folder))]
-    made_by = [torch.__version__, native.library().source if native.available() else ""]
+    made_by: list[str] = [torch.__version__]
+    if native.available():
+        made_by += [native.library().source, "compact" if native.library().compact else "plain"]
     return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in files] + made_by

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from npuserve.kernels.measure import QUANTIZED, tensors
+from npuserve.kernels.native.choice import AUTO, Wanted
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span, moved
 from npuserve.npu.backends import select
@@ -35,6 +36,7 @@ from npuserve.npu.model import Model
 from npuserve.npu.model_config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.rope import cos_sin_table
 from npuserve.npu.step import Row
+from npuserve.npu.weights import choose_kernels
 
 LmHead = Literal["full", "skip", "single"]
 
@@ -227,18 +229,21 @@ class Trace:
 
 def load(
     folder: Path | str, *, backend: str = "auto", dtype: str = "auto", threads: int = 0, max_model_len: int = 0,
-    layers: int = 0, emulate: Sequence[str] | None = None, lm_head_dtype: HeadDtype = "auto",
+    layers: int = 0, emulate: Sequence[str] | None = None, lm_head_dtype: HeadDtype = "auto", cpu: Wanted = AUTO,
 ) -> tuple[Model, Backend]:
     """The model in `folder` without a runner, of its first `layers` layers; 0: of all. max_model_len: positions.
 
     Raises ModelError and BackendError as `load_runner` does, and ModelError for more layers than there are.
+    cpu: of the CPU kernels.
     """
     device = select(backend, emulate)
     device.set_threads(threads)
     config = ModelConfig.from_folder(folder, lm_head_dtype)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
-    weights = load_weights(folder, config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), device)
+    made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    choose_kernels(config, made, [device], cpu)
+    weights = load_weights(folder, config, made, device)
     layers = layers or config.num_layers
     return Model(
         dataclasses.replace(config, num_layers=layers),

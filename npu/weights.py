@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, Wanted
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words, write
 from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, quantize
 from npuserve.npu.backends.base import Backend
@@ -226,6 +227,29 @@ def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int
     """Of `stored_bytes` what a step must read: of an embedding apart from the LM head next to nothing."""
     embedding, *head = tables(config, backend.vocabulary_tile)
     return stored_bytes(config, dtype, backend) - (embedding.nbytes(dtype, backend) if head else 0)
+
+
+def compared_inputs(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return K of the weights by which the forms of bfloat16 weights are compared; 0 for no comparison.
+
+    It is that of the first layer's largest weight, or of the LM head where the layers are int8. Weights that can become
+    compact are compared where they take at least `choice.SMALL_BYTES`.
+    """
+    head = tables(config, 1)[-1]
+    layers = [weight for i in range(config.num_layers) for weight in linears(config, i)]
+    able = [w for w in (*layers, head) if w.scheme is None and w.inputs % 8 == 0]
+    if dtype != torch.bfloat16 or sum(w.rows * w.inputs * dtype.itemsize for w in able) < SMALL_BYTES:
+        return 0
+    return max((w for w in linears(config, 0) if w in able), key=lambda w: w.rows * w.inputs, default=head).inputs
+
+
+def choose_kernels(config: ModelConfig, dtype: torch.dtype, backends: Iterable[Backend | None], wanted: Wanted
+                   ) -> CpuKernels | None:
+    """Have the first of the backends that computes with CPU kernels choose them (`Backend.choose_kernels`). None if
+    there is no such backend. dtype: of activations."""
+    inputs = compared_inputs(config, dtype)
+    found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
+    return next((kernels for kernels in found if kernels), None)
 
 
 @dataclass(frozen=True, slots=True)

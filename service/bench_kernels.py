@@ -1,10 +1,10 @@
 """`npuserve bench kernels`: each kernel alone, at the shapes of a real model, beside what this machine can do at most.
 
-First the ceilings of the run. Then, for each case and implementation, the error against the golden function in
-float64, the time of a call, and its share of the ceiling that binds it, which is measured in turn with the kernel. One
-JSON object a line with --json, the ceilings being the first; else a table. With --device the kernels are those of that
-device, on its clock, and as one dispatch where it captures steps. Kernels of an NPU are timed by `npuserve check
---accept`, against its own memory.
+First the ceilings of the run, and what the CPU kernels run on. Then, for each case and implementation, the error
+against the golden function in float64, the time of a call, and its share of the ceiling that binds it, which is
+measured in turn with the kernel. One JSON object a line with --json, the first being these; else a table. With --device
+the kernels are those of that device, on its clock, and as one dispatch where it captures steps. Kernels of an NPU are
+timed by `npuserve check --accept`, against its own memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from npuserve.kernels.native.choice import CpuKernels
     from npuserve.kernels.registry import Case, Kernel
+
+INPUTS = 1024
+"""K of the cases' largest weights: a Qwen3-0.6B's hidden size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of activations and weights, where a kernel takes it (default: %(default)s)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels (default: %(default)s)")
     add("--emulate", action="store_true", help="on an emulated device: proves that it works, no speed")
-    add("--isa", metavar="NAME", help="instruction set of the native kernels (default: the widest of this processor)")
+    add("--isa", metavar="NAME", help="instruction set of the native kernels (default: the fastest of this processor)")
     add("--threads", type=number(int, 0), default=0, metavar="N", help="0: as many as there are cores")
     add("--json", action="store_true", help="print one JSON object a line")
 
@@ -48,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from npuserve.kernels import native
     from npuserve.kernels.ceilings import HOST, Ceilings
     from npuserve.kernels.measure import Bench
+    from npuserve.kernels.native.choice import describe
     from npuserve.npu.backends import select
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.machine import machine_of, takes_case
@@ -70,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
     with native.using(args.isa) if args.isa else nullcontext():
         ceilings = Ceilings(machine=machine)
         best = ceilings.best()
-        print(json.dumps(best) if args.json else _ceilings_line(best))
+        chosen = _chosen(args.isa) if isas and machine is HOST else None
+        if args.json:
+            print(json.dumps(best | {"cpu_kernels": chosen and asdict(chosen)}))
+        else:
+            print(_ceilings_line(best), *(describe(chosen) if chosen else ()), sep="\n")
         if not args.json:
             print("share: part of the time that the ceiling explains; none of a cache's, which is not measured")
             print(f"\n{'kernel':22}{'case':42}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
@@ -85,6 +94,18 @@ def run(args: argparse.Namespace) -> int:
                                        "dtype": str(dtype).removeprefix("torch."), "backend": label, **asdict(measured)}
                 print(json.dumps(row) if args.json else _line(row), flush=True)
     return 0
+
+
+def _chosen(isa: str | None) -> CpuKernels:
+    """What the CPU kernels run on: chosen as a server chooses for the shapes of the cases, but for an `isa` that was
+    asked for, with which weights have the form that is usual."""
+    from npuserve.kernels import native
+    from npuserve.kernels.native import choice
+
+    if isa is None:
+        return choice.choose(choice.Wanted(), INPUTS)
+    compact = native.library().usually_compact
+    return choice.CpuKernels(isa, choice.gemm_of(isa), "compact" if compact else "plain", choice.measure_rates())
 
 
 def _labels(own: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:

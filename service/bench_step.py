@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,11 +75,16 @@ def run(args: argparse.Namespace) -> int:
         from npuserve.npu.machine import machine_of
 
         ceilings = Ceilings(machine=machine_of(bench.runner.backend))
+    kernels = bench.runner.cpu_kernels
     if not args.json:
+        if kernels:
+            from npuserve.kernels.native.choice import describe
+
+            print(*describe(kernels), sep="\n")
         print(f"{'batch':>6}{'context':>9}{'decode tok/s':>14}{'step ms':>9}{'GB/s':>7}{'share':>7}{'host us':>9}"
               f"{'kernels':>9} |{'prompt':>7}{'prefill tok/s':>15}{'TTFT ms':>9}{'GFLOP/s':>9}{'share':>7}")
     for row in _rows(bench, args, ceilings):
-        row |= {"weights_bytes": bench.runner.weights_bytes,
+        row |= {"weights_bytes": bench.runner.weights_bytes, "cpu_kernels": kernels and asdict(kernels),
                 "peak_rss_bytes": max(rss, _peak_rss() - (ceilings.read_bytes if ceilings else 0))}
         print(json.dumps(row) if args.json else _line(row), flush=True)
     return 0

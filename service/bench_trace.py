@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ServerConfig) -> int:
     """ConfigError if the model cannot be loaded so."""
+    from npuserve.kernels.native.choice import Wanted
     from npuserve.npu.trace import Call, Trace, load
 
     rows, prompt = args.batch[0], args.prompt[0]
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
         model, backend = load(
             resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,
             max_model_len=prompt + 1, layers=args.layers or 0,
-            emulate=config.relaxations if config.emulate else None, lm_head_dtype=config.lm_head_dtype)
+            emulate=config.relaxations if config.emulate else None, lm_head_dtype=config.lm_head_dtype,
+            cpu=Wanted(config.cpu_gemm, config.cpu_weights))
     except (ValueError, OSError, MemoryError) as error:
         raise ConfigError(str(error)) from error
     if not args.json:

@@ -14,10 +14,13 @@ import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npuserve.service import accept, settings
 from npuserve.service.config import ConfigError, ServerConfig
+
+if TYPE_CHECKING:
+    from npuserve.kernels.native.choice import CpuKernels
 
 # Of /proc/cpuinfo: what matters to the kernels, on x86 and on ARM.
 CPU_FEATURES = (
@@ -47,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("least_share: nothing is computed; --accept does")
     with contextlib.redirect_stdout(sys.stderr):  # what others print, as torch_npu does when it is imported
         found_model = model(config)  # first, as it is what starts an emulator
-    report = {"machine": machine(), "native": native(), "backends": backends(), "optional": optional(),
+    chosen = found_model.pop("cpu_kernels", None)
+    report = {"machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
               "emulated": config.emulate, "model": found_model}
     if not args.json:
         print(text(report), flush=True)
@@ -85,14 +89,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def native() -> dict[str, Any]:
-    """isa: what the native CPU kernels run on, None where they are not installed; isas: what they could, best first."""
+def native(chosen: CpuKernels | None) -> dict[str, Any]:
+    """isa: what the native CPU kernels run on, None where they are not installed; isas: what they could, the widest
+    first. The rest as in `CpuKernels`: chosen for the model; as for a small one if the model is computed elsewhere."""
     from npuserve.kernels import native
+    from npuserve.kernels.native.choice import Wanted, choose
 
     if not native.available():
         return {"isa": None, "isas": []}
-    library = native.library()
-    return {"isa": library.isas[library.isa], "isas": library.isas}
+    return {"isas": native.library().isas} | asdict(chosen or choose(Wanted()))
 
 
 def backends() -> dict[str, Any]:
@@ -119,12 +124,17 @@ def optional() -> dict[str, bool]:
 
 
 def model(config: ServerConfig) -> dict[str, Any]:
-    """The plan of its memory by part, in bytes; with `error` where it cannot be served at all."""
+    """The plan of its memory by part, in bytes; with `error` where it cannot be served at all. cpu_kernels: what the
+    CPU kernels run on, which the plan depends on; None where none compute."""
+    import torch
+
+    from npuserve.kernels.native.choice import Wanted
     from npuserve.npu.backends import select, select_prefill
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.loader import weight_files
     from npuserve.npu.memory import predict
     from npuserve.npu.model_config import ModelConfig, ModelError
+    from npuserve.npu.weights import choose_kernels
     from npuserve.service.model_folder import resolve
 
     folder = resolve(config.model)
@@ -132,12 +142,18 @@ def model(config: ServerConfig) -> dict[str, Any]:
     try:
         facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
         backend = select(config.device, config.relaxations if config.emulate else None)
+        prefill = select_prefill(config.prefill_device, backend)
+        for each in (backend, prefill) if prefill else (backend,):
+            each.set_threads(config.threads)
+        dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
+        found["cpu_kernels"] = choose_kernels(
+            facts, dtype, (backend, prefill), Wanted(config.cpu_gemm, config.cpu_weights))
         plan = predict(
             facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
             kv_cache_dtype=config.kv_cache_dtype,
             kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill=select_prefill(config.prefill_device, backend))
+            prefill=prefill)
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
     try:
@@ -165,10 +181,12 @@ def model(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def native_text(isa: str | None, isas: list[str]) -> str:
+def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
+    from npuserve.kernels.native.choice import CpuKernels, describe
+
     if isa is None:
-        return "no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"
-    return f"CPU kernels run on {isa} (of {', '.join(isas)})"
+        return ["no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"]
+    return describe(CpuKernels(isa, **chosen), isas)
 
 
 def text(report: dict[str, Any]) -> str:
@@ -181,7 +199,7 @@ def text(report: dict[str, Any]) -> str:
         f"machine     {it['system']}, {it['cores']} cores, {mib(it['memory_bytes'])} of memory",
         f"cpu         {' '.join(it['cpu_features']) or 'no known feature'}",
         f"software    Python {it['python']}, torch {it['torch']}",
-        f"native      {native_text(**report['native'])}",
+        "native      " + f"\n{'':12}".join(native_text(**report["native"])),
     ]
     for name, backend in report["backends"].items():
         if not backend["available"]:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,8 @@ log = logging.getLogger("npuserve.service.engine_process")
 class EngineArgs(msgspec.Struct, frozen=True):
     """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine. pulse:
     the heartbeat's file. memory: descriptor of the file in memory that the model is to lie in, -1 for none; left: what
-    the life before said of it when it was ready (npu/shared.py)."""
+    the life before said of it when it was ready (npu/shared.py). kernels: what the first engine that was ready chose
+    for the CPU kernels (kernels/native/choice.py), which this one keeps; None for none."""
 
     config: ServerConfig
     folder: str
@@ -45,14 +48,17 @@ class EngineArgs(msgspec.Struct, frozen=True):
     pulse: str = ""
     memory: int = -1
     left: dict[str, Any] | None = None
+    kernels: dict[str, Any] | None = None
 
 
 def load_model(
-    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None
+    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
+    kernels: Mapping[str, Any] | None = None,
 ) -> Runner:
     """The model on its device. observe: is told its kernels' latencies; None: the metrics page. memory: as
-    `load_runner` takes it. Raises ValueError, OSError or MemoryError where the model, the settings or this machine are
-    at fault."""
+    `load_runner` takes it. kernels: of `EngineArgs`. Raises ValueError, OSError or MemoryError where the model, the
+    settings or this machine are at fault."""
+    from npuserve.kernels.native.choice import CpuKernels, Wanted
     from npuserve.npu.runner import load_runner
 
     def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
@@ -65,7 +71,8 @@ def load_model(
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
         observe=observe or publish, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
-        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory)
+        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
+        cpu=Wanted(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None))
 
 
 def build(args: EngineArgs) -> Engine:
@@ -76,7 +83,7 @@ def build(args: EngineArgs) -> Engine:
     began = time.monotonic()
     config = args.config
     memory = SharedMemory(args.memory, args.left) if args.memory >= 0 else None
-    runner = load_model(config, args.folder, memory=memory)
+    runner = load_model(config, args.folder, memory=memory, kernels=args.kernels)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     scheduler = Scheduler(
@@ -97,8 +104,26 @@ def build(args: EngineArgs) -> Engine:
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
-                 leaves=runner.leaves)
+                 leaves=runner.leaves, kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Log what the CPU kernels run on, and show it on the metrics page. Return it as JSON takes it; None where no CPU
+    kernels compute. kept: of an earlier engine."""
+    from npuserve.kernels.native.choice import describe
+
+    chosen = runner.cpu_kernels
+    if chosen is None:
+        return None
+    found = dataclasses.asdict(chosen)
+    metrics.cpu_kernels_info.labels(chosen.isa, chosen.gemm, chosen.weights).set(1)
+    for isa, rates in chosen.gflops.items():
+        for numbers, rate in rates.items():
+            metrics.cpu_peak_flops.labels(isa, numbers).set(1e9 * rate)
+    said, *measured = describe(chosen)
+    logs.event(log, said, kept=found == kept, measured="; ".join(measured))
+    return found
 
 
 def restored(config: ServerConfig, model: ModelInfo, folder: str) -> Records:

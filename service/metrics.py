@@ -83,6 +83,11 @@ timed_step_seconds_total = _counter(
     "timed_step_seconds_total", "The device at work on the steps whose kernels were timed", "phase")
 kernel_fallback_total = _counter(
     "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")
+cpu_kernels_info = _gauge(
+    "cpu_kernels_info", "1; what the CPU kernels run on is in the labels", "isa", "gemm", "weights", mode="livemax")
+cpu_peak_flops = _gauge(
+    "cpu_peak_flops", "Operations a second of one thread, as measured when the model was loaded", "isa", "numbers",
+    mode="livemax")
 cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "A cancel's arrival to its blocks being free", STEP)
 engine_heartbeat = _gauge(
     "engine_heartbeat_seconds", "The engine's last sign of life, by the machine's monotonic clock", mode="livemax")

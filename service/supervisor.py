@@ -208,6 +208,7 @@ class Supervisor:
         self._lives: dict[Child, asyncio.Task[int]] = {}
         self._up: dict[Child, dict[str, Any]] = {}
         self._left: dict[str, Any] | None = None  # what the engine left in its memory when it was ready last
+        self._kernels: dict[str, Any] | None = None  # what the first engine that was ready chose; later ones keep it
         self._wrong = ""  # why a child cannot be used, of the first that said so
         self._signals = 0
         self._drain_seconds = config.drain_seconds
@@ -290,6 +291,7 @@ class Supervisor:
         self._engine = Child("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "pulse": self._engine.pulse.path, "memory": memory, "left": self._left,
+            "kernels": self._kernels,
         }, self._hear, watch("engine"), [memory] if memory >= 0 else [])
 
     def _processes(self) -> dict[str, int]:
@@ -332,6 +334,7 @@ class Supervisor:
             self._up[child] = line
             if child is self._engine:
                 self._left = line.get("leaves")
+                self._kernels = self._kernels or line.get("kernels")
             if len(self._up) == len(self._frontends) + 1:
                 facts = self._up[self._engine]
                 self._page.built(facts["backend"], self._name)

@@ -66,7 +66,13 @@ class _Resolved:
 
 
 class Library:
-    """The loaded library. isas: the instruction sets that it has and the processor too, the widest first."""
+    """The loaded library.
+
+    isas: the instruction sets that it has and the processor too, the widest first.
+    isa: the place of the set in use.
+    compact: weights of bfloat16 are packed compact where their shape allows it (packed.py).
+    choice.py chooses both; until then they are the widest set and what is usual for it.
+    """
 
     def __init__(self, path: Path):
         lib = ctypes.CDLL(str(path))
@@ -90,6 +96,7 @@ class Library:
         while name := lib.npuserve_isa(len(self.isas)):
             self.isas.append(name.decode())
         self.isa = 0
+        self.compact = self.usually_compact
         self.threads = 1
 
     @property
@@ -97,6 +104,11 @@ class Library:
         """Digest of the sources that it was built from, and its instruction sets."""
         digest: bytes = self._lib.npuserve_source()
         return digest.decode()
+
+    @property
+    def usually_compact(self) -> bool:
+        """True where taking compact weights apart usually costs less than reading plain ones: with a fast lookup."""
+        return self.isas[0] != "portable"
 
     def kernel(self, name: str) -> int:
         """Its number. KeyError if the library has none of that name."""
@@ -144,15 +156,18 @@ class Library:
             raise OSError(f"cannot start {threads} threads: the system's limit of threads or memory")
         self.threads = threads
 
-    def run(self, ops: bytes, count: int, rows: int = -1, seconds: Any = None) -> None:
+    def run(
+        self, ops: bytes, count: int, rows: int = -1, seconds: Any = None, isa: int | None = None,
+    ) -> None:
         """Run ops, of which `pack` makes each.
 
         rows: in place of each op's own number; -1 for that.
         seconds: an array of doubles for the time of each op, or None.
+        isa: the place of an instruction set in `isas`; None for the one in use.
 
         Raises MemoryError if the kernels have no memory for their own use.
         """
-        if self._lib.npuserve_run(self.isa, ops, count, rows, seconds):
+        if self._lib.npuserve_run(self.isa if isa is None else isa, ops, count, rows, seconds):
             raise MemoryError("no memory for the native kernels' own use")
 
     def map(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -16,16 +16,13 @@ log = logging.getLogger(__name__)
 PER_WORD = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """How many numbers of a dtype the kernels take as one word of 32 bits."""
 
-_COMPACT_ISAS = ("avx512_bf16", "avx512_vnni", "avx2")
-"""Where taking compact weights apart costs less than reading plain ones."""
-
 _BLOCK, _HEADER = 128, 16
 """Of a compact weight: numbers along K to a block, words of a block's header (compact.cpp)."""
 
 
 def compacts(k: int, dtype: torch.dtype) -> bool:
-    """True for the weights [n, k] that are held compact: in 12.25 bits a number instead of 16, without loss."""
-    return dtype == torch.bfloat16 and k % 8 == 0 and native.library().isas[0] in _COMPACT_ISAS
+    """True for the weights [n, k] that are held compact now: in 12.25 bits a number instead of 16, without loss."""
+    return dtype == torch.bfloat16 and k % 8 == 0 and native.library().compact
 
 
 def packed_words(n: int, k: int, dtype: torch.dtype, compact: bool | None = None) -> int:

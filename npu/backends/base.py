@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
+from npuserve.kernels.native.choice import CpuKernels, Wanted
 from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.kernels.registry import Span
@@ -143,6 +144,14 @@ class Backend(ABC):
     @abstractmethod
     def set_threads(self, count: int) -> None:
         """Host threads for the device's work; 0 takes what this process may use."""
+
+    def choose_kernels(self, wanted: Wanted, inputs: int) -> CpuKernels | None:
+        """Choose what the kernels of this process run on, as `choice.choose` does; None where a device has no such
+        choice. Call it after `set_threads` and before anything is loaded or planned.
+
+        Raises BackendError for settings that this machine cannot do.
+        """
+        return None
 
     @abstractmethod
     def memory_available(self) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from npuserve.kernels.native import LANES, Arena, Program, layout, library, record
 from npuserve.kernels.native import available as built
+from npuserve.kernels.native.choice import CpuKernels, Wanted, choose
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
@@ -190,6 +191,18 @@ class CpuBackend(Backend):
         self._settle = partial(_settle, of_torch, own[:1] or everywhere)
         if self._queue.thread is not None:  # it keeps what it began with otherwise
             self.enqueue(self._settle).wait()
+
+    def choose_kernels(self, wanted: Wanted, inputs: int) -> CpuKernels | None:
+        if self._arena is None:
+            for name, value in (("cpu_gemm", wanted.gemm), ("cpu_weights", wanted.weights)):
+                if value != "auto":
+                    raise BackendError(f"{name}: {value!r} needs the native CPU kernels, which are not installed; "
+                                       "possible is auto alone")
+            return None
+        try:
+            return self.enqueue(partial(choose, wanted, inputs)).wait()  # on the processor where steps are computed
+        except ValueError as error:
+            raise BackendError(str(error)) from None
 
     def _threads(self, count: int) -> int:
         return count or min(_TORCH_THREADS, usable_cores())

@@ -5,13 +5,15 @@
 
 The engine kills itself when it is to compute what a request with the token POISON in its prompt has after its first
 SPARED tokens. While the file exists that the environment variable SLOW names, each step takes as many seconds more as
-the file says, SLOW_SECONDS if it is empty.
+the file says, SLOW_SECONDS if it is empty. RATES names a file of the rates, as JSON, that an engine measures of its CPU
+kernels in place of this machine's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -23,6 +25,7 @@ POISON = 511
 SPARED = 3
 SLOW = "BRITTLE_SLOW"
 SLOW_SECONDS = 0.1
+RATES = "BRITTLE_RATES"
 PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 
@@ -38,11 +41,14 @@ def serve(arguments: list[str]) -> int:
 
 
 def engine() -> int:
+    from npuserve.kernels.native import choice
     from npuserve.npu.runner import Runner
     from npuserve.service import engine_process
 
     poisoned: dict[int, int] = {}
     slow = os.environ.get(SLOW)
+    if rates := os.environ.get(RATES):
+        choice.measure_rates = lambda: json.loads(Path(rates).read_text())
     launch = Runner.launch
 
     def launch_or_die(self: Runner, step: Any) -> Any:

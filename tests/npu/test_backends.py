@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from npuserve.kernels import native
+from npuserve.kernels.native.choice import Wanted
 from npuserve.kernels.native.packed import PackedWeight, dense, write
 from npuserve.kernels.registry import GOLDEN, KERNELS
 from npuserve.npu import backends
@@ -256,6 +257,22 @@ def test_threads_stay_on_cores_of_their_own_where_there_are_no_more():
         check(len(cores) + 1, [cores] * (len(cores) + 1))
     finally:
         cpu.set_threads(before)
+
+
+@pytest.mark.parametrize(("wanted", "name"), [
+    (Wanted(gemm="fp32"), "cpu_gemm: 'fp32'"), (Wanted(weights="compact"), "cpu_weights: 'compact'")])
+def test_cpu_without_native_kernels_has_no_choice(wanted, name):
+    cpu = CpuBackend(native=False)
+    assert cpu.choose_kernels(Wanted(), 1024) is None
+    with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* possible is auto alone"):
+        cpu.choose_kernels(wanted, 1024)
+
+
+@needs_native
+@pytest.mark.skipif("avx512_bf16" in (native.library().isas if native.available() else ()), reason="it is possible")
+def test_cpu_gemm_that_processor_lacks_is_a_backend_error():
+    with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fp32"):
+        CpuBackend().choose_kernels(Wanted(gemm="bf16"), 0)
 
 
 def test_what_work_raises_comes_out_where_it_is_waited_for(cpu):

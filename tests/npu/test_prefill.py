@@ -343,7 +343,8 @@ def test_check_shows_both(tmp_path, monkeypatch):
     assert found["fits"]
     assert host["fits"]
     assert host["needed"] == sum(host[part] for part in ("weights", "kv_cache", "activations", "staging")) > 0
-    report = {"machine": check.machine(), "native": check.native(), "backends": {}, "optional": {}, "emulated": False}
+    native = check.native(found["cpu_kernels"])
+    report = {"machine": check.machine(), "native": native, "backends": {}, "optional": {}, "emulated": False}
     said = check.text(report | {"model": found})
     assert "prompts are computed on cpu, of whose memory this takes" in said
     assert said.count(" fits: needs ") == 2

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.kernels.native import available
+from npuserve.kernels.native import available, library
+from npuserve.kernels.native.choice import Wanted
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.shared import SharedMemory
 from tests.npu.models import random_model, saved, saved_w8a8
@@ -34,6 +35,15 @@ def shared(file: int) -> int:
         if not possible:
             pytest.skip("this system makes no large pages of a file in memory")
     return file
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Weights have the form that they had, afterwards."""
+    before = available() and library().compact
+    yield
+    if available():
+        library().compact = before
 
 
 def tokens(runner) -> list[int]:
@@ -80,6 +90,19 @@ def test_a_model_that_has_changed_is_loaded(shared, tmp_path):
     saved(random_model("qwen3", seed=1), tmp_path)
     os.utime(Path(folder) / "model.safetensors", ns=(1, 1))
     assert tokens(load(folder, memory=SharedMemory(shared, left))) == tokens(load(folder))
+
+
+def test_weights_that_lie_there_in_another_form_are_loaded(shared, tmp_path):
+    folder = saved(random_model("qwen3"), tmp_path)
+    compact, plain = (Wanted(weights=form) for form in ("compact", "plain"))
+    settings = {"dtype": "bfloat16"}
+    first = load(folder, memory=SharedMemory(shared), cpu=compact, **settings)
+    left, alone, size = told(first.leaves), tokens(first), first.weights_bytes
+    del first
+    second = load(folder, memory=SharedMemory(shared, left), cpu=plain, **settings)
+    assert tokens(second) == alone
+    assert second.weights_bytes > size
+    assert told(second.leaves) != left
 
 
 def test_a_life_that_was_never_ready_leaves_nothing(shared, tmp_path):

@@ -16,8 +16,8 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.loader import load_weights
 from npuserve.npu.model_config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.quantization import W8A8, Quantization
-from npuserve.npu.weights import LayerWeights, Linear, ModelWeights, read_bytes, stored_bytes
-from tests.npu.models import edit_config, random_model, saved, saved_w8a8
+from npuserve.npu.weights import LayerWeights, Linear, ModelWeights, compared_inputs, read_bytes, stored_bytes
+from tests.npu.models import SIZES, edit_config, random_model, saved, saved_w8a8
 
 SCHEMES = [
     W8A8(),
@@ -32,6 +32,9 @@ PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",),
 }
+
+
+QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True}
 
 
 def load(folder: Path, cpu: CpuBackend | None = None, head: HeadDtype = "auto", dtype: torch.dtype = torch.float32,
@@ -346,3 +349,25 @@ def test_int8_weights_are_half_of_bfloat16s():
 def test_every_linear_layer_is_asked_for_its_inputs(tmp_path):
     layer: LayerWeights = load(saved(random_model("llama"), tmp_path)).layers[0]
     assert [linear.inputs for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)] == [None] * 4
+
+
+@pytest.mark.parametrize(("changes", "dtype", "expected"), [
+    ({}, torch.bfloat16, 1024),  # gate and up, together the largest of the first layer
+    ({"intermediate_size": 1024, "head_dim": 512}, torch.bfloat16, 1024),  # queries, keys and values
+    ({}, torch.float32, 0),
+    ({"num_layers": 1, "vocab_size": 1000}, torch.bfloat16, 0),  # small enough for a cache
+    ({"hidden_size": 1020}, torch.bfloat16, 0),  # only `down` can be compact, less than 128 MiB of it
+])
+def test_compared_inputs_are_of_the_first_layers_largest(changes, dtype, expected):
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 10, "num_heads": 16, "num_kv_heads": 8,
+             "head_dim": 128, "vocab_size": 50000}
+    config = dataclasses.replace(ModelConfig.from_dict(QWEN3), **sizes | changes)
+    assert compared_inputs(config, dtype) == expected
+
+
+def test_compared_inputs_of_int8_layers_are_the_heads():
+    config = dataclasses.replace(
+        ModelConfig.from_dict(QWEN3), hidden_size=1024, vocab_size=150000,
+        quantization=Quantization(((("Linear",), W8A8()),), ("lm_head",)))
+    assert compared_inputs(config, torch.bfloat16) == 1024
+    assert compared_inputs(dataclasses.replace(config, lm_head_dtype="int8"), torch.bfloat16) == 0

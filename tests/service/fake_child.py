@@ -58,7 +58,8 @@ if "port" in arguments:
     print(json.dumps({"event": "listening", "port": arguments["port"] or 4242}), flush=True)
 else:
     print("a library's chatter", flush=True)
-    print(json.dumps({"event": "ready", "seconds": 0.1, "kv_cache_tokens": 77, "backend": "cpu"}), flush=True)
+    print(json.dumps({"event": "ready", "seconds": 0.1, "kv_cache_tokens": 77, "backend": "cpu",
+                      "kernels": {"life": lives + 1}}), flush=True)
 if behaviour == "drain":
     said = ""
     while '["engine", "started"' not in said:

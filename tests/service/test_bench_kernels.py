@@ -16,6 +16,7 @@ from npuserve.kernels import ceilings, measure, native
 from npuserve.kernels.ceilings import Ceilings
 from npuserve.kernels.costs import COSTS, Cost
 from npuserve.kernels.linear import linear
+from npuserve.kernels.native import choice
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Implementation, Kernel
 from npuserve.service import cli
 from tests.service.command import npuserve
@@ -32,20 +33,40 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, name, value in (
         (ceilings, "_PASS_SECONDS", 1e-4), (measure, "COLD_BYTES", 1 << 16), (measure, "_PASS_SECONDS", 1e-4),
         (measure, "_MOST_PASSES", 5), (measure, "_SECONDS", 0.0),
+        (choice, "_MOST_BYTES", 1 << 20),
     ):
         monkeypatch.setattr(module, name, value)
-    torch_threads, threads = torch.get_num_threads(), native.library().threads if native.available() else 0
+    torch_threads = torch.get_num_threads()
+    lib = native.library() if native.available() else None
+    before = (lib.isa, lib.compact, lib.threads) if lib else None
     yield
     torch.set_num_threads(torch_threads)
-    if native.available():
-        native.library().set_threads(threads)
+    if lib and before:
+        lib.isa, lib.compact, threads = before
+        lib.set_threads(threads)
 
 
-def bench(*arguments: str, capsys: Capture) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The ceilings and the rows of --json."""
+def bench(*arguments: str, capsys: Capture) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The first object, which has the ceilings, and the rows of --json."""
     assert cli.main(["bench", "kernels", *arguments, "--threads", "1", "--json"]) == 0
     first, *rows = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     return first, rows
+
+
+def test_bench_kernels_chosen_set_is_shown(
+    doubled: Kernel[..., Any], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available() or len(isas := native.library().isas) < 2:
+        pytest.skip("the native kernels have no choice here")
+    rates = {isas[0]: dict.fromkeys(choice.KINDS, 1.0), isas[1]: dict.fromkeys(choice.KINDS, 2.0)}
+    monkeypatch.setattr(choice, "measure_rates", lambda: rates)
+    found = bench("--kernel", "doubled", capsys=capsys)[0]["cpu_kernels"]
+    assert (found["isa"], found["gflops"]) == (isas[1], rates)
+    assert native.library().isas[native.library().isa] == isas[1]
+    assert found["plain_ms"] > 0
+    assert found["compact_ms"] > 0
+    found = bench("--kernel", "doubled", "--isa", isas[0], capsys=capsys)[0]["cpu_kernels"]
+    assert (found["isa"], found["gemm"], found["plain_ms"]) == (isas[0], choice.gemm_of(isas[0]), None)
 
 
 @pytest.fixture
@@ -153,7 +174,9 @@ def test_programs_of_calls_count_each_call() -> None:
 
 def test_a_table_for_people(doubled: Kernel[..., Any], capsys: Capture) -> None:
     assert cli.main(["bench", "kernels", "--kernel", "doubled", "--threads", "1"]) == 0
-    first, legend, _, head, *rows = capsys.readouterr().out.splitlines()
+    *top, legend, _, head, golden, off = capsys.readouterr().out.splitlines()
+    first, rows = top[0], [golden, off]
+    assert native.available() == any(line.startswith("CPU kernels run on ") for line in top)
     assert first.startswith("ceilings: memory read ")
     assert legend.endswith("none of a cache's, which is not measured")
     assert all(row.split()[-3:-1] == ["–", "cache"] for row in rows)
@@ -173,7 +196,8 @@ def test_every_instruction_set_can_be_asked_for(doubled: Kernel[..., Any], capsy
     before = native.library().isa
     for isa in native.library().isas:
         found, _ = bench("--kernel", "doubled", "--isa", isa, capsys=capsys)
-        assert set(found) == {"read_gbs", "bf16_gflops", "int8_gops", "fp32_gflops"}
+        assert set(found) == {"read_gbs", "bf16_gflops", "int8_gops", "fp32_gflops", "cpu_kernels"}
+        assert found["cpu_kernels"]["isa"] == isa
     assert native.library().isa == before
 
 

@@ -32,10 +32,13 @@ def test_one_object_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["batch"] for row in rows] == [1, 3]
     for row in rows:
-        assert set(row) == {*DECODE, *PREFILL, "weights_bytes", "peak_rss_bytes"}
+        assert set(row) == {*DECODE, *PREFILL, "weights_bytes", "cpu_kernels", "peak_rss_bytes"}
         assert row["context"] == 40
         assert row["prefill_tokens_per_second"] == pytest.approx(70 / row["ttft_ms_p50"] * 1e3)
         assert row["peak_rss_bytes"] > row["weights_bytes"] > 1 << 20
+        assert bool(row["cpu_kernels"]) == native.available()
+        if native.available():
+            assert row["cpu_kernels"]["isa"] == native.library().isas[native.library().isa]
         assert 0 < row["kernel_share"] < 1
         assert 0 < row["host_us"] < 1e3 * 1e4
 
@@ -100,10 +103,10 @@ def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (8, 1, 16), (8, 2, 16), (24, 1, 16), (24, 2, 16)]
     matrix, memory = {"matrix_ceiling_gflops", "matrix_share"}, {"read_ceiling_gbs", "read_share"}
     for row in rows:
-        assert set(row) == {*DECODE, *PREFILL, *matrix, *memory, "weights_bytes", "peak_rss_bytes"}
+        assert set(row) == {*DECODE, *PREFILL, *matrix, *memory, "weights_bytes", "cpu_kernels", "peak_rss_bytes"}
         assert row["read_share"] == pytest.approx(row["decode_gbs"] / row["read_ceiling_gbs"])
         assert row["matrix_share"] == pytest.approx(row["prefill_gflops"] / row["matrix_ceiling_gflops"])
-    assert set(other) == {*PREFILL, *matrix, "weights_bytes", "peak_rss_bytes"}
+    assert set(other) == {*PREFILL, *matrix, "weights_bytes", "cpu_kernels", "peak_rss_bytes"}
     assert other["prompt"] == 48
 
 
@@ -122,7 +125,8 @@ def test_read_share_of_weights_that_caches_hold_is_absent(
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "2", *SMALL]) == 0
-    head, row = capsys.readouterr().out.splitlines()
+    *chosen, head, row = capsys.readouterr().out.splitlines()
+    assert native.available() == any(line.startswith("CPU kernels run on ") for line in chosen)
     assert head.split()[:2] == ["batch", "context"]
     assert row.split()[:2] == ["2", "8"]
 

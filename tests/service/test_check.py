@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from npuserve.kernels import native
+from npuserve.kernels.native import choice
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli import main
 from tests.service.command import npuserve
 
+ISAS = native.library().isas if native.available() else []
 Capture = pytest.CaptureFixture[str]
 
 CONFIG: dict[str, Any] = {
@@ -24,6 +27,18 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "torch_dtype": "float32",
 }
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """The CPU kernels run on what they ran on, afterwards."""
+    if not native.available():
+        yield
+        return
+    lib = native.library()
+    before = lib.isa, lib.compact
+    yield
+    lib.isa, lib.compact = before
 
 
 @pytest.fixture
@@ -66,9 +81,42 @@ def test_the_native_kernels_run_on_the_best_that_the_processor_has(folder: Path,
     found = report["native"]["isas"]
     assert found == [isa for isa in isas if isa in found]  # not every compiler knows all
     assert found[-1] == "portable"
-    assert report["native"]["isa"] == found[0]
-    assert main(["check", str(folder)]) == 0
-    assert f"\nnative      CPU kernels run on {found[0]} (of " in capsys.readouterr().out
+    assert report["native"]["isa"] in found
+
+
+@pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have one instruction set here")
+def test_check_cpu_kernels_shows_choice_and_rates(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = ISAS
+    rates = {first: {"bf16": 10.0, "fp32": 11.0, "int8": 12.0}, second: {"bf16": 20.0, "fp32": 22.0, "int8": 24.0}}
+    monkeypatch.setattr(choice, "measure_rates", lambda: rates)
+    found = checked(capsys, str(folder), "--device", "cpu", "--cpu-weights", "plain")[1]["native"]
+    assert found == {
+        "isa": second, "isas": ISAS, "gemm": choice.gemm_of(second), "weights": "plain", "gflops": rates,
+        "plain_ms": None, "compact_ms": None, "measured_bytes": 0}
+    assert main(["check", str(folder), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert f"\nnative      CPU kernels run on {second} (of {', '.join(ISAS)}), bfloat16 products by " in out
+    assert f"\n            one thread on {first}: bf16 10 GFLOP/s, fp32 11 GFLOP/s, int8 12 GOP/s\n" in out
+
+
+@pytest.mark.skipif(choice.BF16_ISA in ISAS or not ISAS, reason="this processor has the bfloat16 instruction")
+def test_check_gemm_that_processor_lacks_is_refused(folder: Path, capsys: Capture) -> None:
+    code, report = checked(capsys, str(folder), "--device", "cpu", "--cpu-gemm", "bf16")
+    assert code == 1
+    assert report["model"]["error"] == (
+        "cpu_gemm: 'bf16' is not possible: the kernels and this processor have the instruction sets "
+        f"{', '.join(ISAS)}; possible are auto, fp32")
+
+
+def test_check_compact_weights_take_less(folder: Path, capsys: Capture) -> None:
+    if not native.available():
+        pytest.skip("the native kernels are not built")
+    plain, compact = (
+        checked(capsys, str(folder), "--device", "cpu", "--dtype", "bfloat16", "--max-model-len", "64",
+                "--cpu-weights", form)[1]["model"]["bytes"]["weights"] for form in ("plain", "compact"))
+    assert compact < plain
 
 
 def test_native_kernels_that_are_not_built_are_told(

@@ -47,7 +47,7 @@ def test_names_end_in_their_unit() -> None:
     units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens",
              "_ratio": "0 to 1", "_timestamp_seconds": "Unix time", "_blocks": "blocks", "_running": "requests",
              "_preparing": "requests", "_waiting": "requests", "_paused": "requests", "_info": "1",
-             "_limit": "requests", "_bytes": "bytes", "_ready": "0 or 1"}
+             "_limit": "requests", "_flops": "operations/s", "_bytes": "bytes", "_ready": "0 or 1"}
     for name, (unit, meaning) in meanings().items():
         assert name.endswith(("_total", *units)), name
         assert unit, name

@@ -131,6 +131,7 @@ def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[.
         "folder": "."}
     assert engine["arguments"].pop("memory") >= -1
     assert engine["arguments"].pop("left") is None
+    assert engine["arguments"].pop("kernels") is None
     assert engine["arguments"] == {
         "config": config, "folder": ".", "address": address, "epoch": 1, "pulse": f"{run.folder()}/engine.pulse"}
     assert front["mode"] == "0o40700"
@@ -192,6 +193,14 @@ def test_supervisor_death_in_a_long_step_counts_as_death_at_work(supervise: Call
     run.until(lambda: len(run.journal("engine", "started")) == 7)  # five may die before they are ready
     assert [line["pause"] for line in run.said("engine died")][:6] == [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]
     assert not run.said("giving up")
+
+
+def test_supervisor_engine_restarted_gets_choice_of_first(supervise: Callable[..., Run]) -> None:
+    """Of the CPU kernels, whatever later engines say; an engine that was never ready has chosen nothing."""
+    run = supervise(engine="exit:1 step:0.2 step:0.2 step:0.2 live")
+    run.until(lambda: len(run.journal("engine", "started")) == 5)
+    given = [facts["arguments"]["kernels"] for _, _, facts in run.journal("engine", "started")]
+    assert given == [None, None, {"life": 2}, {"life": 2}, {"life": 2}]
 
 
 def test_nobody_hangs_before_it_beats_nor_while_all_stand_still(supervise: Callable[..., Run]) -> None:

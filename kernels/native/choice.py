@@ -1,0 +1,212 @@
+"""The choice of what the CPU kernels run on, by what this processor is measured to do.
+
+The instruction set. Two sets may differ by the bfloat16 instruction alone. With it, two products are one instruction.
+Without it, numbers are widened to float32 in registers, and two products are two instructions (FMA). Processors differ
+in which is faster. The whole process runs on one set, so that a row's numbers are the same in every batch.
+
+The form of bfloat16 weights: plain, or compact (compact.cpp). Compact weights are a quarter less to read, and are taken
+apart for each product. Both forms give the same numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.measure import cache_bytes
+from npuserve.kernels.native.packed import PackedWeight
+
+Gemm = Literal["auto", "bf16", "fp32"]
+Form = Literal["auto", "plain", "compact"]
+
+Rates = Mapping[str, Mapping[str, float]]
+"""Instruction set -> {"bf16", "fp32", "int8"} -> 10**9 operations a second of one thread. A product and its sum are
+two."""
+
+KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+
+BF16_ISA = "avx512_bf16"
+"""The instruction set whose kernels multiply bfloat16 by an instruction for it."""
+
+FASTER = 1.25
+"""Ratio of rates from which a narrower set is taken. On an equal rate the wider one is faster, since it needs fewer
+instructions beside the products."""
+
+LESS = 0.95
+"""Ratio of times up to which plain weights are taken, which need more memory."""
+
+SMALL_BYTES = 128 << 20
+"""Plain bytes of weights below which a model may lie in a cache: the form is not measured for it."""
+
+_ITERATIONS, _ROUNDS = 2000, 8
+_LEAST_BYTES, _MOST_BYTES = 64 << 20, 128 << 20
+_PASSES = 5
+_SOURCE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKernels:
+    """What the CPU kernels of this process run on.
+
+    isa: the instruction set.
+    gemm: how it multiplies bfloat16. "bf16": by an instruction for it; "fp32": widened.
+    gflops: the rates by which `isa` was chosen.
+    weights: "plain" or "compact".
+    plain_ms, compact_ms: milliseconds of a product of one row with `measured_bytes` of plain weights, and with the same
+    numbers held compact; None where the form was not measured.
+    """
+
+    isa: str
+    gemm: str
+    weights: str
+    gflops: Rates = field(default_factory=dict)
+    plain_ms: float | None = None
+    compact_ms: float | None = None
+    measured_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """gemm, weights: the settings cpu_gemm and cpu_weights. kept: an earlier choice, to be taken as it is so that
+    numbers stay the same."""
+
+    gemm: Gemm = "auto"
+    weights: Form = "auto"
+    kept: CpuKernels | None = None
+
+
+AUTO = Wanted()
+
+
+def gemm_of(isa: str) -> str:
+    """Return how the kernels of an instruction set multiply bfloat16: "bf16" or "fp32"."""
+    return "bf16" if isa == BF16_ISA else "fp32"
+
+
+def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:
+    """Choose, and have all kernels of this process run so from now on.
+
+    inputs: K of the weights by which their form is measured; 0 takes the usual form without measuring.
+    Raises ValueError, which names the setting, for what this processor cannot do.
+    """
+    lib = native.library()
+    kept = wanted.kept
+    if kept is not None and kept.isa in lib.isas:
+        lib.isa, lib.compact = lib.isas.index(kept.isa), kept.weights == "compact"
+        return kept
+    _require(lib.isas, wanted.gemm)
+    rates = measure_rates()
+    lib.isa = lib.isas.index(choose_isa(lib.isas, rates, wanted.gemm))
+    isa = lib.isas[lib.isa]
+    times, size = None, 0
+    if wanted.weights != "auto":
+        lib.compact = wanted.weights == "compact"
+    else:
+        lib.compact = lib.usually_compact
+        if inputs and lib.compact:
+            size = min(max(_LEAST_BYTES, cache_bytes()), _MOST_BYTES)
+            times = measure_forms(inputs, size)
+            lib.compact = choose_form(*times) == "compact"
+    plain, compact = times or (None, None)
+    return CpuKernels(
+        isa, gemm_of(isa), "compact" if lib.compact else "plain", rates,
+        plain and 1e3 * plain, compact and 1e3 * compact, size)
+
+
+def choose_isa(isas: Sequence[str], rates: Rates, wanted: Gemm = "auto") -> str:
+    """Return the instruction set to run on: the widest that `wanted` allows, unless another is faster by FASTER.
+
+    isas: instruction sets of the processor, the widest first.
+    rates: of any of these; a set without rates is never taken in place of a wider one.
+    Raises ValueError where none of them is of the form `wanted`.
+    """
+    _require(isas, wanted)
+    chosen, *others = [isa for isa in isas if wanted in ("auto", gemm_of(isa))]
+    for other in others:
+        if other in rates and chosen in rates and _is_faster(other, chosen, rates):
+            chosen = other
+    return chosen
+
+
+def _require(isas: Sequence[str], wanted: Gemm) -> None:
+    possible = dict.fromkeys(gemm_of(isa) for isa in isas)
+    if wanted not in ("auto", *possible):
+        raise ValueError(
+            f"cpu_gemm: {wanted!r} is not possible: the kernels and this processor have the instruction sets "
+            f"{', '.join(isas)}; possible are auto, {', '.join(possible)}")
+
+
+def _is_faster(other: str, chosen: str, rates: Rates) -> bool:
+    """Compare sets of one width by bfloat16, in which alone they differ; others must be faster in everything."""
+    same_width = other.partition("_")[0] == chosen.partition("_")[0]
+    return all(rates[other][kind] >= FASTER * rates[chosen][kind] for kind in (["bf16"] if same_width else KINDS))
+
+
+def measure_rates() -> dict[str, dict[str, float]]:
+    """Return the rates of one thread on every instruction set but the portable one, which is never the faster; of that
+    where there is no other. Takes about 2 ms."""
+    lib = native.library()
+    measured = [(number, isa) for number, isa in enumerate(lib.isas) if isa != "portable"] or [(0, lib.isas[0])]
+    done, seconds = torch.zeros(1, dtype=torch.int64), (ctypes.c_double * 1)()
+    ops = {kind: lib.pack("peak", dtype, [done], [1, _ITERATIONS]) for kind, dtype in KINDS.items()}
+    best = {isa: dict.fromkeys(KINDS, 0.0) for _, isa in measured}
+    for _ in range(_ROUNDS):  # in turn, so that a disturbance meets all of them
+        for number, isa in measured:
+            for kind, op in ops.items():
+                lib.run(op, 1, seconds=seconds, isa=number)
+                best[isa][kind] = max(best[isa][kind], int(done) / max(seconds[0], 1e-9) / 1e9)
+    return best
+
+
+def choose_form(plain_seconds: float, compact_seconds: float) -> str:
+    """Return the faster form, or compact where plain gains less than 5 %."""
+    return "plain" if plain_seconds < LESS * compact_seconds else "compact"
+
+
+def measure_forms(inputs: int, nbytes: int) -> tuple[float, float]:
+    """Return the seconds of a product of one row with weights [N, inputs]: plain, and compact.
+
+    It runs with all threads on the instruction set in use.
+    nbytes: of the plain weights; more than the caches hold.
+    """
+    lib = native.library()
+    generator = torch.Generator().manual_seed(0)
+    source = (torch.randn(_SOURCE_ROWS, inputs, generator=generator) / 50).bfloat16()
+    copies = -(-nbytes // source.nbytes)
+    rows = copies * _SOURCE_ROWS
+    x = source[:1].clone()
+    out = torch.empty(1, rows, dtype=torch.bfloat16)
+    ops = []
+    keep = []
+    for compact in (False, True):
+        piece = PackedWeight.pack(source, compact)
+        whole = PackedWeight.allocate(rows, inputs, torch.bfloat16, compact, native.Arena().empty)
+        whole.words.view(copies, -1).copy_(piece.words)  # whole panels, one after the other
+        ops.append(lib.pack(whole.op("linear"), torch.bfloat16, [x, whole.words, None, out, None], [1, inputs, rows]))
+        keep.append(whole)
+    best = [float("inf"), float("inf")]
+    for _ in range(_PASSES):
+        for form, op in enumerate(ops):
+            # Not the library's own clock: other threads may have begun before the caller's does.
+            began = time.perf_counter()
+            lib.run(op, 1)
+            best[form] = min(best[form], time.perf_counter() - began)
+    return best[0], best[1]
+
+
+def describe(chosen: CpuKernels, isas: Sequence[str] = ()) -> list[str]:
+    """Return lines for people: what was chosen, of which instruction sets, and what was measured for it."""
+    others = f" (of {', '.join(isas)})" if isas else ""
+    lines = [f"CPU kernels run on {chosen.isa}{others}, bfloat16 products by {chosen.gemm}, {chosen.weights} weights"]
+    lines += [f"one thread on {isa}: bf16 {found['bf16']:.0f} GFLOP/s, fp32 {found['fp32']:.0f} GFLOP/s, "
+              f"int8 {found['int8']:.0f} GOP/s" for isa, found in chosen.gflops.items()]
+    if chosen.plain_ms and chosen.compact_ms:
+        lines.append(f"one row with {chosen.measured_bytes >> 20} MiB of weights: {chosen.plain_ms:.2f} ms plain, "
+                     f"{chosen.compact_ms:.2f} ms compact")
+    return lines

@@ -1,0 +1,77 @@
+"""A server's choice of CPU kernels outlives its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from npuserve.kernels import native
+from npuserve.kernels.native.choice import KINDS
+from npuserve.v1 import generate_pb2 as pb
+from tests.benches import bench
+from tests.e2e import brittle
+from tests.e2e.server import Server, request, serving
+
+pytestmark = pytest.mark.slow
+BRITTLE = ("-m", "tests.e2e.brittle", "serve")
+ON_CPU = ("--device", "cpu", "--log-format", "text")
+ISAS = native.library().isas if native.available() else []
+
+
+def write_rates(file: Path, fastest: str) -> None:
+    file.write_text(json.dumps({isa: dict.fromkeys(KINDS, 2.0 if isa == fastest else 1.0) for isa in ISAS[:2]}))
+
+
+def chosen(server: Server, lives: int) -> list[tuple[str, str]]:
+    """(instruction set, kept) of each engine so far, once there were so many that are ready."""
+    until = time.monotonic() + 60
+    while len(re.findall(r"ready in [\d.]+ s", server.log)) < lives:
+        assert time.monotonic() < until, server.log
+        time.sleep(0.02)
+    return re.findall(r"CPU kernels run on (\w+),.* kept=(\w+)", server.log)
+
+
+@pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have one instruction set here")
+def test_restarted_engine_keeps_the_instruction_set_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the rates would now say otherwise: so an answer stays the same to the last bit."""
+    first, second = ISAS[:2]
+    rates = tmp_path / "rates"
+    write_rates(rates, second)
+    monkeypatch.setenv(brittle.RATES, str(rates))
+    kills = bench("kills")
+
+    def answer(server: Server) -> tuple[pb.GenerateResponse, bytes]:
+        found = server.stub.Generate(request("Once upon a time", 48, logprobs=2, ignore_eos=True), timeout=60)
+        return found, b"".join(report.SerializeToString(deterministic=True) for report in found.logprobs)
+
+    with serving(*ON_CPU, program=BRITTLE) as server:
+        assert chosen(server, 1) == [(second, "False")]
+        alone, reports = answer(server)
+        assert reports
+        write_rates(rates, first)
+        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        assert chosen(server, 2) == [(second, "False"), (second, "True")]
+        again, same_reports = answer(server)
+        assert (again.token_ids, same_reports) == (alone.token_ids, reports)
+        assert server.metric("npuserve_cpu_kernels_info", isa=second, weights="compact") == 1
+        assert server.metric("npuserve_cpu_peak_flops", isa=second, numbers="bf16") == 2e9
+    with serving(*ON_CPU, program=BRITTLE) as server:
+        assert chosen(server, 1) == [(first, "False")]
+
+
+@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+def test_weights_stay_plain_over_a_restart_when_asked_for() -> None:
+    kills = bench("kills")
+    with serving(*ON_CPU, "--cpu-weights", "plain", "--dtype", "bfloat16", program=BRITTLE) as server:
+        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        assert [kept for _, kept in chosen(server, 2)] == ["False", "True"]
+        assert server.log.count("plain weights") == 2
+        assert server.metric("npuserve_cpu_kernels_info", weights="plain") == 1

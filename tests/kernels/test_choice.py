@@ -1,0 +1,164 @@
+"""The choice of instruction set and of the form of weights, by rates and times that are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.linear import linear
+from npuserve.kernels.native import choice
+from npuserve.kernels.native.choice import CpuKernels, Wanted, choose, choose_form, choose_isa
+from npuserve.kernels.native.packed import PackedWeight, compacts
+
+BOTH = ["avx512_bf16", "avx512_vnni", "avx2", "portable"]
+"""Instruction sets of a processor with the bfloat16 instruction."""
+
+ISAS = native.library().isas if native.available() else []
+needs_library = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+needs_two = pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have one instruction set here")
+
+
+def rates(bf16: float, fma: float = 100.0, avx2: tuple[float, float, float] = (50.0, 50.0, 60.0)) -> choice.Rates:
+    """bf16: of the instruction for bfloat16. fma: of float32 with AVX-512. avx2: of bfloat16, float32 and int8."""
+    return {
+        "avx512_bf16": {"bf16": bf16, "fp32": fma, "int8": 400.0},
+        "avx512_vnni": {"bf16": fma, "fp32": fma, "int8": 400.0},
+        "avx2": dict(zip(("bf16", "fp32", "int8"), avx2, strict=True))}
+
+
+@pytest.mark.parametrize(("found", "expected"), [
+    (rates(bf16=46), "avx512_vnni"),  # Emerald Rapids: the instruction has half the rate of FMA
+    (rates(bf16=200), "avx512_bf16"),  # Zen 4
+    (rates(bf16=100), "avx512_bf16"),  # as fast as FMA, without the instructions that widen
+    (rates(bf16=81), "avx512_bf16"),
+    (rates(bf16=80), "avx512_vnni"),
+    (rates(bf16=200, avx2=(1000, 1000, 399)), "avx512_bf16"),  # a narrower set is not faster in int8
+    (rates(bf16=200, avx2=(249, 1000, 1000)), "avx512_bf16"),
+    (rates(bf16=200, avx2=(250, 125, 500)), "avx2"),
+    (rates(bf16=46, avx2=(120, 120, 480)), "avx512_vnni"),
+    ({}, "avx512_bf16"),
+])
+def test_choose_isa_by_rates(found: choice.Rates, expected: str) -> None:
+    assert choose_isa(BOTH, found) == expected
+
+
+@pytest.mark.parametrize(("wanted", "isas", "expected"), [
+    ("bf16", BOTH, "avx512_bf16"), ("fp32", BOTH, "avx512_vnni"), ("fp32", BOTH[2:], "avx2"),
+    ("fp32", ["portable"], "portable"),
+])
+@pytest.mark.parametrize("bf16", [46, 200])
+def test_choose_isa_forced_ignores_rates(wanted: choice.Gemm, isas: list[str], expected: str, bf16: float) -> None:
+    assert choose_isa(isas, rates(bf16), wanted) == expected
+
+
+def test_choose_isa_without_the_instruction_names_what_is_possible() -> None:
+    with pytest.raises(ValueError, match=r"cpu_gemm: 'bf16' is not possible.* sets avx512_vnni, avx2, portable; "
+                                         r"possible are auto, fp32$"):
+        choose_isa(BOTH[1:], {}, "bf16")
+
+
+@pytest.mark.parametrize(("plain", "compact", "expected"), [
+    (1.0, 0.8, "compact"), (1.0, 1.0, "compact"), (0.96, 1.0, "compact"), (0.94, 1.0, "plain"), (1.0, 3.0, "plain")])
+def test_choose_form_by_times(plain: float, compact: float, expected: str) -> None:
+    assert choose_form(plain, compact) == expected
+
+
+@pytest.fixture
+def lib() -> Iterator[native.Library]:
+    found = native.library()
+    before = found.isa, found.compact
+    yield found
+    found.isa, found.compact = before
+
+
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("measure_rates", "measure_forms"):
+        monkeypatch.setattr(choice, name, lambda *_: pytest.fail("something is measured"))
+
+
+@needs_two
+def test_choose_faster_set_is_used_by_all_calls(lib: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {ISAS[0]: dict.fromkeys(choice.KINDS, 10.0), ISAS[1]: dict.fromkeys(choice.KINDS, 20.0)}
+    monkeypatch.setattr(choice, "measure_rates", lambda: other)
+    chosen = choose(Wanted())
+    assert (chosen.isa, lib.isas[lib.isa], chosen.gflops) == (ISAS[1], ISAS[1], other)
+    assert (chosen.gemm, chosen.plain_ms, chosen.measured_bytes) == (choice.gemm_of(ISAS[1]), None, 0)
+
+
+@needs_two
+def test_choose_kept_is_taken_whatever_rates_say(lib: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = CpuKernels(ISAS[1], choice.gemm_of(ISAS[1]), "plain", {ISAS[1]: {"bf16": 1.0}}, 2.0, 3.0, 4)
+    told = CpuKernels(**json.loads(json.dumps(dataclasses.asdict(kept))))
+    no_measuring(monkeypatch)
+    lib.compact = True
+    assert choose(Wanted(kept=told), 1024) == kept
+    assert (lib.isas[lib.isa], lib.compact) == (ISAS[1], False)
+
+
+@needs_library
+def test_choose_kept_set_that_is_gone_is_chosen_anew(lib: native.Library) -> None:
+    assert choose(Wanted(kept=CpuKernels("avx1024", "fp32", "plain"))).isa in ISAS
+
+
+@needs_library
+@pytest.mark.parametrize(("times", "form"), [((1.0, 2.0), "plain"), ((2.0, 1.0), "compact")])
+def test_choose_form_is_measured_for_large_models(
+    lib: native.Library, monkeypatch: pytest.MonkeyPatch, times: tuple[float, float], form: str
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(native.Library, "usually_compact", True)
+    monkeypatch.setattr(choice, "measure_forms", lambda inputs, nbytes: asked.append(inputs) or times)
+    chosen = choose(Wanted(), 1024)
+    assert (chosen.weights, chosen.plain_ms, chosen.compact_ms) == (form, 1e3 * times[0], 1e3 * times[1])
+    assert chosen.measured_bytes >= 64 << 20
+    assert asked == [1024]
+    assert compacts(1024, torch.bfloat16) == lib.compact == (form == "compact")
+    assert PackedWeight.pack(torch.ones(16, 1024).bfloat16()).compact == (form == "compact")
+    assert not PackedWeight.pack(torch.ones(16, 1020).bfloat16()).compact
+
+
+@needs_library
+@pytest.mark.parametrize("usual", [True, False])
+def test_choose_form_is_not_measured_without_need(
+    lib: native.Library, monkeypatch: pytest.MonkeyPatch, usual: bool
+) -> None:
+    """For a small model, a form that was asked for, and a set on which compact weights are known to be slow."""
+    monkeypatch.setattr(native.Library, "usually_compact", usual)
+    monkeypatch.setattr(choice, "measure_forms", lambda *_: pytest.fail("the form is measured"))
+    assert choose(Wanted(), 0).weights == ("compact" if usual else "plain")
+    if not usual:
+        assert choose(Wanted(), 1024).weights == "plain"
+    for form in ("plain", "compact"):
+        assert choose(Wanted(weights=form), 1024).weights == form  # type: ignore[arg-type]
+
+
+@needs_library
+def test_measured_rates_are_of_the_sets_that_are_compared(lib: native.Library) -> None:
+    before = lib.isa
+    found = choice.measure_rates()
+    assert list(found) == ([isa for isa in ISAS if isa != "portable"] or ISAS)
+    assert all(list(each) == ["bf16", "fp32", "int8"] and min(each.values()) > 0 for each in found.values())
+    assert lib.isa == before
+
+
+@needs_library
+@pytest.mark.parametrize("inputs", [8, 264, 1024])
+def test_measured_products_are_those_of_whole_weights(monkeypatch: pytest.MonkeyPatch, inputs: int) -> None:
+    """What is timed computes the rows of the matrix that it stands for, in both forms."""
+    made: list[PackedWeight] = []
+    allocate = PackedWeight.allocate.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(PackedWeight, "allocate", classmethod(
+        lambda cls, *args: made.append(allocate(cls, *args)) or made[-1]))
+    times = choice.measure_forms(inputs, 3 << 20)
+    assert min(times) > 0
+    plain, compact = (weight for weight in made if weight.n * inputs * 2 >= 3 << 20)
+    assert (plain.compact, compact.compact) == (False, True)
+    assert torch.equal(plain.dense(), compact.dense())
+    x = torch.randn(1, inputs).bfloat16()
+    product = linear.implementations["cpu"].function
+    assert torch.equal(product(x, plain, None), product(x, compact, None))
