@@ -1,7 +1,8 @@
 """Structured logs on stderr: one line a record, text for people, JSON for machines.
 
-`event(log, "request done", id=..., tokens=...)` is how the rest of the house logs: a fixed message and fields. Prompts
-are logged only where ServerConfig.log_prompts asks for it.
+`event(log, "request done", id=..., tokens=...)` is how other modules log: a fixed message and fields. Prompts are
+logged only where ServerConfig.log_prompts asks for it. No call waits for stderr: lines go through a bounded queue
+(log_queue.py), and those that find it full are dropped and counted.
 """
 
 from __future__ import annotations
@@ -14,20 +15,29 @@ import time
 import traceback
 from typing import Any
 
+import msgspec
+
 from npuserve.service.config import ServerConfig
+from npuserve.service.log_queue import LogQueue
+
+FLUSH_SECONDS = 1.0
+"""Maximum wait for a blocked stderr when the process exits."""
 
 _prompts = False
 """Of ServerConfig.log_prompts."""
+_queue: LogQueue | None = None
+"""Of this process's stderr; None before `setup`."""
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 
 
 def setup(config: ServerConfig, process: str) -> None:
-    """Sends this process's logs to stderr. process: its name in every line, such as supervisor or frontend-0."""
-    global _prompts
+    """Send this process's logs to stderr. process: its name in every line, such as supervisor or frontend-0."""
+    global _prompts, _queue
     _prompts = config.log_prompts
-    text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TextFormatter(process) if text else JsonFormatter(process))
+    _queue = LogQueue(sys.stderr)
+    handler = _Handler(_queue)
+    is_text = with_format(config).log_format == "text"
+    handler.setFormatter(TextFormatter(process) if is_text else JsonFormatter(process))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
@@ -36,13 +46,36 @@ def setup(config: ServerConfig, process: str) -> None:
     logging.captureWarnings(True)
 
 
+def with_format(config: ServerConfig) -> ServerConfig:
+    """Return the configuration with the format that `auto` stands for: text where stderr is a terminal, else JSON.
+
+    The supervisor chooses for its children too, whose stderr is a pipe to the supervisor.
+    """
+    if config.log_format != "auto":
+        return config
+    return msgspec.structs.replace(config, log_format="text" if sys.stderr.isatty() else "json")
+
+
+def forward(line: bytes) -> None:
+    """Queue a line that another process wrote, its end included. Written at once where there was no `setup`."""
+    if _queue:
+        _queue.put(line)
+    else:
+        sys.stderr.write(line.decode(errors="replace"))
+
+
+def take_dropped() -> int:
+    """Return the number of lines that this process dropped since the last call."""
+    return _queue.take_dropped() if _queue else 0
+
+
 def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Logs a message that is the same every time, with what differs in fields."""
+    """Log a message that is the same every time, with what differs in fields."""
     log.log(level, message, extra={"fields": fields}, stacklevel=2)
 
 
 def bug(log: logging.Logger, message: str, error: BaseException, /, **fields: Any) -> None:
-    """Logs an exception that nobody foresaw. Its text may quote a prompt: it is left out unless prompts are logged."""
+    """Log an exception that nobody foresaw. Its text may quote a prompt: it is left out unless prompts are logged."""
     kinds: list[str] = []
     frames: list[str] = []
     cause: BaseException | None = error
@@ -53,6 +86,26 @@ def bug(log: logging.Logger, message: str, error: BaseException, /, **fields: An
     text = {"text": str(error)} if _prompts else {}
     fields |= {"exception_type": " from ".join(kinds), "traceback": "".join(frames), **text}
     log.error(message, extra={"fields": fields}, stacklevel=2)
+
+
+class _Handler(logging.Handler):
+    """Handler that formats in the caller's thread and leaves writing to the queue's."""
+
+    def __init__(self, queue: LogQueue):
+        super().__init__()
+        self._queue = queue
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # as logging's own handlers do: a record that cannot be formatted ends nothing
+            self._queue.put(f"log record of {record.name} cannot be formatted\n".encode())
+        else:
+            self._queue.put(line.encode(errors="backslashreplace") + b"\n")
+
+    def flush(self) -> None:
+        """Wait until the lines so far are written; logging.shutdown calls it."""
+        self._queue.flush(FLUSH_SECONDS)
 
 
 class TextFormatter(logging.Formatter):

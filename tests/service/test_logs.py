@@ -32,8 +32,15 @@ def loggers_as_before() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
+def written(capsys: Capture) -> str:
+    """Return stderr, once the queue's thread has written all lines."""
+    (handler,) = logging.getLogger().handlers
+    handler.flush()
+    return capsys.readouterr().err
+
+
 def lines(capsys: Capture) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    return [json.loads(line) for line in written(capsys).splitlines()]
 
 
 def test_json_has_the_record_and_its_fields(capsys: Capture) -> None:
@@ -70,7 +77,7 @@ def test_exception_is_part_of_the_line(capsys: Capture) -> None:
 def test_text_quotes_what_is_not_plain(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="text"), "engine")
     logs.event(log, "done", id="x=1\nINFO forged", plain="a/b:c", seconds=0.123456789, empty="")
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = written(capsys).splitlines()
     assert line.endswith(r'INFO engine: done id="x=1\nINFO forged" plain=a/b:c seconds=0.123457 empty=""')
 
 
@@ -81,7 +88,7 @@ def test_auto_is_text_on_a_terminal_alone(capsys: Capture, monkeypatch: pytest.M
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     logs.setup(ServerConfig(), "engine")
     logs.event(log, "to a terminal")
-    assert capsys.readouterr().err.rstrip().endswith("INFO engine: to a terminal")
+    assert written(capsys).rstrip().endswith("INFO engine: to a terminal")
 
 
 def test_level(capsys: Capture) -> None:

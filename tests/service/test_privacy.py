@@ -189,6 +189,7 @@ def test_prompts_that_are_to_be_logged_bring_exceptions_texts_too(
             raise ValueError(MARK)
         except ValueError as error:
             logs.bug(log, "internal error", error, error_id="7")
+        logging.getLogger().handlers[0].flush()
         line = json.loads(capsys.readouterr().err)
         assert (line["exception_type"], line["error_id"]) == ("ValueError", "7")
         assert line.get("text") == (MARK if wanted else None)
