@@ -231,6 +231,18 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
     ]),
     Row("Life", [
         *LIFE,
+        Panel("Ended processes", {
+            "{{instance}} {{process}} {{why}}":
+                f"sum by (instance, process, why) (increase({of('process_failures_total')}{NOW}))"}, "short",
+              "Lives of processes that ended and were followed by another, by the reason."),
+        Panel("Loading", {"{{instance}}": total("engine_loading_seconds", "instance", how="max")}, "s",
+              "For how long the engine has been loading its model; 0 when it is not."),
+        Panel("Unusable files and lost log lines", {
+            "{{instance}} {{setting}} unusable":
+                f"sum by (instance, setting) (increase({of('settings_not_read_total')}{NOW}))",
+            "{{instance}} metrics skipped": f"sum by (instance) (increase({of('metrics_files_skipped_total')}{NOW}))",
+            "{{instance}} log lines dropped": f"sum by (instance) (increase({of('log_lines_dropped_total')}{NOW}))"},
+              "short", "Each is a fault that ends nothing: the last good files stay, and lost lines delay nobody."),
         Panel("What runs", {
             "{{instance}}: {{model}}, npuserve {{version}}, torch {{torch}}, {{backend}}": of("build_info")},
             "short", "One line for each server whose model is loaded.", "bargauge"),

@@ -14,6 +14,8 @@ from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from npuserve.service import logs
+
 PREFIX = "npuserve"
 
 LATENCY = (.001, .002, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -55,6 +57,8 @@ stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not y
 tls_certificate_expiry = _gauge(
     "tls_certificate_expiry_timestamp_seconds", "Unix time of the end of the certificates in use", "certificate",
     mode="livemin")
+settings_not_read_total = _counter(
+    "settings_not_read_total", "Times that a setting's files were unusable and the last good ones stayed", "setting")
 ready = _gauge("ready", "1 while a front end takes requests, else 0", mode="livemax")
 
 # Engine
@@ -94,6 +98,12 @@ engine_heartbeat = _gauge(
 
 # Supervisor
 engine_restarts_total = _counter("engine_restarts_total", "Times the engine process was started again")
+process_failures_total = _counter(
+    "process_failures_total", "Lives of processes that ended and were followed by another", "process", "why")
+engine_loading_seconds = _gauge(
+    "engine_loading_seconds", "Time that the engine has been loading; 0 when it is not", mode="livemax")
+metrics_files_skipped_total = _counter(
+    "metrics_files_skipped_total", "Files of metrics that could not be read, and whose counts are lost")
 build_info = _gauge(
     "build_info", "1; the version is in the labels", "version", "torch", "backend", "model", mode="livemax")
 target_seconds = _gauge(
@@ -103,6 +113,9 @@ requests_limit = _gauge(
     mode="livemax")
 resident_memory_bytes = _gauge(
     "resident_memory_bytes", "Resident memory of each process; 0 while it is dead", "process")
+
+# All processes
+log_lines_dropped_total = _counter("log_lines_dropped_total", "Log lines dropped because nobody read the ones before")
 
 # Values that are worth a 0 before the first sample: a rate needs two samples, and an alert must not miss the first.
 KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
@@ -115,6 +128,9 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     queue_rejections_total: (
         ("queue_full",), ("displaced",), ("client_limit",), ("deadline",), ("duplicate",), ("too_large",),
         ("front_end",)),
+    process_failures_total: tuple(
+        (process, why) for process in ("engine", "frontend") for why in ("died", "hung", "unusable", "not_started")),
+    settings_not_read_total: (("api_keys",), ("tls_cert",)),
 }
 
 
@@ -159,3 +175,5 @@ def flush() -> None:
     """Bring what this process's tallies have to the page. Call it some times a second, and when nothing goes on."""
     for one in _tallies:
         one.flush()
+    if dropped := logs.take_dropped():
+        log_lines_dropped_total.inc(dropped)

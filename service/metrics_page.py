@@ -2,23 +2,30 @@
 
 The processes write to memory-mapped files in one folder (see metrics.py); this adds them up at each scrape. It lives
 in the supervisor, so it outlasts every other process. The files of a dead process are added to one file of each type
-and removed, so that the number of files is bounded by the processes that run.
+and removed, so that the number of files is bounded by the processes that run. A file that cannot be read is skipped,
+counted and logged: it costs its own counts and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
+from npuserve.service.metrics_server import MetricsServer
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
@@ -35,6 +42,15 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class MetricsPage:
     """Serves `url` from a thread until `close`.
 
@@ -45,7 +61,7 @@ class MetricsPage:
 
     def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         # Makes this process's own files, in which every metric without labels is 0.
         from npuserve.service import metrics
@@ -63,16 +79,17 @@ class MetricsPage:
         self._vllm = config.metrics_vllm_aliases
         self._model = ""
         self._folder = folder
-        self._files_lock = threading.Lock()  # scrapes have threads of their own
+        self._files_lock = threading.Lock()  # scrapes have a thread of their own
+        self._unreadable: set[str] = set()  # files that were counted and logged as such
         self._last_beat = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
         host, port = config.host, config.metrics_port
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+            self._server = MetricsServer(host.strip("[]"), port, make_wsgi_app(registry))
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
-        self.url = f"http://{endpoint(host, self._server.server_port)}/metrics"
+        self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
     def collect(self) -> Iterator[object]:
         """For prometheus_client, at each scrape: the sums, and what nobody has counted yet by name alone."""
@@ -80,6 +97,7 @@ class MetricsPage:
         from prometheus_client.core import GaugeMetricFamily, Metric
 
         self._measure_memory()
+        self._metrics.flush()
         found = self._sums()
         if self._vllm and self._model:
             from npuserve.service.vllm_metrics import aliases
@@ -94,6 +112,14 @@ class MetricsPage:
     def engine_restarted(self) -> None:
         self._metrics.engine_restarts_total.inc()
 
+    def failed(self, process: str, why: str) -> None:
+        """Count a life of a child that ended. process: engine or frontend. why: of restarts.Why."""
+        self._metrics.process_failures_total.labels(process, why).inc()
+
+    def loading(self, seconds: float) -> None:
+        """Show for how long the engine has been loading; 0 when it is not."""
+        self._metrics.engine_loading_seconds.set(seconds)
+
     def built(self, backend: str, model: str) -> None:
         """The model is loaded. backend: the one that the engine runs on. model: the name that it is served under."""
         self._model = model
@@ -105,14 +131,17 @@ class MetricsPage:
         with self._files_lock:
             for file in self._folder.glob(f"*_{pid}.db"):
                 kind = file.name.partition("_")[0]
-                if kind != "gauge":
-                    _add(file, self._folder / f"{kind}_{DEAD}.db")
-                file.unlink()
+                total = self._folder / f"{kind}_{DEAD}.db"
+                if kind != "gauge" and self._is_readable(file):
+                    if total.exists() and not self._is_readable(total):
+                        total.unlink()
+                    _add(file, total)
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                self._unreadable.discard(file.name)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def _measure_memory(self) -> None:
         processes = {"supervisor": os.getpid(), **self._processes()}
@@ -123,16 +152,40 @@ class MetricsPage:
 
     def _sums(self) -> dict[str, Metric]:
         """Return all processes' metrics by name; note the latest heartbeat."""
-        from prometheus_client.multiprocess import MultiProcessCollector
-
         with self._files_lock:
-            # An empty file is one that its process has not sized yet.
-            files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
-            merged = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+            files = sorted(self._folder.glob("*.db"))
+            try:
+                merged = _merge(files)
+            except Exception:  # whatever a broken file makes of the reader
+                merged = _merge([file for file in files if self._is_readable(file)])
         found = {metric.name: metric for metric in merged}
         for sample in found[HEARTBEAT].samples if HEARTBEAT in found else ():
             self._last_beat = max(self._last_beat, sample.value)
         return found
+
+    def _is_readable(self, file: Path) -> bool:
+        """Return False for a broken file, which is counted and logged the first time."""
+        try:
+            _merge([file])
+        except Exception as error:
+            if file.name not in self._unreadable:
+                self._unreadable.add(file.name)
+                self._metrics.metrics_files_skipped_total.inc()
+                logs.event(log, "a metrics file cannot be read and is skipped", level=logging.ERROR, file=file.name,
+                           error=f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+
+def _merge(files: Sequence[Path]) -> list[Metric]:
+    """Return the sums of files. Raises what prometheus_client raises for a broken one.
+
+    An empty file is one that its process has not sized yet.
+    """
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    sized = [str(file) for file in files if file.stat().st_size]
+    return list(MultiProcessCollector.merge(sized))  # type: ignore[no-untyped-call]
 
 
 def _add(source: Path, total: Path) -> None:

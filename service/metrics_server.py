@@ -1,0 +1,132 @@
+"""HTTP server of the metrics page: one thread, a bounded number of connections, and a limit on the time of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+
+from npuserve.service import logs
+
+log = logging.getLogger(__name__)
+
+WsgiApp = Callable[[dict[str, Any], Callable[[str, list[tuple[str, str]]], object]], Iterable[bytes]]
+
+MAX_CONNECTIONS = 32
+"""Beyond it the oldest connection is closed: a scraper sends its request at once and has its page soon."""
+MAX_REQUEST_BYTES = 16 << 10
+EXCHANGE_SECONDS = 10.0
+"""Limit of one connection, from its beginning to the last byte of its page."""
+BACKLOG = 64
+
+
+class MetricsServer:
+    """Serves a WSGI application on `port` from a thread of its own until `close`. One request a connection.
+
+    port: 0 takes a free one. Raises OSError if there is no listening on the address.
+    """
+
+    def __init__(self, host: str, port: int, app: WsgiApp):
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self._socket = socket.socket(family)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+            self._socket.listen(BACKLOG)
+        except OSError:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+        self._app = app
+        self._broken = ""  # the type of the last error of a page, which is logged once in a row
+        self._exchanges: dict[asyncio.Task[Any], None] = {}  # in the order of their arrival
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(EXCHANGE_SECONDS)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_REQUEST_BYTES)
+        await self._closing.wait()
+        server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        exchange = asyncio.ensure_future(self._exchange(reader, writer))
+        self._exchanges[exchange] = None
+        if len(self._exchanges) > MAX_CONNECTIONS:
+            oldest = next(iter(self._exchanges))
+            del self._exchanges[oldest]
+            oldest.cancel()
+        try:
+            await asyncio.wait((exchange,), timeout=EXCHANGE_SECONDS)
+        finally:
+            exchange.cancel()
+            self._exchanges.pop(exchange, None)
+            writer.transport.abort()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request and wait until the answer has left."""
+        writer.transport.set_write_buffer_limits(0)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.LimitOverrunError:
+                answer = _answer("431 Request Header Fields Too Large", [], b"")
+            else:
+                answer = self._page(head)
+            writer.write(answer)
+            await writer.drain()
+            writer.write_eof()
+            await reader.read(1)  # its end: an abort before it could take the page back
+
+    def _page(self, head: bytes) -> bytes:
+        """Return the application's answer to a request's head."""
+        environ = _environ(head)
+        if environ is None:
+            return _answer("400 Bad Request", [], b"")
+        begun: list[Any] = []
+        try:
+            body = b"".join(self._app(environ, lambda status, headers: begun.extend((status, headers))))
+        except Exception as error:
+            if self._broken != type(error).__name__:
+                self._broken = type(error).__name__
+                logs.bug(log, "no metrics page could be made", error)
+            return _answer(f"500 {HTTPStatus.INTERNAL_SERVER_ERROR.phrase}", [], b"")
+        self._broken = ""
+        return _answer(begun[0], begun[1], body)
+
+
+def _environ(head: bytes) -> dict[str, Any] | None:
+    """Return what a WSGI application reads of a request without a body; None if it is not HTTP."""
+    request, *lines = head.decode("latin-1").split("\r\n")
+    parts = request.split(" ")
+    if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
+        return None
+    path, _, query = parts[1].partition("?")
+    headers = {name.strip().upper().replace("-", "_"): value.strip()
+               for name, colon, value in (line.partition(":") for line in lines) if colon}
+    return {"REQUEST_METHOD": parts[0], "PATH_INFO": path, "QUERY_STRING": query,
+            **{f"HTTP_{name}": value for name, value in headers.items()}}
+
+
+def _answer(status: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
+    fields = [*headers, ("Content-Length", str(len(body))), ("Connection", "close")]
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields), "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
