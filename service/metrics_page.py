@@ -81,6 +81,7 @@ class MetricsPage:
         self._folder = folder
         self._files_lock = threading.Lock()  # scrapes have a thread of their own
         self._unreadable: set[str] = set()  # files that were counted and logged as such
+        self._dead: set[int] = set()  # processes whose files are still there
         self._last_beat = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
@@ -98,6 +99,8 @@ class MetricsPage:
 
         self._measure_memory()
         self._metrics.flush()
+        if self._dead:
+            self._bury()
         found = self._sums()
         if self._vllm and self._model:
             from npuserve.service.vllm_metrics import aliases
@@ -126,19 +129,31 @@ class MetricsPage:
         self._metrics.build_info.labels(version("npuserve"), version("torch"), backend, model).set(1)
 
     def forget(self, pid: int) -> None:
-        """Keep what a dead process counted, drop its gauges, and remove its files."""
-        self._sums()  # notes its last heartbeat
+        """Keep what a dead process counted, drop its gauges, and remove its files.
+
+        Where the system has no file or memory for that now, it is done at a later scrape.
+        """
+        self._dead.add(pid)
+        with contextlib.suppress(OSError):
+            self._sums()  # notes its last heartbeat
+            self._bury()
+
+    def _bury(self) -> None:
+        """Add the files of dead processes to those of all the dead, and remove them. Raises OSError."""
         with self._files_lock:
-            for file in self._folder.glob(f"*_{pid}.db"):
-                kind = file.name.partition("_")[0]
-                total = self._folder / f"{kind}_{DEAD}.db"
-                if kind != "gauge" and self._is_readable(file):
-                    if total.exists() and not self._is_readable(total):
-                        total.unlink()
-                    _add(file, total)
-                with contextlib.suppress(OSError):
+            for pid in self._dead.difference(self._processes().values()):
+                for file in list(self._folder.iterdir()):  # not glob, which may hide an OSError
+                    if not file.name.endswith(f"_{pid}.db"):
+                        continue
+                    kind = file.name.partition("_")[0]
+                    total = self._folder / f"{kind}_{DEAD}.db"
+                    if kind != "gauge" and self._is_readable(file):
+                        if total.exists() and not self._is_readable(total):
+                            total.unlink()
+                        _add(file, total)
                     file.unlink()
-                self._unreadable.discard(file.name)
+                    self._unreadable.discard(file.name)
+                self._dead.discard(pid)
 
     def close(self) -> None:
         self._server.close()
@@ -164,9 +179,12 @@ class MetricsPage:
         return found
 
     def _is_readable(self, file: Path) -> bool:
-        """Return False for a broken file, which is counted and logged the first time."""
+        """Return False for a broken file, which is counted and logged the first time. Raises OSError if the system has
+        no file or memory for reading it."""
         try:
             _merge([file])
+        except OSError:
+            raise
         except Exception as error:
             if file.name not in self._unreadable:
                 self._unreadable.add(file.name)

@@ -287,3 +287,38 @@ first.close()
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), port], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+NO_FILES = """
+import json, os, resource, subprocess, sys
+from pathlib import Path
+from npuserve.service.config import ServerConfig
+from npuserve.service.metrics_page import MetricsPage
+
+folder = Path(sys.argv[1])
+page = MetricsPage(folder, ServerConfig(metrics_port=0))
+script = "import os\\nfrom npuserve.service import metrics\\nmetrics.prompt_tokens_total.inc(10)\\nos._exit(1)"
+pids = []
+for _ in range(2):
+    variables = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": sys.argv[1]}
+    child = subprocess.Popen([sys.executable, "-c", script], env=variables)
+    child.wait()
+    pids.append(child.pid)
+page.forget(pids[0])
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+page.forget(pids[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+left = len(list(folder.glob(f"*_{pids[1]}.db")))
+found = {name: metric.samples[0].value for metric in page.collect() if (name := metric.name) in (
+    "npuserve_prompt_tokens", "npuserve_metrics_files_skipped")}
+print(json.dumps([left > 0, len(list(folder.glob(f"*_{pids[1]}.db"))), found]))
+os._exit(0)
+"""
+
+
+def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -> None:
+    """What a death leaves is added up at the next scrape."""
+    done = subprocess.run([sys.executable, "-c", NO_FILES, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, 0, {"npuserve_prompt_tokens": 20, "npuserve_metrics_files_skipped": 0}]
