@@ -6,7 +6,8 @@ A template is a program that comes with the model. jinja2's sandbox keeps it fro
 without an end, numbers without an end and texts that fill the memory: no check inside Python sees a call in C that does
 not return. So a front end has it run here, one conversation at a time, under the kernel's alarm (SIGALRM, which nobody
 handles, so it ends the process) and a limit of memory. What is over either is the conversation's fault alone:
-INVALID_ARGUMENT, and the next one gets a new process.
+INVALID_ARGUMENT, and the next one gets a new process. Its environment has nothing but what Python needs to start, and
+the memory of the other processes is closed to it (process_control.set_dumpable).
 
 A conversation goes there, and its text comes back, as one line of JSON.
 """
@@ -14,6 +15,7 @@ A conversation goes there, and its text comes back, as one line of JSON.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -24,11 +26,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from npuserve.service import process_control
 from npuserve.service.chat_template import MAX_SECONDS, load_chat_template
 from npuserve.service.errors import InvalidField, Unavailable
 
 MAX_MEMORY = 2 << 30
 """Bytes beyond what the process takes for itself: the largest conversation is some tens of MiB, several times over."""
+KEPT_VARIABLES = frozenset({
+    "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
+"""Of the environment: whatever else is there may be a secret."""
 COMMAND = (sys.executable, "-m", "npuserve.service.template_process")
 
 
@@ -44,7 +50,8 @@ class TemplateProcess:
         roles: frozenset[str] = frozenset(),
     ):
         self.roles = roles
-        self._start = {"folder": str(folder), "named_tokens": dict(named_tokens), "seconds": seconds}
+        self._start = {"folder": str(folder), "named_tokens": dict(named_tokens), "seconds": seconds,
+                       "dumpable": process_control.is_dumpable()}
         self._seconds = seconds
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +102,9 @@ class TemplateProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._finish()
-            self._process = process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+            self._process = process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
             self._finish = weakref.finalize(self, _end, process)
             assert process.stdin
             process.stdin.write(json.dumps(self._start).encode() + b"\n")
@@ -122,6 +131,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     start = json.loads(sys.stdin.buffer.readline())
+    process_control.set_dumpable(start["dumpable"])
     template = load_chat_template(Path(start["folder"]), start["named_tokens"])
     assert template
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -12,7 +12,7 @@ import pytest
 
 from npuserve.service.chat_template import ChatTemplate
 from npuserve.service.errors import InvalidField, Unavailable
-from npuserve.service.template_process import TemplateProcess, contained
+from npuserve.service.template_process import KEPT_VARIABLES, TemplateProcess, contained
 from tests.service.fake_engine import CHAT_TEMPLATE
 
 TURN = {"role": "user", "content": "hi"}
@@ -103,6 +103,18 @@ def test_who_waits_too_long_is_told_to_come_again(tmp_path: Path) -> None:
     assert len(kinds) == 4
     assert Unavailable in kinds
     assert InvalidField in kinds
+
+
+def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("NPUSERVE_API_KEYS", "/secret")
+    monkeypatch.setenv("TZ", "Asia/Shanghai")
+    process = made(tmp_path, WELL)
+    assert process.render([TURN]) == "hi"
+    assert process._process
+    variables = Path(f"/proc/{process._process.pid}/environ").read_bytes().split(b"\0")
+    assert b"TZ=Asia/Shanghai" in variables
+    assert {variable.partition(b"=")[0].decode() for variable in variables if variable} <= KEPT_VARIABLES
 
 
 def test_a_process_that_is_killed_is_replaced_and_ends_with_its_owner(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Linux process attributes: death with the parent, core dumps, and the adoption of orphaned processes.
+
+Other systems lack prctl(2); there every function does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+
+_SET_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
+"""Operations of prctl(2)."""
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL to this process when the thread that started it ends.
+
+    The parent may have died before this call. The caller must notice that itself, for example by a pipe whose other
+    end only the parent holds.
+    """
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Allow or forbid core files of this process, and access to its memory and environment by other processes of the
+    same user. An exec of another program resets it to allowed."""
+    _prctl(_SET_DUMPABLE, int(dumpable))
+
+
+def is_dumpable() -> bool:
+    """Return what `set_dumpable` set last; True on systems without it."""
+    return _prctl(_GET_DUMPABLE) != 0
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, as process 1 of a container is anyway."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+class OrphanReaper:
+    """Reaps adopted processes that have ended, and leaves the process's own children to whoever waits for them."""
+
+    def __init__(self) -> None:
+        self._zombies: frozenset[int] = frozenset()
+
+    def reap(self, own: Collection[int]) -> int:
+        """Reap orphans that were zombies at the last call too, and return their number. Call it every second or so.
+
+        A zombie of two calls is not waited for by another thread. own: process ids that are never reaped.
+        """
+        before, reaped = self._zombies, 0
+        self._zombies = frozenset(_zombie_children()).difference(own)
+        for pid in self._zombies & before:
+            with contextlib.suppress(ChildProcessError):
+                reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
+        return reaped
+
+
+def _zombie_children() -> list[int]:
+    """Return the process ids of this process's children that ended and were not waited for."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(pid) for pid in (thread / "children").read_text().split()]
+    return [pid for pid in found if _state(pid) == "Z"]
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state in /proc; "" for a process that does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _prctl(operation: int, argument: int = 0) -> int:
+    if sys.platform != "linux":
+        return 1
+    zero = ctypes.c_ulong(0)
+    return int(_libc().prctl(ctypes.c_int(operation), ctypes.c_ulong(argument), zero, zero, zero))
