@@ -127,7 +127,7 @@ def engine(step_ms: float, chunks: int) -> None:
     """What npuserve.service.engine_process does, with a runner of ours."""
     args = child.read_arguments(EngineArgs)
     logs.setup(args.config, "engine")
-    child.listen(gone=lambda: sys.exit(1))
+    child.listen()
     scheduler = Scheduler(BlockManager(1024, 64, True), max_num_seqs=64, max_num_batched_tokens=512, max_queue=256,
                           aging_seconds=10)
     model = ModelInfo("Fake", VOCABULARY, 32768, "float32", "none", "float32", "cpu", 64, 256, 65536, 0, True)

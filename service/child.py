@@ -1,12 +1,15 @@
-"""What the supervisor and its children agree on: arguments on stdin, events on stdout, and the parent's death.
+"""Protocol between the supervisor and its children: arguments on stdin, events on stdout, and the parent's death.
 
-The supervisor writes the arguments as one JSON line on a child's stdin and keeps it open, for orders, one JSON object a
-line; end of file there means that the parent is gone. A child says what the parent waits for as one JSON object a line
-on stdout.
+The supervisor writes the arguments as one JSON line on a child's stdin and keeps stdin open for orders, one JSON object
+a line. A child reports events as one JSON object a line on stdout.
+
+A child never outlives the supervisor: the kernel kills it (`die_with_parent`), also while it is stopped. End of file on
+stdin covers a supervisor that died before the child asked the kernel for that.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -15,10 +18,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from npuserve.service import process_control
+
 Arguments = TypeVar("Arguments")
 
 UNUSABLE = 2
-"""A child's exit code where starting it again would not help: the configuration or the model is at fault."""
+"""A child's exit code where the configuration or the model is at fault. The server ends with it only before it was
+ready once; what is broken later may be repaired while it serves."""
 
 DEVICE_FAULT, NODE_FAULT = 3, 4
 """The engine's exit codes after an error of its device: starting it again mends it; it would not."""
@@ -35,14 +41,29 @@ FRONTEND_MARGIN = LAST_WORDS_SECONDS + STOP_SECONDS + TRACES_SECONDS + EXIT_SECO
 """Seconds from a drain's end to SIGKILL: all that a front end may still take."""
 
 
+TRANSIENT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of system calls that a later attempt may not meet: the machine is short of processes, files or memory."""
+
+
+def is_transient(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in TRANSIENT
+
+
 def read_arguments(kind: type[Arguments]) -> Arguments:
-    """The line that the parent wrote. msgspec.ValidationError if it is not of that kind."""
+    """Tie this process to its parent's life and return the arguments that the parent wrote.
+
+    Raises msgspec.ValidationError if they are not of that kind. Exits if the parent is dead.
+    """
+    process_control.die_with_parent()
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads no further than the line: orders may follow
-        return msgspec.json.decode(stdin.readline(), type=kind)
+        line = stdin.readline()
+    if not line:
+        os._exit(1)
+    return msgspec.json.decode(line, type=kind)
 
 
-def listen(gone: Callable[[], None], ordered: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
-    """From a thread of its own: `ordered` with each order of the parent, `gone` once, when the parent is."""
+def listen(ordered: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
+    """Call `ordered` with each order of the parent, in a thread of its own. Exit at once when the parent is dead."""
 
     def wait() -> None:
         data = b""
@@ -50,13 +71,16 @@ def listen(gone: Callable[[], None], ordered: Callable[[dict[str, Any]], None] =
             *lines, data = (data + more).split(b"\n")
             for line in lines:
                 ordered(msgspec.json.decode(line, type=dict[str, Any]))
-        gone()
+        os._exit(1)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def unusable(error: Exception) -> int:
-    """Tell the parent what is wrong, which it prints once all its children have ended, and return the exit code."""
+    """Report to the parent why this process cannot be used, and return the exit code.
+
+    Before the server was ready once, the parent prints the reason and exits. Later it logs it and tries again.
+    """
     report("unusable", error=str(error))
     return UNUSABLE
 

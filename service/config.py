@@ -71,12 +71,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernel_sampling: int = 32
     drain_seconds: float = 30.0
     hang_seconds: float = 60.0
+    load_seconds: float = 0.0
     resume_seconds: float = 60.0
     state_folder: str = ""
     health_port: int = 0
     log_format: Literal["auto", "text", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False
+    debuggable: bool = False
     metrics_vllm_aliases: bool = False
     target_ttft_seconds: float = 2.0
     target_itl_seconds: float = 0.2
@@ -95,7 +97,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
             "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
             "drain_seconds": (0, MAX_DRAIN_SECONDS),
-            "hang_seconds": (5, 86400), "resume_seconds": (0, 86400), "health_port": (0, 65535),
+            "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
+            "health_port": (0, 65535),
             "max_connection_age_seconds": (0, 86400),
             "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
         }

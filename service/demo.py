@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if the answer came and the server stopped cleanly."""
-    config = ServerConfig(port=0, metrics_port=0, log_level="warning")
+    config = logs.with_format(ServerConfig(port=0, metrics_port=0, log_level="warning"))
     logs.setup(config, "supervisor")
     return asyncio.run(demonstrate(Supervisor(config), args.prompt, args.max_tokens))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npuserve.service import child, logs, metrics, short_slice
+from npuserve.service import child, logs, metrics, process_control, short_slice
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine import Engine
@@ -152,9 +152,10 @@ def kept(engine: Engine, args: EngineArgs) -> None:
 
 def main() -> int:
     args = child.read_arguments(EngineArgs)
+    process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child.listen(gone=lambda: os._exit(1))
+    child.listen()
     try:
         return serve(args)
     except Exception as error:
@@ -181,6 +182,8 @@ def serve(args: EngineArgs) -> int:
     try:
         engine = build(args)
     except (ValueError, OSError, MemoryError) as error:
+        if child.is_transient(error):
+            raise
         return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     short_slice.ask_for_it()  # this thread plans and listens; those that compute are there already

@@ -29,7 +29,7 @@ import grpc.aio
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from npuserve.service import aio_server, child, logs, reflection, short_slice
+from npuserve.service import aio_server, child, logs, process_control, reflection, short_slice
 from npuserve.service.admin import AdminServicer
 from npuserve.service.auth import Guard
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
@@ -72,7 +72,7 @@ SERVICES = (
 class FrontendArgs(msgspec.Struct, frozen=True):
     """config: the server's. index: which front end, from 0. engine_address: of the engine's socket. port: to listen on;
     0 takes a free one. pulse: the heartbeat's file. folder: the model's; None while it is downloaded: an order with it
-    follows."""
+    follows. last_good: private folder for copies of files that were good, "" for none."""
 
     config: ServerConfig
     index: int
@@ -80,6 +80,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     port: int
     pulse: str = ""
     folder: str | None = None
+    last_good: str = ""
 
 
 class Frontend:
@@ -93,7 +94,7 @@ class Frontend:
         self._port = args.port
         self._pulse = Pulse(args.pulse)
         self._tls = _open_tls(config)
-        self._keys = _open_keys(config)
+        self._keys = _open_keys(config, args.last_good)
         stall = config.hang_seconds * STALL_SHARE
         self._engine = EngineClient(
             args.engine_address, lambda state: self._update(), stall, config.resume_seconds, config.max_buffered_tokens,
@@ -227,15 +228,17 @@ def _open_tls(config: ServerConfig) -> Tls | None:
     return Tls(config)
 
 
-def _open_keys(config: ServerConfig) -> Watched[Keys] | None:
+def _open_keys(config: ServerConfig, last_good: str) -> Watched[Keys] | None:
     if not config.api_keys:
         return None
     from npuserve.service import keys
+    from npuserve.service.last_good import LastGood
     from npuserve.service.watched import Watched
 
     if not config.tls_cert:
         logs.event(log, "API keys cross the network as they are: there is no TLS", level=logging.WARNING)
-    return Watched("api_keys", [config.api_keys], lambda: keys.read(config.api_keys))
+    copy = Path(last_good) / "api_keys" if last_good else None
+    return Watched("api_keys", [config.api_keys], LastGood("api_keys", config.api_keys, copy, keys.read).read)
 
 
 def _open_tracing(config: ServerConfig) -> Tracing | None:
@@ -290,7 +293,7 @@ def _start_poller() -> None:
 
 
 async def serve(args: FrontendArgs) -> None:
-    """Serve until an order to drain, SIGTERM or the parent's end. ConfigError if the port, the model's folder or
+    """Serve until an order to drain or SIGTERM. ConfigError if the port, the model's folder or
     another file is unusable."""
     loop = asyncio.get_running_loop()
     leave: asyncio.Future[float] = loop.create_future()
@@ -313,7 +316,7 @@ async def serve(args: FrontendArgs) -> None:
     if args.folder is not None:
         folder.set_result(Path(args.folder))
     loop.add_signal_handler(signal.SIGTERM, drain, args.config.drain_seconds)
-    child.listen(gone=lambda: from_thread({"drain": args.config.drain_seconds}), ordered=from_thread)
+    child.listen(from_thread)
     _start_poller()
     frontend = Frontend(args)
     child.report("listening", port=await frontend.start())
@@ -337,6 +340,7 @@ async def serve(args: FrontendArgs) -> None:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's
     args = child.read_arguments(FrontendArgs)
+    process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, f"frontend-{args.index}")
     try:
         # Not asyncio.run, whose end waits for the threads that still tokenize.

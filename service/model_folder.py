@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 
 from npuserve.npu import storyteller
 from npuserve.npu.model_config import ModelError, check_downloaded
-from npuserve.service import child
+from npuserve.service import child, process_control
 from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
 
@@ -215,7 +214,8 @@ def _download(model: str) -> Path:
 
 
 def main() -> int:
-    child.listen(gone=lambda: os._exit(1))
+    process_control.die_with_parent()
+    child.listen()
     try:
         child.report("found", folder=str(_download(sys.argv[1])))
     except ConfigError as error:

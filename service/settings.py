@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "resume_seconds": "how long a stream can be resumed after its end or its client's loss; 0: not at all",
         "state_folder": "where streams that a stop cut off are kept for the next start; none: nowhere",
         "hang_seconds": "a process that does nothing for so long is killed and started again",
+        "load_seconds": "an engine that loads again for so long is killed; 0: 3 times the first load, at least 60 s",
         "health_port": "of health alone, without TLS, for probes that speak none; 0: none",
     },
     "batching": {
@@ -87,6 +88,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "log_format": "auto: text on a terminal, JSON otherwise",
         "log_level": "the least that is logged",
         "log_prompts": "log the prompt of each request",
+        "debuggable": "allow core files and debuggers, which show prompts",
     },
     "security": {
         "tls_cert": "PEM file of the server's certificate and its chain; none: no TLS",

@@ -1,13 +1,15 @@
 """The parent of `npuserve serve`.
 
-1. It makes a private folder for the engine's socket and the metrics' files, and spawns the front ends, then the
-   engine. It imports neither grpc nor torch, and never forks. A model of the hub is downloaded by one more process;
-   the front ends, which answer health meanwhile, and the engine get its folder.
-2. Each child reads one JSON line on stdin, which stays open for orders: its end tells the child that the parent is
-   gone. Each says on stdout, in JSON lines, what the parent waits for: a front end its port, all that they are ready.
-3. A child that dies is started again after a growing pause. So is one whose main loop stands still for hang_seconds
-   (heartbeat.py), after a SIGKILL. The engine finds its weights in memory again, where it can (npu/shared.py). Exit
-   code 2 is a wrong configuration or model, 4 a device at fault, which no restart mends: everything stops.
+1. It makes a private folder for the engine's socket and the metrics' files (private_folder.py), and spawns the front
+   ends, then the engine (child_process.py). It imports neither grpc nor torch, and never forks. A model of the hub is
+   downloaded by one more process; the front ends, which answer health meanwhile, and the engine get its folder.
+2. Each child reads one JSON line on stdin, which stays open for orders, and reports events in JSON lines on stdout
+   (child.py): a front end its port, all that they are ready. The kernel kills the children when the supervisor dies.
+3. A child that dies is started again after a growing pause (restarts.py). So is one whose main loop stands still for
+   hang_seconds (heartbeat.py), and an engine that loads for longer than `load_limit` when the server has been ready
+   before, after a SIGKILL. The engine finds its weights in memory again, where it can (npu/shared.py). Exit code 4 is a
+   device at fault, which no restart mends: everything stops. So does everything at exit code 2, a wrong configuration
+   or model, before the server was ready once; later it is retried until it is repaired.
 4. SIGTERM, Ctrl-C or AdminService.Drain drains: the front ends end what runs, then the engine is asked to leave. A
    second signal kills.
 """
@@ -18,25 +20,24 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from npuserve.service import logs, probe, settings
+from npuserve.service import logs, probe, process_control, settings
 from npuserve.service.child import FRONTEND_MARGIN, NODE_FAULT, UNUSABLE
+from npuserve.service.child_process import Child
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.heartbeat import Watch
-from npuserve.service.metrics_page import MetricsPage
+from npuserve.service.metrics_page import MetricsPage, cpu_seconds, resident_bytes
 from npuserve.service.model_folder import fetch, local, served_as
+from npuserve.service.private_folder import private_folder
+from npuserve.service.restarts import RESTARTS, ExitPolicy, Life, Restarts
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ ROOM_BYTES = 16 << 20  # for the metrics, which are mapped: a process that finds
 LOOK_SECONDS = 1.0  # how often hangs are looked for
 DOUBTS = 30  # short lives after which the engine's memory, whatever became of it, is not used again
 STUCK_SECONDS = 30.0  # from SIGKILL on: a process that is still there waits in a driver, and has its device
+MIN_LOAD_SECONDS = 60.0  # least limit of a load that is not the first, where load_seconds is 0
+LOAD_FACTOR = 3  # else the limit is the first load's time, so many times
+LOADING_LOG_SECONDS = 30.0  # between two log lines on an engine that still loads
 # OpenMP's threads wait for each other many times a step: so briefly that to sleep costs several times the step, yet
 # where front ends want the cores, a long spin stalls it. A thousand turns, a few microseconds, serve both.
 ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}
@@ -59,129 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`npuserve serve`: 0 after a clean drain, 1 after giving up or having to kill, 2 for a wrong configuration, 4 for
     a device that is at fault."""
-    config = settings.load(args, os.environ)
+    config = logs.with_format(settings.load(args, os.environ))
     logs.setup(config, "supervisor")
+    process_control.set_dumpable(config.debuggable)
     return asyncio.run(Supervisor(config).run())
-
-
-@dataclass(frozen=True)
-class Restarts:
-    """Pauses in seconds before a child is started again, by the number of its short lives: a life of `healthy` seconds
-    starts the count anew.
-
-    Of lives that never were ready, or hung, in a row: `first`, doubling up to `longest`, and after `deaths` there is no
-    further start. Others died at work: most likely of a request, which is found (suspects.py), or by somebody's hand.
-    To start again is likely to help, and streams wait for it: `again` times their number, up to `again_longest`, and
-    after `deaths_at_work` there is no further start.
-    """
-
-    first: float = 0.5
-    longest: float = 30.0
-    healthy: float = 60.0
-    deaths: int = 10
-    again: float = 0.1
-    again_longest: float = 5.0
-    deaths_at_work: int = 100
-
-    def pause(self, stillborn: int, at_work: int) -> float | None:
-        """None: give up. stillborn: 0 after a life that was ready and did not hang."""
-        if stillborn >= self.deaths or at_work >= self.deaths_at_work:
-            return None
-        if stillborn:
-            return float(min(self.first * 2 ** (stillborn - 1), self.longest))
-        return min(self.again * at_work, self.again_longest)
-
-
-class Child:
-    """One process at a time of one kind, in a session of its own, so that the terminal's Ctrl-C does not reach it.
-
-    arguments: its first line on stdin, made anew at each start. heard: called with each JSON line of its stdout.
-    pulse: its sign of life. files: open ones that it gets under the same numbers. `starts` counts its lives; `stopping`
-    is set once it must not live again; `silence` is for how many seconds its main loop has stood still; `hung` is
-    whether this life was killed for that.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        arguments: Callable[[], Mapping[str, object]],
-        heard: Callable[[Child, dict[str, Any]], None],
-        pulse: Watch,
-        files: Sequence[int] = (),
-    ):
-        self.name = name
-        self.starts = 0
-        self.silence = 0.0
-        self.hung = False
-        self.pulse = pulse
-        self.stopping = asyncio.Event()
-        self.pid = 0
-        self._command = command
-        self._environment = environment
-        self._arguments = arguments
-        self._heard = heard
-        self._files = files
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def live(self) -> int:
-        """One life, from its start to its exit code; negative for a signal."""
-        self.starts += 1
-        self.silence = 0.0
-        self.hung = False
-        self.pulse.reset()
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command, env=self._environment, start_new_session=True, pass_fds=self._files,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20)
-        self.pid = process.pid
-        assert process.stdin
-        assert process.stdout
-        if self.stopping.is_set():
-            self.signal(signal.SIGTERM)
-        process.stdin.write(msgspec.json.encode(self._arguments()) + b"\n")
-        async for line in process.stdout:
-            try:
-                self._heard(self, msgspec.json.decode(line, type=dict[str, Any]))
-            except msgspec.DecodeError:
-                logs.event(log, f"{self.name} said", text=line.decode(errors="replace").rstrip())
-        code = await process.wait()
-        process.stdin.close()
-        return code
-
-    def signal(self, number: signal.Signals) -> None:
-        """Ends it for good: SIGTERM asks, SIGKILL does not. A pause between two lives ends too."""
-        self.stopping.set()
-        self._send(number)
-
-    def drain(self, seconds: float) -> None:
-        """Ends it for good, once its requests have ended, or so many seconds are over."""
-        self.stopping.set()
-        self.order(drain=seconds)
-
-    def order(self, **order: object) -> None:
-        """Write an order on its stdin; lost if it has ended."""
-        if self._process and self._process.stdin:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-
-    @property
-    def lives(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    def look(self, seconds: float) -> None:
-        """To be called every so many seconds."""
-        self.silence = self.silence + seconds if self.pulse.missed() and self.lives else 0.0
-
-    def kill_hung(self) -> None:
-        """Kill the process because it hangs; the next life may start."""
-        self.hung = True
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: int) -> None:
-        if self._process and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
 
 class Supervisor:
@@ -196,7 +81,7 @@ class Supervisor:
         *,
         frontend: Sequence[str] = FRONTEND,
         engine: Sequence[str] = ENGINE,
-        restarts: Restarts = Restarts(),
+        restarts: Restarts = RESTARTS,
     ):
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
@@ -209,7 +94,9 @@ class Supervisor:
         self._up: dict[Child, dict[str, Any]] = {}
         self._left: dict[str, Any] | None = None  # what the engine left in its memory when it was ready last
         self._kernels: dict[str, Any] | None = None  # what the first engine that was ready chose; later ones keep it
-        self._wrong = ""  # why a child cannot be used, of the first that said so
+        self._wrong = ""  # why a child could not be used before the server was ready, of the first that said so
+        self._load_began = 0.0  # of the engine's life, time.monotonic() seconds
+        self._first_load = 0.0  # seconds from the engine's start to its first ready; 0 before
         self._signals = 0
         self._drain_seconds = config.drain_seconds
         self._began = time.monotonic()
@@ -228,9 +115,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         self._over: asyncio.Future[int] = loop.create_future()
-        with tempfile.TemporaryDirectory(prefix="npuserve-") as folder:  # mode 0700
-            self._folder = Path(folder)
+        with private_folder() as self._folder:
             self._make_children()
+            process_control.adopt_orphans()
             tasks: list[asyncio.Task[None]] = []
             try:
                 for child in self._frontends if self._port else self._frontends[:1]:
@@ -283,7 +170,7 @@ class Supervisor:
             pulse = watch(f"frontend-{index}")
             return Child(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
-                "pulse": pulse.path, "folder": self._model and str(self._model),
+                "pulse": pulse.path, "folder": self._model and str(self._model), "last_good": str(self._folder),
             }, self._hear, pulse)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
@@ -328,6 +215,8 @@ class Supervisor:
                     self._start(other)
         elif line.get("event") == "drain":
             self.drain(line["seconds"])
+        elif line.get("event") == "unusable" and self.ready.is_set():
+            logs.event(log, f"{child.name} cannot be used", level=logging.ERROR, error=line["error"])
         elif line.get("event") == "unusable":
             self._wrong = self._wrong or line["error"]
         elif line.get("event") == "ready" and child not in self._up:
@@ -335,6 +224,7 @@ class Supervisor:
             if child is self._engine:
                 self._left = line.get("leaves")
                 self._kernels = self._kernels or line.get("kernels")
+                self._first_load = self._first_load or time.monotonic() - self._load_began
             if len(self._up) == len(self._frontends) + 1:
                 facts = self._up[self._engine]
                 self._page.built(facts["backend"], self._name)
@@ -355,58 +245,95 @@ class Supervisor:
             self._lives[child].add_done_callback(ended)
 
     async def _keep(self, child: Child) -> int:
-        """A child's lives, one after the other; returns the server's exit code."""
-        stillborn = at_work = 0
+        """Run a child's lives, one after the other; return the server's exit code."""
+        policy, kind = ExitPolicy(self._restarts), "engine" if child is self._engine else "frontend"
         while True:
-            began = time.monotonic()
-            code = await child.live()
+            life = await self._live(child)
             if child.stopping.is_set():
                 return 0
             self._page.forget(child.pid)
-            worked = child in self._up and not child.hung
             # Without the engine no front end is ready, and each says so again.
             self._up = {} if child is self._engine else {up: line for up, line in self._up.items() if up is not child}
-            if code in (UNUSABLE, NODE_FAULT):
-                return code
-            lived = time.monotonic() - began - (child.silence if child.hung else 0.0)
-            if lived >= self._restarts.healthy:
-                stillborn = at_work = 0
-            stillborn, at_work = (0, at_work + 1) if worked else (stillborn + 1, at_work)
-            pause = self._restarts.pause(stillborn, at_work)
+            pause = policy.pause(life, self.ready.is_set())
+            error = life.code if isinstance(life.code, BaseException) else None
+            if pause is None and error:
+                raise error
+            if pause is None and life.code in (UNUSABLE, NODE_FAULT):
+                return int(life.code)
             if pause is None:
-                logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=code,
-                           deaths=stillborn + at_work)
+                logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=life.code,
+                           deaths=policy.deaths)
                 return 1
-            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, code=code, pause=pause)
+            self._page.failed(kind, life.why)
+            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=life.why, pause=pause,
+                       **{"error": str(error)} if error else {"code": life.code})
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.stopping.wait(), pause)
                 return 0
             self._began = time.monotonic()
             if child is self._engine:
-                self._left = self._left if stillborn + at_work < DOUBTS else None
+                self._left = self._left if policy.deaths < DOUBTS else None
                 self._page.engine_restarted()
+
+    async def _live(self, child: Child) -> Life:
+        began = time.monotonic()
+        if child is self._engine:
+            self._load_began = began
+        try:
+            code = await child.live()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started, to wait for its end
+            return Life(error)
+        silence = child.silence if child.hung else 0.0
+        return Life(code, time.monotonic() - began - silence, child.hung, child in self._up and not child.hung)
 
     def _finish(self, code: int) -> None:
         if not self._over.done():
             self._over.set_result(code)
 
+    @property
+    def load_limit(self) -> float:
+        """Seconds that a load may take; infinite before the engine was ready once."""
+        if not self._first_load:
+            return math.inf
+        return self._config.load_seconds or max(MIN_LOAD_SECONDS, LOAD_FACTOR * self._first_load)
+
     async def _look(self) -> None:
-        """Finds who hangs, and kills it. Its `live` ends then, and it is started again as any other that died."""
-        limit = self._config.hang_seconds
-        every = min(LOOK_SECONDS, limit / 4)
+        """Find children that hang, and kill them. Their `live` ends then, and they are started again."""
+        every = min(LOOK_SECONDS, self._config.hang_seconds / 4)
+        orphans = process_control.OrphanReaper()
         while True:
             await asyncio.sleep(every)
+            orphans.reap({child.pid for child in self._lives})
             for child in self._lives:
                 child.look(every)
-                if child.stopping.is_set() or child.silence < limit:
+                if child.stopping.is_set():
                     continue
-                if child.silence < limit + every:
-                    logs.event(log, f"{child.name} hangs, killing it", level=logging.ERROR, seconds=child.silence)
-                    child.kill_hung()
-                elif child.silence >= limit + STUCK_SECONDS:
+                if child.dying >= STUCK_SECONDS:
                     logs.event(log, f"{child.name} cannot be killed, giving up", level=logging.CRITICAL, pid=child.pid)
                     self._finish(NODE_FAULT)
                     return
+                if child.lives and not child.hung:
+                    self._kill_if_hung(child)
+            self._report_load(every)
+
+    def _kill_if_hung(self, child: Child) -> None:
+        if child.silence >= self._config.hang_seconds:
+            what, seconds = "hangs", child.silence
+        elif child is self._engine and child not in self._up and child.age >= self.load_limit:
+            what, seconds = "hangs while loading", child.age
+        else:
+            return
+        logs.event(log, f"{child.name} {what}, killing it", level=logging.ERROR, seconds=seconds)
+        child.kill_hung()
+
+    def _report_load(self, every: float) -> None:
+        """Publish for how long the engine has been loading, and log it every LOADING_LOG_SECONDS."""
+        engine = self._engine
+        loading = engine.age if engine.lives and engine not in self._up else 0.0
+        self._page.loading(loading)
+        if loading and loading % LOADING_LOG_SECONDS < every and loading >= LOADING_LOG_SECONDS:
+            logs.event(log, "engine is still loading", seconds=loading, cpu_seconds=cpu_seconds(engine.pid),
+                       resident_bytes=resident_bytes(engine.pid))
 
     async def _drain(self, seconds: float) -> bool:
         """The front ends leave, then the engine. True if nobody had to be killed."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from npuserve.service import logs
+from npuserve.service import logs, metrics
 from npuserve.service.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Watched(Generic[Value]):
         try:
             self.value = self._read()
         except (ConfigError, OSError) as error:
+            metrics.settings_not_read_total.labels(self._setting).inc()
             logs.event(log, "not read again, the last good one stays", level=logging.ERROR, setting=self._setting,
                        error=str(error))
             return False

@@ -7,6 +7,10 @@ The engine kills itself when it is to compute what a request with the token POIS
 SPARED tokens. While the file exists that the environment variable SLOW names, each step takes as many seconds more as
 the file says, SLOW_SECONDS if it is empty. RATES names a file of the rates, as JSON, that an engine measures of its CPU
 kernels in place of this machine's.
+
+At each start, the engine reads the file that the environment variable LOAD names, if there is one: "hang" never ends
+the load, "slow:SECONDS" delays it, "memory" fails it as a lack of memory does, "helper" starts a process that has the
+engine's stdout open, and "orphan" starts one whose parent ends at once. Both write their process ids to FILE.pid.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +32,9 @@ SPARED = 3
 SLOW = "BRITTLE_SLOW"
 SLOW_SECONDS = 0.1
 RATES = "BRITTLE_RATES"
+LOAD = "BRITTLE_LOAD"
+LOAD_LIMIT = "BRITTLE_LOAD_LIMIT"
+"""Seconds: the least limit of a second load, and the time between log lines on a load."""
 PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 
@@ -36,6 +45,8 @@ def serve(arguments: list[str]) -> int:
     supervisor.add_arguments(parser)
     config = settings.load(parser.parse_args(arguments), os.environ)
     logs.setup(config, "supervisor")
+    if limit := os.environ.get(LOAD_LIMIT):
+        supervisor.MIN_LOAD_SECONDS = supervisor.LOADING_LOG_SECONDS = float(limit)
     restarts = supervisor.Restarts(first=0.01, longest=0.01, again=0.01, again_longest=0.01)
     return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, "engine"), restarts=restarts).run())
 
@@ -62,8 +73,30 @@ def engine() -> int:
             time.sleep(float(Path(slow).read_text() or SLOW_SECONDS))
         return launch(self, step)
 
+    load_model = engine_process.load_model
+
+    def load_or_fail(*args: Any, **options: Any) -> Any:
+        file = Path(os.environ.get(LOAD, "/nowhere"))
+        if file.exists():
+            fail(file, *file.read_text().split(":"))
+        return load_model(*args, **options)
+
     Runner.launch = launch_or_die  # type: ignore[method-assign]
+    engine_process.load_model = load_or_fail
     return engine_process.main()
+
+
+def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
+    """Do at a load what the file says."""
+    if kind in ("hang", "slow"):
+        time.sleep(float(seconds))
+    elif kind == "memory":
+        raise MemoryError("kv_cache_memory: the memory is not free")
+    else:
+        script = 'echo $$ > "$0"; exec sleep 300' if kind == "helper" else '(sleep 1; echo > "$0") &'
+        process = subprocess.Popen(["sh", "-c", script, f"{file}.pid"], start_new_session=True)
+        if kind == "orphan":
+            process.wait()
 
 
 if __name__ == "__main__":
@@ -71,5 +104,6 @@ if __name__ == "__main__":
     if kind == "engine":
         code = engine()
         sys.stdout.flush()
+        logging.shutdown()
         os._exit(code)
     sys.exit(serve(rest))

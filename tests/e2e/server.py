@@ -9,8 +9,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -21,14 +22,17 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 class Server:
     """`npuserve serve` on free ports; killed at the end if it does not stop by itself. program: in place of `npuserve
-    serve`, what Python is to run."""
+    serve`, what Python is to run. before: what the command line begins with. process: options of Popen."""
 
-    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.service.cli", "serve")):
+    def __init__(
+        self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.service.cli", "serve"),
+        before: Sequence[str] = (), process: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self.log_file = tempfile.NamedTemporaryFile("w+", prefix="npuserve-test-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, *program, *arguments, "--port", "0", "--metrics-port", "0"]
+        command = [*before, sys.executable, *program, *arguments, "--port", "0", "--metrics-port", "0"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT)
+            command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT, **process)
 
     def wait_until_listening(self) -> None:
         self.target = self._wait_for(r"listening on (\d\S+:\d+)")

@@ -25,7 +25,7 @@ PROMPTS = ("Once upon a time", "One day", "The cat", "Tim wanted", "从前有", 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(str(FOLDER), "--frontends", "2", "--dtype", "float32") as running:
+    with serving(str(FOLDER), "--frontends", "2", "--dtype", "float32", "--debuggable") as running:
         yield running
 
 

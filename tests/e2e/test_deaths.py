@@ -183,7 +183,7 @@ def test_a_killed_front_end(kills: ModuleType, tmp_path: Path, monkeypatch: pyte
     """Its clients go on through the other, and through the one that is started in its place; then the engine dies."""
     slow = tmp_path / "slow"
     monkeypatch.setenv(brittle.SLOW, str(slow))
-    with serving("--dtype", "float32", "--frontends", "2", **BRITTLE) as server:
+    with serving("--dtype", "float32", "--frontends", "2", "--debuggable", **BRITTLE) as server:
         asks = kills.asks(12, 300, seed=7)
         for ask in asks:
             ask.stopping.ignore_eos, ask.stopping.max_tokens = True, 330

@@ -128,7 +128,7 @@ def test_children_get_their_arguments_and_a_private_folder(supervise: Callable[.
     assert config["max_num_seqs"] == 3
     assert front["arguments"] == {
         "index": 0, "engine_address": address, "port": 0, "pulse": f"{run.folder()}/frontend-0.pulse",
-        "folder": "."}
+        "folder": ".", "last_good": str(run.folder())}
     assert engine["arguments"].pop("memory") >= -1
     assert engine["arguments"].pop("left") is None
     assert engine["arguments"].pop("kernels") is None
@@ -276,6 +276,23 @@ def test_what_no_restart_mends_stops_everything(
     assert run.process.wait(20) == code
     assert all(len(run.journal(name, "started")) <= 1 for name in ("front", "engine"))
     assert not run.alive()
+
+
+@pytest.mark.parametrize("name", ["front", "engine"])
+def test_supervisor_unusable_after_the_server_was_ready_is_tried_again(
+    supervise: Callable[..., Run], name: str
+) -> None:
+    """Also more often than a process may die: a repair takes as long as it takes."""
+    run = supervise(**{name: f"live {'exit:2 ' * 7}live"})
+    run.until_up()
+    run.until(lambda: run.said("^ready in"))
+    os.kill(run.journal(name, "started")[0][2]["pid"], signal.SIGKILL)
+    run.until(lambda: len(run.said("^ready in")) == 2)
+    assert len(run.journal(name, "started")) == 9
+    assert [line["why"] for line in run.said("died")] == ["died", *["unusable"] * 7]
+    assert [line["pause"] for line in run.said("died")][1:] == [0.01, 0.02] + [0.04] * 5
+    run.process.terminate()
+    assert run.process.wait(20) == 0
 
 
 def test_who_does_not_leave_is_killed(supervise: Callable[..., Run]) -> None:

@@ -1,0 +1,355 @@
+"""Faults that pass or can be repaired: the server stays, and serves again when they are over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from npuserve.service import keys
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
+from tests.e2e import brittle
+from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.test_lifecycle import children, is_serving, until
+from tests.service.certificates import Authority, needs_openssl
+
+pytestmark = pytest.mark.slow
+BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
+PROMPT = request("Once upon a time", 8)
+
+
+@pytest.fixture
+def load_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File that says what a brittle engine's next load does."""
+    file = tmp_path / "load"
+    monkeypatch.setenv(brittle.LOAD, str(file))
+    return file
+
+
+@pytest.fixture
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR of the server, short enough for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def engine_of(server: Server) -> int:
+    """Process id of the engine, brittle or not; 0 while there is none."""
+    return next((pid for pid, args in descendants(server.process.pid)
+                 if re.search(r"service\.engine_process|brittle engine", args)), 0)
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """(process id, command line) of the children of a process, zombies included."""
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True,
+                             check=False).stdout
+    for line in listing.splitlines():
+        found, _, args = line.strip().partition(" ")
+        yield int(found), args
+
+
+def kill(server: Server, pid: int) -> None:
+    """Kill a child and wait until it has ended."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: pid not in dict(descendants(server.process.pid)))
+
+
+def until_serving(server: Server) -> None:
+    until(lambda: server.process.poll() is not None or is_serving(server))
+    assert server.process.poll() is None, server.log
+    assert len(streamed(server.stub, PROMPT)[1]) == 8
+
+
+def private_folder(parent: Path) -> Path:
+    (found,) = parent.glob("npuserve-*")
+    return found
+
+
+def call(server: Server, key: str) -> grpc.StatusCode:
+    try:
+        server.stub.Generate(PROMPT, timeout=30, metadata=[("authorization", f"Bearer {key}")])
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_front_end_dies_while_the_keys_file_is_broken_keeps_the_old_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.toml"
+
+    def add(name: str) -> str:
+        arguments = {"action": "add", "file": str(file), "name": name, "admin": False, "max_requests": None}
+        assert keys.run(type("Arguments", (), arguments)()) == 0  # type: ignore[arg-type]
+        return capsys.readouterr().out.strip()
+
+    alice = add("alice")
+    good = file.read_text()
+    with serving("--api-keys", str(file)) as server:
+        assert call(server, alice) is grpc.StatusCode.OK
+        file.write_text("this is not TOML [")
+        kill(server, children(server)["frontend"])
+        until(lambda: server.process.poll() is not None or is_serving(server))
+        assert server.process.poll() is None, server.log
+        assert call(server, alice) is grpc.StatusCode.OK
+        assert call(server, "nobody's") is grpc.StatusCode.UNAUTHENTICATED
+        assert server.metric("npuserve_settings_not_read_total", setting="api_keys") >= 1
+        assert "not read, the last good one stays" in server.log
+        file.write_text(good)
+        bob = add("bob")
+        until(lambda: call(server, bob) is grpc.StatusCode.OK)
+        assert server.stop() == 0
+
+
+@needs_openssl
+def test_front_end_dies_while_the_certificate_is_broken_is_retried(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    pair = Authority(tmp_path).issue("server")
+    good = pair.cert.read_bytes()
+    flags = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--health-port", str(free_port()))
+    with serving(*flags) as server:
+        pair.cert.write_text("no certificate")
+        kill(server, children(server)["frontend"])
+
+        def unusable() -> float:
+            return server.metric("npuserve_process_failures_total", process="frontend", why="unusable")
+
+        until(lambda: server.process.poll() is not None or unusable() >= 2)
+        assert server.process.poll() is None, server.log
+        assert "frontend-0 cannot be used" in server.log
+        pair.cert.write_bytes(good)
+        until(lambda: server.metric("npuserve_ready") == 1)
+        assert server.stop() == 0
+
+
+def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first load takes longer than the limit, and says that it lasts."""
+    monkeypatch.setenv(brittle.LOAD_LIMIT, "1")
+    load_file.write_text("slow:3")
+    with serving(**BRITTLE) as server:
+        assert "engine is still loading" in server.log
+        assert "hangs while loading" not in server.log
+        load_file.write_text("hang")
+        kill(server, engine_of(server))
+        until(lambda: "engine hangs while loading, killing it" in server.log)
+        load_file.unlink()
+        until_serving(server)
+        assert server.metric("npuserve_process_failures_total", process="engine", why="hung") >= 1
+        until(lambda: server.metric("npuserve_engine_loading_seconds") == 0)
+
+
+def test_memory_that_is_not_free_at_a_restart_is_waited_for(load_file: Path) -> None:
+    with serving(**BRITTLE) as server:
+        load_file.write_text("memory")
+        kill(server, engine_of(server))
+        until(lambda: server.process.poll() is not None or server.metric(
+            "npuserve_process_failures_total", process="engine", why="unusable") >= 12)  # ten would be given up
+        assert server.process.poll() is None, server.log
+        load_file.unlink()
+        until_serving(server)
+
+
+def test_no_process_can_be_started_is_waited_for() -> None:
+    """The supervisor may open no more files; RLIMIT_NPROC does not bind root."""
+    with serving("--debuggable") as server:
+        supervisor = server.process.pid
+        limit = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+        used = max(int(entry.name) for entry in Path(f"/proc/{supervisor}/fd").iterdir())
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (used + 1, limit[1]))
+        os.kill(engine_of(server), signal.SIGKILL)
+        until(lambda: server.process.poll() is not None or server.log.count("Too many open files") >= 2)
+        assert server.process.poll() is None, server.log
+        assert "Traceback" not in server.log
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, limit)
+        until_serving(server)
+        assert server.metric("npuserve_process_failures_total", process="engine", why="not_started") >= 2
+
+
+def test_idle_connections_to_the_metrics_port_take_no_threads_and_few_files() -> None:
+    with serving("--debuggable") as server, contextlib.ExitStack() as stack:
+        port = int(server.metrics_url.split(":")[2].partition("/")[0])
+        for _ in range(240):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert server.metric("npuserve_ready") == 1  # in the order of arrival, so that all are accepted
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        threads = re.search(r"^Threads:\s+(\d+)", status, re.MULTILINE)
+        assert threads
+        assert int(threads[1]) <= 10
+        assert len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= 80
+
+
+def test_broken_metrics_files_are_skipped_and_an_engine_death_is_survived(temporary_folder: Path) -> None:
+    with serving() as server:
+        folder = private_folder(temporary_folder)
+        garbage = struct.pack("=ii", 64, 0) + b"\xff" * 92
+        (folder / "counter_4000000.db").write_bytes(garbage)
+        (folder / "gauge_livesum_4000001.db").write_bytes(b"\x01")
+        (folder / "histogram_4000002.db").touch()
+        assert server.metric("npuserve_ready") == 1
+        broken = engine_of(server)
+        os.kill(broken, signal.SIGSTOP)  # it has the file mapped
+        (folder / f"counter_{broken}.db").write_bytes(garbage)
+        kill(server, broken)
+        until_serving(server)
+        assert server.metric("npuserve_metrics_files_skipped_total") == 3
+        assert server.log.count("a metrics file cannot be read") == 3
+        assert not list(folder.glob(f"*_{broken}.db"))
+
+
+def test_helper_that_has_the_engines_stdout_open_delays_no_restart(load_file: Path) -> None:
+    load_file.write_text("helper")
+    pid_file = Path(f"{load_file}.pid")
+    with serving(**BRITTLE) as server:
+        until(lambda: pid_file.exists() and bool(pid_file.read_text()))
+        helper = int(pid_file.read_text())
+        load_file.unlink()
+        try:
+            os.kill(engine_of(server), signal.SIGKILL)
+            until(lambda: server.metric("npuserve_engine_restarts_total") == 1)
+            until_serving(server)
+            os.kill(helper, 0)  # it is still there
+        finally:
+            os.kill(helper, signal.SIGKILL)
+
+
+def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) -> None:
+    """A stopped engine and a front end with a running stream; the next start removes the folder that was left."""
+    with serving("--max-num-seqs", "4") as server:
+        folder = private_folder(temporary_folder)
+        pids = list(children(server).values())
+        stream = server.stub.StreamGenerate(request("Once upon a time", 400, ignore_eos=True))
+        next(iter(stream))
+        os.kill(engine_of(server), signal.SIGSTOP)
+        server.process.kill()
+        server.process.wait()
+        try:
+            until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
+                                  for pid in pids))
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        host, _, port = server.target.rpartition(":")
+        socket.create_server((host, int(port))).close()
+    assert folder.exists()
+    with serving() as server:
+        assert not folder.exists()
+        assert private_folder(temporary_folder) != folder
+        assert server.stop() == 0
+    assert not list(temporary_folder.glob("npuserve-*"))
+
+
+def test_log_pipe_that_nobody_reads_stops_nothing(free_port: Callable[[], int]) -> None:
+    """A pipe of one page is full after a few requests, each of which is logged with its prompt."""
+    import fcntl
+
+    port = free_port()
+    command = [sys.executable, "-m", "npuserve.service.cli", "serve", "--port", str(port), "--metrics-port", "0",
+               "--log-prompts", "--frontends", "2"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert process.stdout
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(8) as threads:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            until(lambda: answers(stub))
+            asked = [request("Once upon a time there was a little girl. " * 20, 2) for _ in range(120)]
+            done = list(threads.map(lambda ask: stub.Generate(ask, timeout=60).finish.usage.generated_tokens, asked))
+        assert done == [2] * len(asked)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(stub: inference_service_pb2_grpc.InferenceServiceStub) -> bool:
+    try:
+        stub.Generate(PROMPT, timeout=10)
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def has_pid_namespaces() -> bool:
+    unshare = shutil.which("unshare")
+    return bool(unshare) and subprocess.run(
+        [str(unshare), "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(params=[False, True], ids=["subreaper", "process 1"])
+def in_namespace(request: pytest.FixtureRequest) -> bool:
+    if request.param and not has_pid_namespaces():
+        pytest.skip("no right to make a namespace of processes")
+    return bool(request.param)
+
+
+def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -> None:
+    load_file.write_text("orphan")
+    before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc") if in_namespace else ()
+    with serving(before=before, **BRITTLE) as server:
+        supervisor = server.process.pid
+        if in_namespace:
+            supervisor = int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
+        adopted: set[int] = set()
+
+        def ended() -> bool:
+            adopted.update(pid for pid, args in descendants(supervisor) if not re.search("npuserve|brittle", args))
+            return Path(f"{load_file}.pid").exists()
+
+        until(ended)
+        assert adopted
+        until(lambda: not adopted & {pid for pid, _ in descendants(supervisor)})
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="no program setpriv")
+@pytest.mark.parametrize("debuggable", [False, True])
+def test_memory_and_environment_are_closed_to_the_same_user(debuggable: bool) -> None:
+    """Root, too, reads no other process without CAP_SYS_PTRACE."""
+    before = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all") if os.getuid() == 0 else ()
+    script = ("import sys\nfor pid in sys.argv[1:]:\n  for file in ('environ', 'maps'):\n    try:\n"
+              "      open(f'/proc/{pid}/{file}').read(1); print('open')\n"
+              "    except PermissionError:\n      print('closed')")
+    with serving(*["--debuggable"] * debuggable, before=before) as server:
+        frontend = children(server)["frontend"]
+        until(lambda: bool(list(descendants(frontend))))
+        pids = [server.process.pid, *children(server).values(), *dict(descendants(frontend))]
+        assert len(pids) == 4
+        server.stub.Generate(generate_pb2.GenerateRequest(chat=prompt_pb2.Chat(messages=[
+            prompt_pb2.Message(role="user", content="hi")])), timeout=60)  # the template's process is all set up
+        done = subprocess.run([*before, sys.executable, "-c", script, *map(str, pids)], capture_output=True, text=True,
+                              check=True)
+        assert done.stdout.split() == ["open" if debuggable else "closed"] * 2 * len(pids)
+
+
+def test_core_files_are_not_written(tmp_path: Path) -> None:
+    if Path("/proc/sys/kernel/core_pattern").read_text().startswith(("|", "/")):
+        pytest.skip("core files have a place elsewhere")
+
+    def allow_core() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()])}
+    with serving(process={"cwd": tmp_path, "preexec_fn": allow_core, "env": environment}) as server:
+        pid = children(server)["frontend"]
+        os.kill(pid, signal.SIGSEGV)
+        until(lambda: children(server).get("frontend") not in (pid, None))
+        time.sleep(0.1)
+        assert not list(tmp_path.glob("core*"))
