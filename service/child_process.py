@@ -19,6 +19,8 @@ log = logging.getLogger("npuserve.service.supervisor")
 
 LAST_LINES_SECONDS = 0.5
 """Time from a process's exit for its last lines. A helper that has its pipes open must not delay its restart."""
+START_FILES = 9
+"""Open files that the start of a process takes for a moment."""
 MAX_LINE_BYTES = 1 << 20
 """Output without an end of line is passed on in pieces of this size."""
 
@@ -69,6 +71,7 @@ class Child:
         self.hung = False
         self.pid = 0
         self.pulse.reset()
+        _require_files(START_FILES)
         output = _Output(self._line)
         pipe = asyncio.subprocess.PIPE
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
@@ -141,6 +144,16 @@ class Child:
             logs.event(log, f"{self.name} said", text=line.decode(errors="replace").rstrip())
         else:
             self._heard(self, event)
+
+
+def _require_files(count: int) -> None:
+    """Raise OSError if this process may not open so many more files.
+
+    subprocess.Popen of Python before 3.13 leaks the pipes that it has got when it gets no further ones.
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _forward(line: bytes) -> None:

@@ -13,9 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -127,13 +125,10 @@ def test_front_end_dies_while_the_certificate_is_broken_is_retried(
     with serving(*flags) as server:
         pair.cert.write_text("no certificate")
         kill(server, children(server)["frontend"])
-
-        def unusable() -> float:
-            return server.metric("npuserve_process_failures_total", process="frontend", why="unusable")
-
-        until(lambda: server.process.poll() is not None or unusable() >= 2)
+        until(lambda: server.process.poll() is not None or server.log.count("frontend-0 died") >= 3)
         assert server.process.poll() is None, server.log
         assert "frontend-0 cannot be used" in server.log
+        assert server.metric("npuserve_process_failures_total", process="frontend", why="unusable") >= 2
         pair.cert.write_bytes(good)
         until(lambda: server.metric("npuserve_ready") == 1)
         assert server.stop() == 0
@@ -159,9 +154,10 @@ def test_memory_that_is_not_free_at_a_restart_is_waited_for(load_file: Path) -> 
     with serving(**BRITTLE) as server:
         load_file.write_text("memory")
         kill(server, engine_of(server))
-        until(lambda: server.process.poll() is not None or server.metric(
-            "npuserve_process_failures_total", process="engine", why="unusable") >= 12)  # ten would be given up
+        deaths = 12  # ten would be given up
+        until(lambda: server.process.poll() is not None or server.log.count("engine died") >= deaths)
         assert server.process.poll() is None, server.log
+        assert server.metric("npuserve_process_failures_total", process="engine", why="unusable") >= deaths - 1
         load_file.unlink()
         until_serving(server)
 
@@ -267,12 +263,12 @@ def test_log_pipe_that_nobody_reads_stops_nothing(free_port: Callable[[], int]) 
     try:
         assert process.stdout
         fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(8) as threads:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
             until(lambda: answers(stub))
-            asked = [request("Once upon a time there was a little girl. " * 20, 2) for _ in range(120)]
-            done = list(threads.map(lambda ask: stub.Generate(ask, timeout=60).finish.usage.generated_tokens, asked))
-        assert done == [2] * len(asked)
+            for _ in range(120):
+                ask = request("Once upon a time there was a little girl. " * 20, 2, ignore_eos=True)
+                assert stub.Generate(ask, timeout=60).finish.usage.generated_tokens == 2
         process.terminate()
         assert process.wait(30) == 0
     finally:
@@ -351,5 +347,4 @@ def test_core_files_are_not_written(tmp_path: Path) -> None:
         pid = children(server)["frontend"]
         os.kill(pid, signal.SIGSEGV)
         until(lambda: children(server).get("frontend") not in (pid, None))
-        time.sleep(0.1)
         assert not list(tmp_path.glob("core*"))
