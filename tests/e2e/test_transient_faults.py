@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from npuserve.npu.storyteller import FOLDER
 from npuserve.service import keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
@@ -154,10 +155,9 @@ def test_memory_that_is_not_free_at_a_restart_is_waited_for(load_file: Path) -> 
     with serving(**BRITTLE) as server:
         load_file.write_text("memory")
         kill(server, engine_of(server))
-        deaths = 12  # ten would be given up
-        until(lambda: server.process.poll() is not None or server.log.count("engine died") >= deaths)
+        until(lambda: server.process.poll() is not None or server.log.count("engine died") >= 3)
         assert server.process.poll() is None, server.log
-        assert server.metric("npuserve_process_failures_total", process="engine", why="unusable") >= deaths - 1
+        assert server.metric("npuserve_process_failures_total", process="engine", why="unusable") >= 2
         load_file.unlink()
         until_serving(server)
 
@@ -317,13 +317,15 @@ def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="no program setpriv")
 @pytest.mark.parametrize("debuggable", [False, True])
-def test_memory_and_environment_are_closed_to_the_same_user(debuggable: bool) -> None:
+def test_memory_and_environment_are_closed_to_the_same_user(debuggable: bool, tmp_path: Path) -> None:
     """Root, too, reads no other process without CAP_SYS_PTRACE."""
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     before = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all") if os.getuid() == 0 else ()
     script = ("import sys\nfor pid in sys.argv[1:]:\n  for file in ('environ', 'maps'):\n    try:\n"
               "      open(f'/proc/{pid}/{file}').read(1); print('open')\n"
               "    except PermissionError:\n      print('closed')")
-    with serving(*["--debuggable"] * debuggable, before=before) as server:
+    with serving(str(folder), *["--debuggable"] * debuggable, before=before) as server:
         frontend = children(server)["frontend"]
         until(lambda: bool(list(descendants(frontend))))
         pids = [server.process.pid, *children(server).values(), *dict(descendants(frontend))]

@@ -133,12 +133,12 @@ def test_grpcs_poller_gives_way_and_nobody_else(tmp_path: Path, processes: list[
     assert os.SCHED_BATCH not in [policy for thread, policy in policies.items() if "event_engine" in tasks[thread]]
 
 
-def test_the_parents_end_is_its_own(tmp_path: Path, processes: list[Process]) -> None:
+def test_frontend_parent_dead_exits_at_once(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(make_folder(tmp_path / "m"))))
     processes[0].port()
     assert processes[0].process.stdin
     processes[0].process.stdin.close()
-    assert processes[0].end()[0] == 0
+    assert processes[0].end()[0] == 1
 
 
 async def test_what_a_drain_cuts_off_is_told_so(tmp_path: Path, processes: list[Process]) -> None:
