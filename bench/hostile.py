@@ -1,4 +1,4 @@
-"""Bad requests, health probes and counts of files, for bench/soak.py to run beside its load."""
+"""Bad requests, health probes and counts of files, for bench/soak.py and bench/attacks.py to run beside their load."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import math
 import os
 import random
+import struct
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import grpc
@@ -35,6 +36,51 @@ PROBE_TIMEOUT = 5.0
 QUIET_SECONDS = 5.0
 """Time after the kill of a front end whose health probes do not count."""
 COUNT_SECONDS = 5.0
+
+
+async def compressed_call(target: str, path: str, data: bytes, metadata: Iterable[tuple[str, str]] = ()) -> str:
+    """Make one call over a new HTTP/2 connection, whose message is compressed already; return the status.
+
+    data: the message after gzip, at most 65,530 bytes: what HTTP/2's first window holds.
+    """
+    host, _, port = target.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", target), ("te", "trailers"),
+              ("content-type", "application/grpc"), ("grpc-encoding", "gzip"), *metadata]
+    block = b"".join(b"\0" + b"".join(bytes([len(part)]) + part.encode() for part in field) for field in fields)
+    body = b"\1" + struct.pack(">I", len(data)) + data
+    parts = [body[at : at + 16384] for at in range(0, len(body), 16384)]
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, block) + b"".join(
+        frame(0, part is parts[-1], 1, part) for part in parts))
+    try:
+        while True:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            kind, flags = head[3], head[4]
+            if kind == 4 and not flags & 1:
+                writer.write(frame(4, 1, 0, b""))
+            elif kind == 6 and not flags & 1:
+                writer.write(frame(6, 1, 0, payload))
+            elif kind == 1 and flags & 1:  # the trailing headers: HPACK leaves the status's digits readable
+                return trailing_status(payload)
+            elif kind in (3, 7):
+                return "RESET"
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return "CLOSED"
+    finally:
+        writer.close()
+
+
+def trailing_status(block: bytes) -> str:
+    """Return the name of the gRPC status in a block of headers as gRPC's C library encodes it without a table."""
+    at = block.find(b"grpc-status")
+    digits = block[at + 12 : at + 12 + block[at + 11]] if at >= 0 else b""
+    codes = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
+    return codes.get(digits, "ENDED")
 
 
 def bad_request(kind: str, info: model_pb2.GetModelInfoResponse, chance: random.Random) -> bytes:

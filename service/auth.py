@@ -92,7 +92,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if method.startswith(ADMIN) and not found.admin:
                 raise PermissionDenied(f"the key {found.name!r} has no admin right")
         except ServeError as error:
-            return _refusal(handler, method.rpartition("/")[2], error)
+            return _refusal(method.rpartition("/")[2], error)
         _authenticated.set(found)
         return handler
 
@@ -107,16 +107,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return found
 
 
-def _refusal(handler: Any, rpc: str, error: ServeError) -> Any:
-    """A handler of the same kind that ends the call with the error."""
+def _refusal(rpc: str, error: ServeError) -> Any:
+    """Return a handler that ends the call with the error, and reads no message: gRPC's handlers of unary requests read
+    and decompress it before they are called."""
 
-    async def refuse(request: Any, context: Context) -> None:
+    async def refuse(requests: Any, context: Context) -> None:
         async with call(context, rpc, logging.INFO):
             raise error
 
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler, (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler, (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    # Nothing is deserialized for who is refused.
-    return kinds[handler.request_streaming, handler.response_streaming](refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)

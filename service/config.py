@@ -55,6 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     max_queue: int = 256
     max_requests_per_client: int = 0
+    max_preparing: int = 512
     max_buffered_tokens: int = 512
     slow_reader_seconds: float = 300.0
     stream_interval: int = 1
@@ -62,6 +63,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     double_buffering: bool = True
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
+    max_connections: int = 1024
+    max_message_size: int = 0
     max_connection_age_seconds: float = 0.0
     tensor_parallel_size: int = 1
     threads: int = 0
@@ -92,7 +95,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ranges = {
             "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
             "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
-            "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_buffered_tokens": (1, 1 << 20),
+            "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_preparing": (1, 1 << 20),
+            "max_connections": (1, 1 << 20), "max_message_size": (0, MAX_MESSAGE_BYTES),
+            "max_buffered_tokens": (1, 1 << 20),
             "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),
             "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
             "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),

@@ -124,6 +124,12 @@ class MalformedRequest(ServeError):
     code = code_pb2.INVALID_ARGUMENT
 
 
+class MessageTooLarge(ServeError):
+    """The request's message has more bytes, or more fields and items, than any request of this model needs."""
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+
+
 class ModelNotFound(ServeError):
     code = code_pb2.NOT_FOUND
 
@@ -200,7 +206,7 @@ class Retryable(ServeError):
 
 
 class QueueFull(Retryable):
-    """why: queue_full, displaced by another client's request, or client_limit."""
+    """why: queue_full, displaced by another client's request, client_limit, or timeout."""
 
     code = code_pb2.RESOURCE_EXHAUSTED
 

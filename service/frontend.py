@@ -29,7 +29,8 @@ import grpc.aio
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from npuserve.service import aio_server, child, logs, process_control, reflection, short_slice
+from npuserve.npu.model_config import ModelConfig, ModelError
+from npuserve.service import aio_server, child, logs, message_limits, process_control, reflection, short_slice
 from npuserve.service.admin import AdminServicer
 from npuserve.service.auth import Guard
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
@@ -38,8 +39,11 @@ from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import Unavailable
 from npuserve.service.health import Health
 from npuserve.service.heartbeat import Pulse
+from npuserve.service.intake import Intake
 from npuserve.service.model_folder import ModelFolder, open_folder
+from npuserve.service.preparation import Preparation
 from npuserve.service.request_parser import ParsingServer
+from npuserve.service.request_reader import WINDOW_BYTES, RequestReader
 from npuserve.service.servicer import InferenceServicer
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
@@ -61,6 +65,11 @@ REFUSE_SECONDS = 0.8
 says 1 s."""
 POLLER_SECONDS = 0.003
 """The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
+
+MIN_STREAMS = 256
+"""Calls that a connection may have under way, where `max_num_seqs` and `max_queue` are small."""
+METADATA_BYTES = 8 << 10
+"""Metadata of a call; above, calls are refused at random, and above twice as much, always."""
 
 SERVICES = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -100,10 +109,16 @@ class Frontend:
             args.engine_address, lambda state: self._update(), stall, config.resume_seconds, config.max_buffered_tokens,
             config.slow_reader_seconds, config.stream_interval)
         self._tracing = _open_tracing(config)
-        self._inference = InferenceServicer(config, self._engine, self._tracing)
+        self._preparation = Preparation(config.max_preparing)
+        self._inference = InferenceServicer(config, self._engine, self._preparation, self._tracing)
         self._admin = AdminServicer(config, self._engine, time.monotonic())
         self._health = Health()
         self._connections = Connections()
+        self._largest = _largest_message(config, args.folder)
+        small = message_limits.SMALL_BYTES
+        self._intake, self._health_intake, self._reflection_intake = (
+            Intake(RequestReader(self._largest), self._preparation, limit)
+            for limit in (self._limit, lambda: small, lambda: small))
         self._servers = [self._server()]
 
     async def start(self) -> int:
@@ -112,8 +127,10 @@ class Frontend:
         self._port = self._listen(server, "port", self._port)
         await server.start()
         if self._config.health_port:
-            probes = aio_server.server([], _options(self._config))
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, ParsingServer(probes))
+            probes = aio_server.server([], _options(self._config, message_limits.SMALL_BYTES))
+            probe_intake = Intake(
+                RequestReader(message_limits.SMALL_BYTES), self._preparation, lambda: message_limits.SMALL_BYTES)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, ParsingServer(probes, probe_intake.message))
             self._listen(probes, "health_port", self._config.health_port)
             await probes.start()
             self._servers.append(probes)
@@ -151,7 +168,7 @@ class Frontend:
             await self._connections.wait_until_none(end - time.monotonic())
         kept = self._config.state_folder
         rest = "x-resume-token goes on with it at the next start" if kept else "what it has is gone"
-        self._inference.give_up(Unavailable("the server leaves before the request is prepared"))
+        self._preparation.give_up(Unavailable("the server leaves before the request is prepared"))
         self._engine.give_up(Unavailable(f"the server leaves before the answer's end; {rest}"))
         await self._engine.close()
         await self._connections.wait_until_none(child.LAST_WORDS_SECONDS)
@@ -160,6 +177,7 @@ class Frontend:
         stopping = [asyncio.ensure_future(server.stop(None)) for server in self._servers]
         await asyncio.wait(stopping, timeout=child.STOP_SECONDS)
         self._beating.cancel()
+        self._preparation.close()
         if self._tracing:
             self._tracing.close()  # not in the loop's threads, which may all wait for the chat template
 
@@ -186,13 +204,24 @@ class Frontend:
 
     def _server(self) -> grpc.aio.Server:
         guards: list[Any] = [Guard(self._keys)] if self._keys else []
-        server = aio_server.server(guards, _options(self._config))
-        parsing = ParsingServer(server, self._connections.begin)
+        server = aio_server.server(guards, _options(self._config, self._largest))
+        parsing = ParsingServer(server, self._intake.message, self._connections.begin)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, parsing)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, parsing)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)
-        reflection.add_reflection(SERVICES, parsing)
+        health_pb2_grpc.add_HealthServicer_to_server(
+            self._health, ParsingServer(server, self._health_intake.message, self._connections.begin))
+        reflection.add_reflection(
+            SERVICES, ParsingServer(server, self._reflection_intake.message, self._connections.begin))
         return server
+
+    def _limit(self) -> int:
+        """Return the bytes that a request's message may have now."""
+        info, folder = self._engine.model_info, self._inference.folder
+        if self._config.max_message_size or info is None or folder is None:
+            return self._largest
+        token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1
+        return min(self._largest, message_limits.max_message_bytes(
+            info.max_model_len, token_bytes, info.vocabulary_size))
 
     def _listen(self, server: grpc.aio.Server, setting: str, port: int) -> int:
         address = endpoint(self._config.host, port)
@@ -252,16 +281,39 @@ def _open_tracing(config: ServerConfig) -> Tracing | None:
     return Tracing(config.otlp_endpoint)
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
+def _largest_message(config: ServerConfig, folder: str | None) -> int:
+    """Return the bytes of a message that the channel lets pass. The channel is made before the tokenizer is loaded, so
+    that this is what a model of this context can need at most; MAX_MESSAGE_BYTES where the context is not known."""
+    if config.max_message_size:
+        return config.max_message_size
+    context = config.max_model_len
+    if not context and folder is not None:
+        with contextlib.suppress(ModelError, OSError, ValueError):  # the engine says what is wrong with the folder
+            context = ModelConfig.from_folder(folder).context_length
+    return message_limits.max_message_bytes(context) if context else MAX_MESSAGE_BYTES
+
+
+def _options(config: ServerConfig, largest: int) -> list[tuple[str, int]]:
+    """largest: bytes of a request's message."""
     age = math.ceil(config.max_connection_age_seconds * 1000)
     return [
         ("grpc.so_reuseport", int(config.frontends > 1)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        # A client's pings keep long unary calls alive and are never "too many".
+        ("grpc.max_receive_message_length", largest),
+        # A compressed message is UNIMPLEMENTED before it is read: a few KiB may stand for MiBs.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.per_message_decompression", 0),
+        # Of a message that nobody reads yet, gRPC holds this much; probing would enlarge it.
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_concurrent_streams", max(MIN_STREAMS, 2 * (config.max_num_seqs + config.max_queue))),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+        # A client's pings keep long unary calls alive. One that pings faster all the time loses its connection.
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 16),
         # Ours find clients whose machine is gone, so that their requests are cancelled.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),

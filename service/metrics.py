@@ -52,7 +52,9 @@ request_generation_tokens = _histogram("request_generation_tokens", "Generated t
 requests_on_target_total = _counter("requests_on_target_total", "Answers that kept both latency targets")
 streams_continued_total = _counter(
     "streams_continued_total", "Streams that went on after their engine's death, or that a client resumed", "after")
-requests_preparing = _gauge("requests_preparing", "Requests being tokenized or written by the chat template")
+requests_preparing = _gauge("requests_preparing", "Requests that are parsed, tokenized or detokenized, or wait for it")
+preparation_rejections_total = _counter(
+    "preparation_rejections_total", "Requests refused before the engine's queue", "kind", "why")
 stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
 tls_certificate_expiry = _gauge(
     "tls_certificate_expiry_timestamp_seconds", "Unix time of the end of the certificates in use", "certificate",
@@ -131,6 +133,9 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     process_failures_total: tuple(
         (process, why) for process in ("engine", "frontend") for why in ("died", "hung", "unusable", "not_started")),
     settings_not_read_total: (("api_keys",), ("tls_cert",)),
+    preparation_rejections_total: tuple(
+        (kind, why) for kind in ("read", "parse", "generate", "tokenize", "detokenize")
+        for why in ("queue_full", "displaced", "client_limit", "timeout")) + (("read", "too_large"),),
 }
 
 

@@ -1,13 +1,13 @@
 """Parsing of request messages: a malformed one ends its call with INVALID_ARGUMENT and names the field.
 
-grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler receives bytes and parses
+grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler reads bytes (intake.py) and parses
 them itself, so that a malformed message is an error like any other: counted, logged in one line, with details.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -20,27 +20,32 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from npuserve.service.auth import caller
 from npuserve.service.call import Context, call
 from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
+from npuserve.service.message_limits import MAX_DEPTH
 
-MAX_DEPTH = 100
-"""Nested messages that protobuf parses; deeper ones are malformed."""
 _LENGTH_DELIMITED = 2
+
+
+Read = Callable[[Callable[[bytes], Message], Context], Awaitable["Message | None"]]
+"""Takes the deserializer and the call; returns its next message, None at the end of the client's messages."""
 
 
 class ParsingServer:
     """The part of grpc.aio.Server that generated code calls to add a servicer; wraps each handler in a parser.
 
+    read: how messages are read, `Intake.message`.
     begun: called with the context of each call.
     """
 
-    def __init__(self, server: grpc.aio.Server, begun: Callable[[Context], None] = lambda context: None):
+    def __init__(self, server: grpc.aio.Server, read: Read, begun: Callable[[Context], None] = lambda context: None):
         self._server = server
+        self._read = read
         self._begun = begun
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
         """Do nothing: generated code adds the same methods by `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        parsing = {name: _parsing(name, handler, self._begun) for name, handler in handlers.items()}
+        parsing = {name: _parsing(name, handler, self._read, self._begun) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, parsing),))
         self._server.add_registered_method_handlers(service, parsing)  # type: ignore[attr-defined]
 
@@ -90,35 +95,40 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _parsing(rpc: str, handler: Any, begun: Callable[[Context], None]) -> Any:
-    """Return the handler with bytes as its requests, parsed before the method is called."""
+def _parsing(rpc: str, handler: Any, read: Read, begun: Callable[[Context], None]) -> Any:
+    """Return the handler for unparsed requests. It reads and parses them before the method is called.
+
+    To gRPC every request is a stream, so that a message is read when the handler asks for it, and not before.
+    """
     deserializer = handler.request_deserializer
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            _streaming(rpc, handler.stream_stream, deserializer, begun), None, handler.response_serializer)
+            _streaming(rpc, handler.stream_stream, deserializer, read, begun), None, handler.response_serializer)
     method = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
-    async def parsed(data: bytes, context: Context) -> Any:
+    async def parsed(messages: object, context: Context) -> Any:
         begun(context)
         try:
-            request = parse(deserializer, data)
+            request = await read(deserializer, context)
+            if request is None:
+                raise MalformedRequest("the call has no message")
         except ServeError as error:
             return await _refuse(rpc, context, error)
         return await method(request, context)
 
-    kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return kind(parsed, None, handler.response_serializer)
 
 
 def _streaming(
-    rpc: str, method: Any, deserializer: Callable[[bytes], Message], begun: Callable[[Context], None]
+    rpc: str, method: Any, deserializer: Callable[[bytes], Message], read: Read, begun: Callable[[Context], None]
 ) -> Any:
-    async def parsed(data: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+    async def parsed(messages: object, context: Context) -> AsyncIterator[Any]:
         begun(context)
 
         async def requests() -> AsyncIterator[Message]:
-            async for one in data:
-                yield parse(deserializer, one)
+            while (one := await read(deserializer, context)) is not None:
+                yield one
 
         try:
             async for reply in method(requests(), context):

@@ -3,7 +3,7 @@
 The life of a request here:
 
 1. `_ask` takes the message: the server must be ready, every field is checked, the chat template applied, the text
-   tokenized (in a thread, where it is long).
+   tokenized (by preparation.py, but for short texts).
 2. `EngineClient.submit` hands the checked `Request` to the engine and returns its stream of outputs.
 3. `_answer` waits until the engine has accepted the request, and sends the initial metadata: the request's id and the
    resume token. An error before that has the id in its trailing metadata, and no token.
@@ -39,6 +39,7 @@ from npuserve.service.config import ServerConfig
 from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import ServeError, Unavailable
 from npuserve.service.model_folder import ModelFolder
+from npuserve.service.preparation import Kind, Preparation
 from npuserve.service.records import new_token
 from npuserve.service.stream import Stream
 from npuserve.service.validation import Ask
@@ -54,28 +55,23 @@ T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
 RESUME_TOKEN = "x-resume-token"
-LONG_TEXT = 20_000
-"""Characters beyond which tokenizing (some 10 ms) would hold up the other streams."""
+INLINE_BYTES = 2048
+"""Input that is checked and tokenized on the event loop, in about a millisecond; larger input goes to the pool."""
 REASON_NAMES = {number: name for name, number in REASONS.items()}
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """folder: None until the tokenizer is loaded. draining: new requests are refused."""
 
-    def __init__(self, config: ServerConfig, engine: EngineClient, tracing: Tracing | None = None):
+    def __init__(
+        self, config: ServerConfig, engine: EngineClient, preparation: Preparation, tracing: Tracing | None = None
+    ):
         self.folder: ModelFolder | None = None
         self.draining = False
         self._config = config
         self._engine = engine
         self._tracing = tracing
-        self._preparing: set[asyncio.Future[Any]] = set()
-        self._given_up: ServeError | None = None
-
-    def give_up(self, error: ServeError) -> None:
-        """End the requests that are being prepared with this error."""
-        self._given_up = error
-        for work in self._preparing:
-            work.cancel()
+        self._preparation = preparation
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._tracing.begin(context, "Generate") if self._tracing else None
@@ -122,7 +118,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "Tokenize"):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
-            response = await self._prepare(_size(request), validation.tokenize, request, folder.tokenizer)
+            response = await self._prepare(
+                context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len)
         return response
 
     async def Detokenize(
@@ -133,7 +130,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             validation.check_model(request.model if request.HasField("model") else None, folder)
             vocabulary = self._engine.require().vocabulary_size
             text = await self._prepare(
-                len(request.token_ids), validation.detokenize, request, folder.tokenizer, vocabulary)
+                context, "detokenize", request, validation.detokenize, request, folder.tokenizer, vocabulary,
+                self._max_model_len)
         return tokenize_pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
@@ -157,7 +155,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             response = model_pb2.GetLoadResponse(
                 running=load.running, waiting=load.waiting, free_kv_ratio=load.free_kv_ratio,
                 tokens_per_second=load.tokens_per_second, max_num_seqs=info.max_num_seqs, max_queue=info.max_queue,
-                preparing=len(self._preparing))
+                preparing=self._preparation.count)
         return response
 
     async def _answer(
@@ -202,7 +200,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         name = fields["id"] = validation.request_id(message)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
         folder, info = self._require_folder(), self._engine.require()
-        ask = await self._prepare(_size(message), validation.check, message, folder, info, name, arrival)
+        ask = await self._prepare(
+            context, "generate", message, validation.check, message, folder, info, name, arrival)
         limit = whose.limits.max_requests
         if limit is None:
             limit = self._config.max_requests_per_client
@@ -234,21 +233,21 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 metrics.requests_on_target_total.inc()
             fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))
 
-    async def _prepare(self, size: int, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        """Call the function. If its input is large, call it in a thread, and count the request as one that is being
-        prepared."""
-        if size <= LONG_TEXT:
-            return function(*arguments, **keywords)
-        work = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **keywords))
-        self._preparing.add(work)
-        metrics.requests_preparing.set(len(self._preparing))
-        try:
-            return await work
-        except asyncio.CancelledError:
-            raise self._given_up or asyncio.CancelledError from None
-        finally:
-            self._preparing.remove(work)
-            metrics.requests_preparing.set(len(self._preparing))
+    async def _prepare(
+        self, context: Context, kind: Kind, message: Any, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call the function: at once if the message is small, else in the pool. A chat always goes to the pool, since
+        its template runs in another process."""
+        size, is_chat = message.ByteSize(), kind != "detokenize" and message.WhichOneof("prompt") == "chat"
+        if size <= INLINE_BYTES and not is_chat:
+            return function(*args, **kwargs)
+        return await self._preparation.run(caller(context).name, kind, size, function, *args, **kwargs)
+
+    @property
+    def _max_model_len(self) -> int:
+        """Tokens of the context, also while the engine is restarted. Unavailable before it was ready once."""
+        info = self._engine.model_info or self._engine.require()
+        return info.max_model_len
 
     def _require_folder(self) -> ModelFolder:
         if self.draining:
@@ -290,8 +289,3 @@ def _resumable(context: Context, stream: Stream) -> Iterator[None]:
         if stream.is_accepted and stream.request.resume_token:
             context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
         raise
-
-
-def _size(message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest) -> int:
-    """In bytes; a chat is large whatever it is, since its template runs in another process."""
-    return LONG_TEXT + 1 if message.WhichOneof("prompt") == "chat" else message.ByteSize()

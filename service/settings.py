@@ -44,6 +44,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "port": "of gRPC; 0: a free one",
         "metrics_port": "of /metrics; 0: a free one",
         "frontends": "processes that share the port, tokenize and stream",
+        "max_connections": "open connections of each front end; more are closed at once",
+        "max_message_size": "bytes of a request, or a size such as 4MiB; 0: what a request of this model can need",
         "max_connection_age_seconds": "after which a client connects anew for its next calls; 0: never",
         "drain_seconds": "how long running requests may still take after SIGTERM",
         "resume_seconds": "how long a stream can be resumed after its end or its client's loss; 0: not at all",
@@ -58,6 +60,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "decode_buckets": "rows of captured decode steps, as in 1,2,4,8, on devices with graphs; none: its choice",
         "max_queue": "requests that may wait; more are refused",
         "max_requests_per_client": "requests that a client may have at once, by API key or address; 0: no limit",
+        "max_preparing": "requests of a front end that may wait to be tokenized, small and large ones each",
         "max_buffered_tokens": "tokens that a slow reader leaves unread before its request pauses",
         "slow_reader_seconds": "after which a stream whose reader takes nothing is cancelled",
         "stream_interval": "tokens to a message of a stream, but for the first and the last ones",
@@ -99,7 +102,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 }
 
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
-_SIZES = {"kv_cache_memory"}
+_SIZES = {"kv_cache_memory", "max_message_size"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)?", re.IGNORECASE)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # What Kubernetes sets in every container for a service named npuserve or npuserve-something.

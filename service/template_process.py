@@ -6,8 +6,9 @@ A template is a program that comes with the model. jinja2's sandbox keeps it fro
 without an end, numbers without an end and texts that fill the memory: no check inside Python sees a call in C that does
 not return. So a front end has it run here, one conversation at a time, under the kernel's alarm (SIGALRM, which nobody
 handles, so it ends the process) and a limit of memory. What is over either is the conversation's fault alone:
-INVALID_ARGUMENT, and the next one gets a new process. Its environment has nothing but what Python needs to start, and
-the memory of the other processes is closed to it (process_control.set_dumpable).
+INVALID_ARGUMENT, and the next one gets a new process. There are as many processes as conversations were rendered at the
+same time, which the threads of preparation.py bound. The environment of a process has nothing but what Python needs to
+start, and the memory of the other processes is closed to it (process_control.set_dumpable).
 
 A conversation goes there, and its text comes back, as one line of JSON.
 """
@@ -20,15 +21,15 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from npuserve.service import process_control
 from npuserve.service.chat_template import MAX_SECONDS, load_chat_template
-from npuserve.service.errors import InvalidField, Unavailable
+from npuserve.service.errors import InvalidField
 
 MAX_MEMORY = 2 << 30
 """Bytes beyond what the process takes for itself: the largest conversation is some tens of MiB, several times over."""
@@ -42,7 +43,7 @@ class TemplateProcess:
     """Has the interface of `ChatTemplate`, whose bounds hold for every template. Safe to use from several threads.
 
     folder: the model's, which has a template that parses. named_tokens, roles: as of ChatTemplate. seconds: of one
-    conversation, and of waiting for those before it.
+    conversation.
     """
 
     def __init__(
@@ -53,14 +54,11 @@ class TemplateProcess:
         self._start = {"folder": str(folder), "named_tokens": dict(named_tokens), "seconds": seconds,
                        "dumpable": process_control.is_dumpable()}
         self._seconds = seconds
-        self._turn = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finish: Callable[[], object] = lambda: None
+        self._idle: deque[_Process] = deque()
 
     def start(self) -> None:
-        """Now, and not with the first conversation."""
-        with self._turn:
-            self._running()
+        """Start a process now, so that the first conversation does not wait for it."""
+        self._idle.append(_Process(self._start))
 
     def render(
         self,
@@ -68,48 +66,60 @@ class TemplateProcess:
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As `ChatTemplate.render`. Waits, so call it from a thread. Unavailable if others take too long."""
+        """As `ChatTemplate.render`. Waits for another process, so call it from a thread."""
         try:
             request = json.dumps([list(messages), template_args, tools])
         except RecursionError:
             raise InvalidField("chat", "is nested too deeply") from None
-        if not self._turn.acquire(timeout=self._seconds):
-            raise Unavailable("the model's chat template is busy with other conversations")
-        try:
-            reply = self._ask(request.encode() + b"\n")
-        finally:
-            self._turn.release()
+        process = self._take()
+        answer = process.ask(request.encode() + b"\n")
+        if not answer.endswith(b"\n"):
+            process.end()
+            raise InvalidField("chat", f"the model's chat template must take at most {self._seconds:g} seconds and "
+                                       f"{MAX_MEMORY >> 20} MiB of memory for it")
+        self._idle.append(process)
+        reply = json.loads(answer)
         if isinstance(reply, str):
             return reply
         raise InvalidField(*reply)
 
-    def _ask(self, line: bytes) -> Any:
-        process = self._running()
-        assert process.stdin
-        assert process.stdout
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        if answer.endswith(b"\n"):
-            return json.loads(answer)
-        self._finish()
-        return "chat", (f"the model's chat template must take at most {self._seconds:g} seconds and "
-                        f"{MAX_MEMORY >> 20} MiB of memory for it")
+    def _take(self) -> _Process:
+        """Return an idle process that is alive, or a new one."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return _Process(self._start)
+            if process.is_alive:
+                return process
+            process.end()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._finish()
-            kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
-            self._process = process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
-            self._finish = weakref.finalize(self, _end, process)
-            assert process.stdin
-            process.stdin.write(json.dumps(self._start).encode() + b"\n")
-            process.stdin.flush()
-        return self._process
+
+class _Process:
+    """One process, for one conversation at a time. It ends with this object."""
+
+    def __init__(self, start: Mapping[str, Any]):
+        kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+        self.popen = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
+        self.end = weakref.finalize(self, _end, self.popen)
+        assert self.popen.stdin
+        self.popen.stdin.write(json.dumps(start).encode() + b"\n")
+        self.popen.stdin.flush()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def ask(self, line: bytes) -> bytes:
+        """Send a conversation and return the answer's line, without its end if the process died."""
+        assert self.popen.stdin
+        assert self.popen.stdout
+        try:
+            self.popen.stdin.write(line)
+            self.popen.stdin.flush()
+            return self.popen.stdout.readline()
+        except BrokenPipeError:
+            return b""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

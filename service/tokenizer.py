@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "tekken.json", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+LONG_IDS = 4096
+"""Token ids beyond which decoding by the library `tokenizers` would hold up other threads for milliseconds."""
 _ENDOFTEXT = "<|endoftext|>"
 # What a class takes for a name that tokenizer_config.json does not speak of.
 _CLASS_DEFAULTS = {
@@ -58,7 +60,7 @@ class Tokenizer:
 
     vocabulary_size: ids are below it; a model's may be larger, for padding. special_ids: those that
     skip_special_tokens leaves out. named_tokens: bos_token, eos_token and their like, where the folder names them.
-    chat: None if the folder has no chat template.
+    chat: None if the folder has no chat template. max_token_bytes: bytes of text of the longest token.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Tokenizer:
         self.special_ids = backend.special_ids
         self.eos_id = self.id_of(self.named_tokens.get("eos_token", ""))
         self._fallback = _byte_fallback(backend.decoder)
+        self.max_token_bytes = max(map(self._text_bytes, range(backend.vocabulary_size)), default=1) or 1
         self._token_bytes = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_bytes)
         self._token_text = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_text)
 
@@ -85,7 +88,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Bytes that are no UTF-8 become U+FFFD; ids that are no token leave no text."""
-        return self._backend.decode(ids, skip_special_tokens)
+        if len(ids) <= LONG_IDS or self._backend.decoder.get("type") != "ByteLevel":
+            return self._backend.decode(ids, skip_special_tokens)
+        # `tokenizers` lets no other thread run meanwhile.
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        return b"".join(self._token_bytes(i) for i in ids if i not in skipped).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
         """A lone token's text as it stands inside a text: with its leading space; U+FFFD for a part of a character."""
@@ -127,6 +134,14 @@ class Tokenizer:
 
         prompted = any(token_text(i) != ("", None) for i in prompt_ids)
         return ByteFallbackStream(token_text, stripped, 0 if prompted else strip)
+
+    def _text_bytes(self, token_id: int) -> int:
+        """Return the bytes of text that a token stands for."""
+        token = self._backend.token(token_id)
+        if token is None:
+            return 0
+        is_byte_level = self._backend.decoder.get("type") == "ByteLevel"
+        return len(byte_bpe.token_bytes(token)) if is_byte_level else len(token.encode(errors="replace"))
 
     def _uncached_token_bytes(self, token_id: int) -> bytes:
         token = self._backend.token(token_id)

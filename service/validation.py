@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField, ModelNotFound, NoChatTemplate, NoTokenizer, Reserved, Violations
+from npuserve.service.message_limits import MAX_TOOLS, MAX_TURNS
 from npuserve.service.messages import ModelInfo, Request
 from npuserve.service.model_folder import DEFAULT_RANGES, ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
@@ -40,14 +41,15 @@ MAX_CONSTRAINT = 65536
 """Bytes of a schema, a regex, a grammar or all choices."""
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Of a chat's messages; a chat template that compares the role with other names adds them."""
-MAX_TURNS = 10_000
-MAX_TOOLS = 1024
 MAX_UNARY_BYTES = 4 << 20
 """Of a message that gRPC's clients receive unless they are told otherwise."""
 BYTES_PER_LOGPROB = 24
 """Of a serialized TokenLogprob, as estimated: 2 of header, 4 of id, 5 of logprob, 4 of rank, 2 + 7 of text."""
-MAX_TOKEN_CHARACTERS = 256
-"""No token stands for more characters, so that a text longer than this times the context is refused unread."""
+COUNTED_BYTES = 64 << 10
+"""A text that is longer than this and has more bytes than the context has tokens is counted in pieces of this size
+before it is tokenized: a tokenizer takes some 150 bytes of memory for each token."""
+PIECE_TOKENS = 256
+"""Tokens by which the number of a piece's tokens may exceed its share of the whole text's, as estimated generously."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,8 @@ def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, i
             _ids("token_ids.ids", ids, vocabulary, bad)
             bad.check()
     else:
-        text = message.text if kind == "text" else chat_text(message.chat, tokenizer)
-        if len(text) > info.max_model_len * MAX_TOKEN_CHARACTERS:
-            raise InvalidField(kind, (
-                f"{len(text)} characters cannot fit; max_model_len {info.max_model_len} leaves room for "
-                f"at most {room} tokens of prompt"))
+        text = message.text if kind == "text" else chat_text(message.chat, tokenizer, info.max_model_len)
+        check_length(text, kind, tokenizer, info.max_model_len)
         # An empty text is refused also where the tokenizer adds a beginning-of-text token.
         ids = encode(text, kind, tokenizer, special=kind == "text") if text or tokenizer is None else []
     if not ids:
@@ -170,25 +169,63 @@ def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, i
     return ids
 
 
-def tokenize(message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None) -> tokenize_pb2.TokenizeResponse:
-    """A Tokenize call's answer: ids as `check` would make them of the same prompt. Slow for long texts."""
+def tokenize(
+    message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, max_model_len: int
+) -> tokenize_pb2.TokenizeResponse:
+    """Return a Tokenize call's answer: ids as `check` would make them of the same prompt. Slow for long texts.
+
+    Raises InvalidField for a text of more than max_model_len tokens.
+    """
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidField("prompt", "one of text and chat is needed")
-    text = message.text if kind == "text" else chat_text(message.chat, tokenizer)
+    text = message.text if kind == "text" else chat_text(message.chat, tokenizer, max_model_len)
+    check_length(text, kind, tokenizer, max_model_len)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else kind == "text"
     ids = encode(text, kind, tokenizer, special)
+    if len(ids) > max_model_len:
+        raise InvalidField(kind, f"{len(ids)} tokens are too many; max_model_len is {max_model_len}")
     return tokenize_pb2.TokenizeResponse(token_ids=ids, text=text if kind == "chat" else "")
 
 
-def detokenize(message: tokenize_pb2.DetokenizeRequest, tokenizer: Tokenizer | None, vocabulary: int) -> str:
-    """Return a Detokenize call's answer."""
+def detokenize(
+    message: tokenize_pb2.DetokenizeRequest, tokenizer: Tokenizer | None, vocabulary: int, max_model_len: int
+) -> str:
+    """Return a Detokenize call's answer. Raises InvalidField for more than max_model_len ids."""
     if tokenizer is None:
         raise NoTokenizer("token_ids: the served model has no tokenizer")
+    if len(message.token_ids) > max_model_len:
+        raise InvalidField(
+            "token_ids", f"{len(message.token_ids)} ids are too many; max_model_len is {max_model_len}")
     bad = Violations()
     _ids("token_ids", message.token_ids, vocabulary, bad)
     bad.check()
     return tokenizer.decode(list(message.token_ids), message.skip_special_tokens)
+
+
+def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    """Raise InvalidField for a text that has more than max_model_len tokens for sure, before it is tokenized whole.
+
+    A text within max_model_len tokens always passes. One that passes may still have too many tokens, but not by a
+    multiple.
+    """
+    if tokenizer is None or len(text) <= max_model_len:
+        return
+    most = max_model_len * tokenizer.max_token_bytes
+    size = len(text.encode(errors="replace"))
+    if size > most:
+        raise InvalidField(field, (
+            f"{size} bytes of text cannot fit; max_model_len is {max_model_len}, and a token has at most "
+            f"{tokenizer.max_token_bytes} bytes"))
+    if size <= max(max_model_len, COUNTED_BYTES):
+        return
+    count = 0
+    for at in range(0, len(text), COUNTED_BYTES):
+        count += len(tokenizer.encode(text[at : at + COUNTED_BYTES], add_special_tokens=False)) - PIECE_TOKENS
+        if count > max_model_len:
+            raise InvalidField(field, (
+                f"the first {at + COUNTED_BYTES} characters alone have more tokens than max_model_len, "
+                f"{max_model_len}"))
 
 
 def encode(text: str, field: str, tokenizer: Tokenizer | None, special: bool) -> list[int]:
@@ -201,8 +238,11 @@ def encode(text: str, field: str, tokenizer: Tokenizer | None, special: bool) ->
     return tokenizer.encode(text, add_special_tokens=special)
 
 
-def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
-    """Return the conversation as the model's chat template writes it."""
+def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, max_model_len: int) -> str:
+    """Return the conversation as the model's chat template writes it.
+
+    Raises InvalidField for one whose turns alone have more text than max_model_len tokens can have.
+    """
     if tokenizer is None:
         raise NoTokenizer("chat: the served model has no tokenizer; send token_ids")
     if tokenizer.chat is None:
@@ -213,6 +253,10 @@ def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None) -> str:
     for field, found, most in (("messages", chat.messages, MAX_TURNS), ("tools", chat.tools, MAX_TOOLS)):
         if len(found) > most:
             bad.add(f"chat.{field}", f"must be at most {most}, got {len(found)}")
+    most, size = max_model_len * tokenizer.max_token_bytes, sum(len(turn.content) for turn in chat.messages)
+    if size > most:
+        bad.add("chat.messages", f"must have at most {most} characters of content, as max_model_len is {max_model_len}, "
+                                 f"got {size}")
     bad.check()
     roles = ROLES | tokenizer.chat.roles
     messages = [_turn(index, turn, roles, bad) for index, turn in enumerate(chat.messages)]

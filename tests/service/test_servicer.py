@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,7 +19,7 @@ from prometheus_client import REGISTRY
 from npuserve.service.messages import Cancel, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
-from tests.service.fake_engine import EOS, make_folder, until
+from tests.service.fake_engine import EOS, INFO, make_folder, until
 from tests.service.front_end import Running, ask, running
 from tests.service.test_answer import whole
 from tests.service.whole_server import whole_server
@@ -355,14 +357,24 @@ async def test_tokenize_and_detokenize(folder: Path) -> None:
         assert server.engine.got(Submit)[-1].request.prompt_ids == list(seen.token_ids)
 
 
-async def test_load_shows_requests_that_wait_for_the_chat_template(folder: Path) -> None:
+async def test_load_shows_requests_that_wait_for_the_chat_template(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])
     async with running(folder) as server:
         served = server.frontend._inference.folder
         assert served
         assert served.tokenizer
         assert served.tokenizer.chat
-        with served.tokenizer.chat._turn:  # as long as another conversation takes
+        release = threading.Event()
+        render = served.tokenizer.chat.render
+
+        def wait(*arguments: Any) -> str:
+            release.wait(60)
+            return render(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(served.tokenizer.chat, "render", wait)
             calls: list[grpc.aio.Call] = [
                 server.inference.Generate(pb.GenerateRequest(chat=chat)),
                 server.inference.StreamGenerate(pb.GenerateRequest(chat=chat)),
@@ -371,9 +383,10 @@ async def test_load_shows_requests_that_wait_for_the_chat_template(folder: Path)
             await until(lambda: metric("requests_preparing") == 3)
             load = await server.inference.GetLoad(model_pb2.GetLoadRequest())
             assert (load.preparing, load.running, load.waiting) == (3, 0, 0)
-        await calls[1].read()
-        calls[1].cancel()
-        await asyncio.gather(*asking)
+            release.set()
+            await calls[1].read()
+            calls[1].cancel()
+            await asyncio.gather(*asking)
         assert (await server.inference.GetLoad(model_pb2.GetLoadRequest())).preparing == 0
         assert metric("requests_preparing") == 0
 
@@ -381,6 +394,7 @@ async def test_load_shows_requests_that_wait_for_the_chat_template(folder: Path)
 async def test_long_texts_do_not_hold_up_the_others(folder: Path) -> None:
     """A text long enough for a thread gives the same ids as its parts."""
     async with running(folder) as server:
+        server.frontend._engine.model_info = msgspec.structs.replace(INFO, max_model_len=150_000)
         text = "abcé" * 30_000
         long, short = await asyncio.gather(
             server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text=text)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.service.chat_template import ChatTemplate
-from npuserve.service.errors import InvalidField, Unavailable
+from npuserve.service.errors import InvalidField
 from npuserve.service.template_process import KEPT_VARIABLES, TemplateProcess, contained
 from tests.service.fake_engine import CHAT_TEMPLATE
 
@@ -83,26 +83,24 @@ def test_nesting_is_refused(tmp_path: Path) -> None:
         made(tmp_path, WELL).render([TURN], {"x": deep})
 
 
-def test_who_waits_too_long_is_told_to_come_again(tmp_path: Path) -> None:
-    process = made(tmp_path, ENDLESS["a loop without output"], seconds=1)
+def test_conversations_of_two_threads_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """One process each; the processes are used again."""
+    process = made(tmp_path, ENDLESS["a loop without output"], seconds=5)
     process.start()
-    ended: list[BaseException] = []
+    ended: list[str] = []
 
     def ask() -> None:
-        try:
+        with pytest.raises(InvalidField):
             process.render([TURN])
-        except (InvalidField, Unavailable) as error:
-            ended.append(error)
+        ended.append("endless")
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    kinds = [type(error) for error in ended]
-    assert len(kinds) == 4
-    assert Unavailable in kinds
-    assert InvalidField in kinds
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert process.render([{**TURN, "content": "well"}]) == "well"
+    assert not ended
+    thread.join(30)
+    assert ended == ["endless"]
+    assert len(process._idle) == 1
 
 
 def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +109,7 @@ def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TZ", "Asia/Shanghai")
     process = made(tmp_path, WELL)
     assert process.render([TURN]) == "hi"
-    assert process._process
-    variables = Path(f"/proc/{process._process.pid}/environ").read_bytes().split(b"\0")
+    variables = Path(f"/proc/{process._idle[0].popen.pid}/environ").read_bytes().split(b"\0")
     assert b"TZ=Asia/Shanghai" in variables
     assert {variable.partition(b"=")[0].decode() for variable in variables if variable} <= KEPT_VARIABLES
 
@@ -120,13 +117,11 @@ def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch
 def test_a_process_that_is_killed_is_replaced_and_ends_with_its_owner(tmp_path: Path) -> None:
     process = made(tmp_path, WELL)
     assert process.render([TURN]) == "hi"
-    first = process._process
-    assert first
+    first = process._idle[0].popen
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert process.render([TURN]) == "hi"
-    second = process._process
-    assert second
+    second = process._idle[0].popen
     assert second.pid != first.pid
     del process
     deadline = time.monotonic() + 10

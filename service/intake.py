@@ -1,0 +1,54 @@
+"""The way of a request's message from the connection to its method: read, bounded, scanned, parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from npuserve.service import message_limits, metrics, request_parser
+from npuserve.service.auth import caller
+from npuserve.service.call import Context
+from npuserve.service.errors import MessageTooLarge
+from npuserve.service.preparation import Preparation
+from npuserve.service.request_reader import RequestReader
+
+
+class Intake:
+    """Reads and parses the messages of some services of one front end.
+
+    reader: their own, so that they do not wait for the messages of others.
+    preparation: the front end's pool, in which large messages are parsed.
+    limit: returns the bytes that a message may have now, at most what the channel lets pass.
+    """
+
+    def __init__(self, reader: RequestReader, preparation: Preparation, limit: Callable[[], int]):
+        self._reader = reader
+        self._preparation = preparation
+        self._limit = limit
+
+    async def message(self, deserializer: Callable[[bytes], Message], context: Context) -> Message | None:
+        """Return the call's next message; None if the client ended its side without one more.
+
+        Call it from the call's own task.
+
+        Raises MessageTooLarge, QueueFull, InvalidField, MalformedRequest.
+        """
+        who = caller(context)
+        data = await self._reader.read(context, who.name if who.is_authenticated else context.peer())
+        if data is None:
+            return None
+        try:
+            message_limits.check_size(data, self._limit())
+            if len(data) <= message_limits.SMALL_BYTES:
+                return request_parser.parse(deserializer, data)
+            return await self._preparation.run(who.name, "parse", len(data), _parse, deserializer, data)
+        except MessageTooLarge:
+            metrics.preparation_rejections_total.labels("read", "too_large").inc()
+            raise
+
+
+def _parse(deserializer: Any, data: bytes) -> Message:
+    message_limits.check_structure(deserializer.__self__.DESCRIPTOR, data)
+    return request_parser.parse(deserializer, data)

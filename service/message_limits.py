@@ -1,0 +1,114 @@
+"""Limits of request messages, derived from the model, and the check of a message's structure before it is parsed.
+
+protobuf makes an object of some 130 bytes of each submessage, and two bytes on the wire are enough for one. So a large
+message is scanned first: its fields and items are counted in the wire format, without an object for any of them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from google.protobuf.descriptor import Descriptor
+
+from npuserve.service.config import MAX_MESSAGE_BYTES
+from npuserve.service.errors import InvalidField, MalformedRequest, MessageTooLarge
+
+MAX_TOKEN_BYTES = 256
+"""Bytes of text of the longest token, where the vocabulary is not known yet."""
+MAX_VOCABULARY = 1 << 18
+"""Size of the vocabulary, where it is not known yet."""
+STRUCTURE_BYTES = 1 << 20
+"""Room for what a message has beside its prompt and its lists of token ids: 10,000 turns of a chat take some 320 KiB,
+a constraint 64 KiB, stop strings 64 KiB, `logit_bias` 16 KiB, and the rest is for template arguments."""
+SMALL_BYTES = 16 << 10
+"""A message of at most this size is parsed at once, which takes about a millisecond whatever it is."""
+MAX_ELEMENTS = 100_000
+"""Fields and items of one message, at all depths. A packed list of token ids is one."""
+MAX_TURNS = 10_000
+MAX_TOOLS = 1024
+MAX_DEPTH = 100
+"""Nested messages that protobuf parses; deeper ones are malformed."""
+_MAX_ITEMS = {"npuserve.v1.Chat.messages": MAX_TURNS, "npuserve.v1.Chat.tools": MAX_TOOLS}
+
+
+def max_message_bytes(
+    context: int, token_bytes: int = MAX_TOKEN_BYTES, vocabulary_size: int = MAX_VOCABULARY
+) -> int:
+    """Return the largest request message that a model can need.
+
+    context: max_model_len, in tokens.
+    token_bytes: bytes of text of the longest token.
+    vocabulary_size: ids are below it; `allowed_token_ids` may list all of them.
+    """
+    id_bytes = -(-max(1, (vocabulary_size - 1).bit_length()) // 7)
+    prompt = context * max(token_bytes, id_bytes)
+    return min(MAX_MESSAGE_BYTES, prompt + vocabulary_size * id_bytes + STRUCTURE_BYTES)
+
+
+def check_size(data: bytes, limit: int) -> None:
+    """Raise MessageTooLarge for a message of more than `limit` bytes."""
+    if len(data) > limit:
+        raise MessageTooLarge(f"the request has {len(data)} bytes; the limit is {limit} bytes")
+
+
+def check_structure(kind: Descriptor, data: bytes) -> None:
+    """Count the fields and items of a serialized message of this kind, in time linear in their number.
+
+    Raises MessageTooLarge for more than MAX_ELEMENTS, InvalidField for a repeated field with a limit of its own,
+    MalformedRequest for a group, which proto3 has none of. Other faults are left to the parser.
+    """
+    _Scan(data).message(kind, 0, len(data), "", 0)
+
+
+@cache
+def _fields(kind: Descriptor) -> dict[int, tuple[str, Descriptor | None, int]]:
+    """Field number -> name, the message's type (None for another field), most items (0 for no limit of its own)."""
+    return {field.number: (field.name, field.message_type, _MAX_ITEMS.get(field.full_name, 0)) for field in kind.fields}
+
+
+class _Scan:
+    def __init__(self, data: bytes):
+        self._data = data
+        self._left = MAX_ELEMENTS
+
+    def message(self, kind: Descriptor, at: int, end: int, path: str, depth: int) -> None:
+        """Count the message in data[at:end]. Returns early where it is malformed."""
+        data, fields = self._data, _fields(kind)
+        counts: dict[int, int] = {}
+        while at < end:
+            self._left -= 1
+            if self._left < 0:
+                raise MessageTooLarge(f"the request has more than {MAX_ELEMENTS} fields and items")
+            tag, at = self._varint(at, end)
+            wire = tag & 7
+            if wire == 0:
+                _, at = self._varint(at, end)
+            elif wire == 2:
+                size, at = self._varint(at, end)
+                if at + size > end:
+                    return
+                name, inner, most = fields.get(tag >> 3, ("", None, 0))
+                if most:
+                    counts[tag] = count = counts.get(tag, 0) + 1
+                    if count > most:
+                        raise InvalidField(f"{path}{name}", f"must be at most {most}, got more")
+                if inner is not None and depth < MAX_DEPTH:
+                    self.message(inner, at, at + size, f"{path}{name}.", depth + 1)
+                at += size
+            elif wire in (1, 5):
+                at += 8 if wire == 1 else 4
+            else:
+                raise MalformedRequest("the request has a protobuf group: malformed protobuf")
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        """Return the number at `at` and the place after it; a number cut off by `end`, or too long, ends the scan."""
+        data, value = self._data, 0
+        for shift in range(0, 70, 7):
+            if at >= end:
+                break
+            byte = data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at
+        return 0, end
