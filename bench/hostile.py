@@ -38,45 +38,75 @@ QUIET_SECONDS = 5.0
 COUNT_SECONDS = 5.0
 
 
-async def compressed_call(target: str, path: str, data: bytes, metadata: Iterable[tuple[str, str]] = ()) -> str:
-    """Make one call over a new HTTP/2 connection, whose message is compressed already; return the status.
+class CompressedCalls:
+    """One HTTP/2 connection that makes calls one after the other, whose message is compressed already.
 
-    data: the message after gzip, at most 65,530 bytes: what HTTP/2's first window holds.
+    gRPC's own client would compress the message again for each call. metadata: of each call.
     """
-    host, _, port = target.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
 
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    def __init__(self, target: str, path: str, data: bytes, metadata: Iterable[tuple[str, str]] = ()):
+        self._target = target
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", target), ("te", "trailers"),
+                  ("content-type", "application/grpc"), ("grpc-encoding", "gzip"), *metadata]
+        self._headers = b"".join(b"\0" + b"".join(bytes([len(part)]) + part.encode() for part in f) for f in fields)
+        self._body = b"\1" + struct.pack(">I", len(data)) + data
+        self._stream = -1
+        self._initial = self._connection = 65535
+
+    async def open(self) -> None:
+        host, _, port = self._target.rpartition(":")
+        self._reader, self._writer = await asyncio.open_connection(host, int(port))
+        self._writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + self._frame(4, 0, 0))
+        while (await self._read())[0] != 4:
+            pass
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def call(self) -> str:
+        """Send the message as far as the server takes it, and return the status."""
+        self._stream += 2
+        self._writer.write(self._frame(1, 4, self._stream, self._headers))
+        window, at = self._initial, 0
+        while True:
+            size = min(window, self._connection, 16384, len(self._body) - at)
+            if size > 0:
+                self._writer.write(
+                    self._frame(0, at + size == len(self._body), self._stream, self._body[at : at + size]))
+                window, self._connection, at = window - size, self._connection - size, at + size
+                continue
+            kind, flags, stream, payload = await self._read()
+            if kind == 8 and stream == self._stream:
+                window += int.from_bytes(payload, "big")
+            elif kind == 1 and flags & 1 and stream == self._stream:  # trailing headers
+                if at < len(self._body):
+                    self._writer.write(self._frame(3, 0, self._stream, bytes(4)))
+                return trailing_status(payload)
+            elif kind in (3, 7) and stream in (0, self._stream):
+                return "RESET"
+
+    def _frame(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
         return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", target), ("te", "trailers"),
-              ("content-type", "application/grpc"), ("grpc-encoding", "gzip"), *metadata]
-    block = b"".join(b"\0" + b"".join(bytes([len(part)]) + part.encode() for part in field) for field in fields)
-    body = b"\1" + struct.pack(">I", len(data)) + data
-    parts = [body[at : at + 16384] for at in range(0, len(body), 16384)]
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, block) + b"".join(
-        frame(0, part is parts[-1], 1, part) for part in parts))
-    try:
-        while True:
-            head = await reader.readexactly(9)
-            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
-            kind, flags = head[3], head[4]
-            if kind == 4 and not flags & 1:
-                writer.write(frame(4, 1, 0, b""))
-            elif kind == 6 and not flags & 1:
-                writer.write(frame(6, 1, 0, payload))
-            elif kind == 1 and flags & 1:  # the trailing headers: HPACK leaves the status's digits readable
-                return trailing_status(payload)
-            elif kind in (3, 7):
-                return "RESET"
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return "CLOSED"
-    finally:
-        writer.close()
+    async def _read(self) -> tuple[int, int, int, bytes]:
+        """Return a frame as (kind, flags, stream, payload); answer it if it is about the connection."""
+        head = await self._reader.readexactly(9)
+        payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+        if kind == 4 and not flags & 1:
+            for at in range(0, len(payload), 6):
+                name, value = struct.unpack(">HI", payload[at : at + 6])
+                self._initial = value if name == 4 else self._initial
+            self._writer.write(self._frame(4, 1, 0))
+        elif kind == 6 and not flags & 1:
+            self._writer.write(self._frame(6, 1, 0, payload))
+        elif kind == 8 and not stream:
+            self._connection += int.from_bytes(payload, "big")
+        return kind, flags, stream, payload
 
 
 def trailing_status(block: bytes) -> str:
-    """Return the name of the gRPC status in a block of headers as gRPC's C library encodes it without a table."""
+    """Return the name of the gRPC status in a block of headers; "ENDED" if HPACK's table has it from a call before."""
     at = block.find(b"grpc-status")
     digits = block[at + 12 : at + 12 + block[at + 11]] if at >= 0 else b""
     codes = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}

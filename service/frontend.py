@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import msgspec
+from google.protobuf.descriptor import Descriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.npu.model_config import ModelConfig, ModelError
@@ -66,6 +68,8 @@ says 1 s."""
 POLLER_SECONDS = 0.003
 """The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
 
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 256 << 10
 MIN_STREAMS = 256
 """Calls that a connection may have under way, where `max_num_seqs` and `max_queue` are small."""
 METADATA_BYTES = 8 << 10
@@ -115,10 +119,8 @@ class Frontend:
         self._health = Health()
         self._connections = Connections()
         self._largest = _largest_message(config, args.folder)
-        small = message_limits.SMALL_BYTES
         self._intake, self._health_intake, self._reflection_intake = (
-            Intake(RequestReader(self._largest), self._preparation, limit)
-            for limit in (self._limit, lambda: small, lambda: small))
+            Intake(RequestReader(self._largest), self._preparation, self._limit) for _ in range(3))
         self._servers = [self._server()]
 
     async def start(self) -> int:
@@ -128,8 +130,7 @@ class Frontend:
         await server.start()
         if self._config.health_port:
             probes = aio_server.server([], _options(self._config, message_limits.SMALL_BYTES))
-            probe_intake = Intake(
-                RequestReader(message_limits.SMALL_BYTES), self._preparation, lambda: message_limits.SMALL_BYTES)
+            probe_intake = Intake(RequestReader(message_limits.SMALL_BYTES), self._preparation, self._limit)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, ParsingServer(probes, probe_intake.message))
             self._listen(probes, "health_port", self._config.health_port)
             await probes.start()
@@ -214,14 +215,13 @@ class Frontend:
             SERVICES, ParsingServer(server, self._reflection_intake.message, self._connections.begin))
         return server
 
-    def _limit(self) -> int:
-        """Return the bytes that a request's message may have now."""
+    def _limit(self, kind: Descriptor) -> int:
+        """Return the bytes that a request's message of this kind may have now."""
         info, folder = self._engine.model_info, self._inference.folder
         if self._config.max_message_size or info is None or folder is None:
             return self._largest
         token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1
-        return min(self._largest, message_limits.max_message_bytes(
-            info.max_model_len, token_bytes, info.vocabulary_size))
+        return min(self._largest, message_limits.limit_of(kind, info.max_model_len, token_bytes, info.vocabulary_size))
 
     def _listen(self, server: grpc.aio.Server, setting: str, port: int) -> int:
         address = endpoint(self._config.host, port)
@@ -389,11 +389,19 @@ async def serve(args: FrontendArgs) -> None:
         await frontend.stop(leave.result() if leave.done() else 0.0)
 
 
+def _return_large_blocks() -> None:
+    """Have glibc give freed blocks of LARGE_BLOCK_BYTES back to the system at once. By default it keeps what was freed
+    after the first large message for the next ones."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's
     args = child.read_arguments(FrontendArgs)
     process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, f"frontend-{args.index}")
+    _return_large_blocks()
     try:
         # Not asyncio.run, whose end waits for the threads that still tokenize.
         asyncio.new_event_loop().run_until_complete(serve(args))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from npuserve.service import message_limits, metrics, request_parser
@@ -20,15 +21,15 @@ class Intake:
 
     reader: their own, so that they do not wait for the messages of others.
     preparation: the front end's pool, in which large messages are parsed.
-    limit: returns the bytes that a message may have now, at most what the channel lets pass.
+    limit: returns the bytes that a message of a kind may have now, at most what the channel lets pass.
     """
 
-    def __init__(self, reader: RequestReader, preparation: Preparation, limit: Callable[[], int]):
+    def __init__(self, reader: RequestReader, preparation: Preparation, limit: Callable[[Descriptor], int]):
         self._reader = reader
         self._preparation = preparation
         self._limit = limit
 
-    async def message(self, deserializer: Callable[[bytes], Message], context: Context) -> Message | None:
+    async def message(self, deserializer: Any, context: Context) -> Message | None:
         """Return the call's next message; None if the client ended its side without one more.
 
         Call it from the call's own task.
@@ -40,7 +41,7 @@ class Intake:
         if data is None:
             return None
         try:
-            message_limits.check_size(data, self._limit())
+            message_limits.check_size(data, self._limit(deserializer.__self__.DESCRIPTOR))
             if len(data) <= message_limits.SMALL_BYTES:
                 return request_parser.parse(deserializer, data)
             return await self._preparation.run(who.name, "parse", len(data), _parse, deserializer, data)

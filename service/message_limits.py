@@ -20,6 +20,8 @@ MAX_VOCABULARY = 1 << 18
 STRUCTURE_BYTES = 1 << 20
 """Room for what a message has beside its prompt and its lists of token ids: 10,000 turns of a chat take some 320 KiB,
 a constraint 64 KiB, stop strings 64 KiB, `logit_bias` 16 KiB, and the rest is for template arguments."""
+MAX_ID_BYTES = 6
+"""Bytes of a token id on the wire: a 32-bit number, and its tag where the list is not packed."""
 SMALL_BYTES = 16 << 10
 """A message of at most this size is parsed at once, which takes about a millisecond whatever it is."""
 MAX_ELEMENTS = 100_000
@@ -45,10 +47,20 @@ def max_message_bytes(
     return min(MAX_MESSAGE_BYTES, prompt + vocabulary_size * id_bytes + STRUCTURE_BYTES)
 
 
+def limit_of(kind: Descriptor, context: int, token_bytes: int, vocabulary_size: int) -> int:
+    """Return the largest message of this kind that a model can need, in bytes; the rest as of `max_message_bytes`."""
+    match kind.full_name:
+        case "npuserve.v1.GenerateRequest" | "npuserve.v1.TokenizeRequest":
+            return max_message_bytes(context, token_bytes, vocabulary_size)
+        case "npuserve.v1.DetokenizeRequest":
+            return min(MAX_MESSAGE_BYTES, context * MAX_ID_BYTES + SMALL_BYTES)
+    return SMALL_BYTES
+
+
 def check_size(data: bytes, limit: int) -> None:
     """Raise MessageTooLarge for a message of more than `limit` bytes."""
     if len(data) > limit:
-        raise MessageTooLarge(f"the request has {len(data)} bytes; the limit is {limit} bytes")
+        raise MessageTooLarge(f"the request's message has {len(data)} bytes; max_message_size is {limit} bytes")
 
 
 def check_structure(kind: Descriptor, data: bytes) -> None:

@@ -29,8 +29,8 @@ Kind = Literal["parse", "generate", "tokenize", "detokenize"]
 
 SMALL_JOB_BYTES = 32 << 10
 """Input of a job of the small lane: tokenizing it takes some 15 ms."""
-SMALL_LANE_BYTES = 8 << 20
-LARGE_LANE_BYTES = 16 << 20
+SMALL_LANE_BYTES = 4 << 20
+LARGE_LANE_BYTES = 8 << 20
 """Input of the jobs that wait in a lane; one job may have more."""
 MAX_WAIT_SECONDS = 10.0
 
@@ -95,6 +95,7 @@ class Preparation:
             lane.remove(job)
             self._pending.remove(job.ended)
             metrics.requests_preparing.set(len(self._pending))
+            del job  # an error's traceback has this frame, and the job has the error: a cycle that holds the input
         return found
 
     def give_up(self, error: ServeError) -> None:
@@ -185,7 +186,9 @@ class _Lane:
             self._free -= 1
             self._running[job.owner] += 1
             loop = asyncio.get_running_loop()
-            self._threads.submit(job.work).add_done_callback(functools.partial(self._from_thread, loop, job))
+            work = self._threads.submit(job.work)
+            del job.work
+            work.add_done_callback(functools.partial(self._from_thread, loop, job))
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, job: _Job, work: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the front end has ended

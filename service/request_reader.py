@@ -20,8 +20,8 @@ from npuserve.service.errors import QueueFull
 
 WINDOW_BYTES = 16 << 10
 """HTTP/2 window of a stream that nobody reads."""
-QUICK_BYTES = 16 << 20
-SLOW_BYTES = 32 << 20
+QUICK_BYTES = 8 << 20
+SLOW_BYTES = 16 << 20
 """Memory of quick and of slow reads, from which their numbers follow; at least 2 of each are allowed."""
 MAX_QUICK, MAX_SLOW = 8, 64
 QUICK_SECONDS = 0.05

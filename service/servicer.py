@@ -118,6 +118,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "Tokenize"):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
+            validation.check_prompt_size(request, folder.tokenizer, self._max_model_len)
             response = await self._prepare(
                 context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len)
         return response
@@ -200,6 +201,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         name = fields["id"] = validation.request_id(message)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
         folder, info = self._require_folder(), self._engine.require()
+        if message.ByteSize() > INLINE_BYTES:
+            validation.check_prompt_size(message, folder.tokenizer, info.max_model_len)
         ask = await self._prepare(
             context, "generate", message, validation.check, message, folder, info, name, arrival)
         limit = whose.limits.max_requests

@@ -43,8 +43,8 @@ INVALID = {
     "id far beyond": (ask([2**32 - 1]), "token_ids.ids[0]: token id must be in [0, 299], got 4294967295"),
     "too many ids": (ask([1] * 64), "token_ids: 64 tokens of prompt are too many; max_model_len 64 leaves room for a"),
     "too long a text": (ask("a" * 100), "text: 100 tokens of prompt are too many"),
-    "far too long a text": (ask("a" * 20_000), "text: 20000 characters cannot fit; max_model_len 64"),
-    "huge text": (ask("a" * (8 << 20)), "text: 8388608 characters cannot fit"),
+    "far too long a text": (ask("a" * 20_000), "text: 20000 bytes of text cannot fit; max_model_len is 64"),
+    "huge text": (ask("a" * (1 << 20)), "text: 1048576 bytes of text cannot fit"),
     "chat without turns": (chat(), "chat.messages: must be at least one message"),
     "chat without a role": (chat(("user", "a"), ("", "b")), "chat.messages[1].role: must not be empty"),
     "chat with an unknown role": (
@@ -189,6 +189,11 @@ async def test_bytes_that_are_no_message(tmp_path: Path) -> None:
         too_large = server.inference.Generate(ask("a" * (65 << 20)))
         await refused(too_large, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than")
         await good(server)
+        too_large = server.inference.Generate(ask("a" * (2 << 20)))
+        error = await refused(too_large, grpc.StatusCode.RESOURCE_EXHAUSTED, "max_message_size is 1049880 bytes")
+        assert not any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+                       for detail in rpc_status.from_call(error).details)
+        await good(server)
 
 
 async def test_request_with_several_bad_fields_names_them_all(tmp_path: Path) -> None:
@@ -220,7 +225,7 @@ async def test_bad_names_of_any_length_fit_the_status(tmp_path: Path) -> None:
     """The client's names are in the paths; gRPC drops a status beyond 8 KiB."""
     for name in ("x" * 100_000, "中" * 100_000):
         message = chat(*[("\u00e9" * 100_000, "")] * 20, template_args=struct(**{name: NAN}))
-        async with running(make_folder(tmp_path / "m")) as server:
+        async with running(make_folder(tmp_path / "m"), max_message_size=8 << 20) as server:
             await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "chat.messages[0].role")
             message = chat(("user", ""), template_args=struct(**{name: NAN}))
             await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, f"_args.{name[:10]}")

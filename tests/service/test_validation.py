@@ -107,19 +107,19 @@ def test_chat_is_the_templates_text(folder: ModelFolder) -> None:
     assert folder.tokenizer
     assert folder.tokenizer.decode(ids) == "user:hi\na<eos>"
     assert ids[-1] == EOS
-    response = validation.tokenize(tokenize_pb2.TokenizeRequest(chat=chat), folder.tokenizer)
+    response = validation.tokenize(tokenize_pb2.TokenizeRequest(chat=chat), folder.tokenizer, 64)
     assert (list(response.token_ids), response.text) == (ids, "user:hi\na<eos>")
 
 
 def test_tokenize_reads_text_as_generate_does(folder: ModelFolder) -> None:
     text = "né 中 <eos>"
-    response = validation.tokenize(tokenize_pb2.TokenizeRequest(text=text), folder.tokenizer)
+    response = validation.tokenize(tokenize_pb2.TokenizeRequest(text=text), folder.tokenizer, 64)
     assert list(response.token_ids) == check(ask(text), folder).request.prompt_ids
     assert response.text == ""
     back = tokenize_pb2.DetokenizeRequest(token_ids=response.token_ids)
-    assert validation.detokenize(back, folder.tokenizer, 300) == text
+    assert validation.detokenize(back, folder.tokenizer, 300, 64) == text
     back.skip_special_tokens = True
-    assert validation.detokenize(back, folder.tokenizer, 300) == "né 中 "
+    assert validation.detokenize(back, folder.tokenizer, 300, 64) == "né 中 "
 
 
 def test_check_with_an_id_beyond_the_models_vocabulary_is_refused(folder: ModelFolder) -> None:

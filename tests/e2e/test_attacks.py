@@ -1,0 +1,148 @@
+"""Large and compressed work against a server in processes of its own: how it is refused, and what memory it takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from npuserve.npu import storyteller
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import tokenize_pb2
+from tests.e2e.server import Server, request, serving
+
+GROWTH_MIB = 64
+CALLS = 32
+CONTEXT = 8192
+SERVICE = "/npuserve.v1.InferenceService/"
+EMPTY_MESSAGES = b"\x2a\x80\x80\x40" + b"\x0a\x00" * (1 << 19)
+"""A Generate of 1 MiB, whose chat has 2**19 empty messages."""
+
+
+def peak_mib(pid: int, name: str) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(name))
+
+
+class Growth:
+    """Growth of the front end's peak memory while the block runs."""
+
+    def __init__(self, server: Server) -> None:
+        listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+                                 capture_output=True, text=True, check=True).stdout
+        self._pid = next(int(line.split()[0]) for line in listing.splitlines() if "service.frontend" in line)
+
+    def __enter__(self) -> Growth:
+        self._before = peak_mib(self._pid, "VmRSS")
+        Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # VmHWM counts from here
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.mib = peak_mib(self._pid, "VmHWM") - self._before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with a longer context."""
+    made = Path(shutil.copytree(storyteller.FOLDER, tmp_path_factory.mktemp("model") / "m"))
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(str(folder)) as server:
+        yield server
+
+
+def ends(server: Server, method: str, data: bytes, calls: int = CALLS, **options: object) -> set[tuple[str, str]]:
+    """Make the call on as many connections at a time; return the statuses with their messages."""
+    channels = [grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(calls)]
+    made = [channel.unary_unary(SERVICE + method).future(data, timeout=120, **options) for channel in channels]
+    found = {(call.code().name, call.details() or "") for call in made}
+    for channel in channels:
+        channel.close()
+    return found
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_message_is_refused_before_it_is_read(server: Server, compression: grpc.Compression) -> None:
+    with Growth(server) as growth:
+        found = ends(server, "Generate", EMPTY_MESSAGES, compression=compression)
+    assert found == {("UNIMPLEMENTED", f"Compression algorithm '{compression.name.lower()}' is disabled.")}
+    assert growth.mib < GROWTH_MIB
+
+
+def test_a_call_without_a_key_is_refused_before_its_message_is_read(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    command = [sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(file), "alice"]
+    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    with serving(str(folder), "--api-keys", str(file)) as server:
+        with Growth(server) as growth:
+            found = ends(server, "Generate", b"\x1a\x80\x80\x80\x10" + b"x" * (32 << 20), calls=8)
+        assert {code for code, _ in found} == {"UNAUTHENTICATED"}
+        assert growth.mib < GROWTH_MIB
+        metadata = (("authorization", f"Bearer {key}"),)
+        assert server.stub.Generate(request("Once", 2), metadata=metadata).finish.usage.generated_tokens == 2
+
+
+def test_many_empty_messages_are_refused_before_they_are_parsed(server: Server) -> None:
+    with Growth(server) as growth:
+        found = ends(server, "Generate", EMPTY_MESSAGES)
+    refusals = {details for code, details in found if code == "INVALID_ARGUMENT"}
+    assert refusals == {"chat.messages: must be at most 10000, got more"}
+    assert {code for code, _ in found} <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert growth.mib < GROWTH_MIB
+
+
+def test_a_message_that_the_model_cannot_need_is_refused_by_its_size(server: Server) -> None:
+    with Growth(server) as growth:
+        large = ends(server, "Generate", pb.GenerateRequest(text="x" * (2 << 20)).SerializeToString())
+        huge = ends(server, "Generate", pb.GenerateRequest(text="x" * (60 << 20)).SerializeToString(), calls=4)
+    assert {code for code, _ in large | huge} == {"RESOURCE_EXHAUSTED"}
+    assert any("max_message_size is" in details for _, details in large)
+    assert all("larger than max" in details for _, details in huge)
+    assert growth.mib < GROWTH_MIB
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("x" * (1 << 20), "1048576 bytes of text cannot fit; max_model_len is 8192"),
+    ("a b " * 25_000, "have more tokens than max_model_len, 8192"),
+])
+def test_a_text_that_cannot_fit_the_context_is_not_tokenized(server: Server, text: str, said: str) -> None:
+    with Growth(server) as growth:
+        found = ends(server, "Tokenize", tokenize_pb2.TokenizeRequest(text=text).SerializeToString())
+    assert {code for code, _ in found} <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert any(said in details for _, details in found), found
+    assert growth.mib < GROWTH_MIB
+
+
+def test_more_ids_than_the_context_are_not_detokenized(server: Server) -> None:
+    with Growth(server) as growth:
+        many = ends(server, "Detokenize", tokenize_pb2.DetokenizeRequest(token_ids=[1] * (1 << 20)).SerializeToString())
+        few = ends(server, "Detokenize", tokenize_pb2.DetokenizeRequest(token_ids=[1] * 8193).SerializeToString(), 1)
+    assert {code for code, _ in many} == {"RESOURCE_EXHAUSTED"}
+    assert few == {("INVALID_ARGUMENT", "token_ids: 8193 ids are too many; max_model_len is 8192")}
+    assert growth.mib < GROWTH_MIB
+
+
+def test_connections_beyond_the_limit_are_closed(folder: Path) -> None:
+    with serving(str(folder), "--max-connections", "4") as server:
+        held = [grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(3)]
+        for channel in held:
+            grpc.channel_ready_future(channel).result(30)
+        assert server.stub.Generate(request("Once", 2)).finish.usage.generated_tokens == 2  # the fourth
+        late = grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)])
+        with pytest.raises(grpc.RpcError) as refused:
+            late.unary_unary(SERVICE + "GetLoad")(b"", timeout=10)
+        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        assert server.stub.Generate(request("Once", 2)).finish.usage.generated_tokens == 2
+        for channel in (*held, late):
+            channel.close()

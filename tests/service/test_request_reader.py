@@ -1,0 +1,126 @@
+"""How many messages are read at a time, in whose turn, and what becomes of slow ones. No network: reads end on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from npuserve.service import request_reader
+from npuserve.service.errors import QueueFull
+from npuserve.service.request_reader import RequestReader
+from tests.service.fake_engine import until
+
+LARGEST = 4 << 20
+
+
+class Call:
+    """A call whose message arrives when `arrive` is called. begun: names of the calls whose read began."""
+
+    def __init__(self, name: str, begun: list[str]):
+        self._name = name
+        self._begun = begun
+        self._message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def read(self) -> Any:
+        self._begun.append(self._name)
+        return await self._message
+
+    def arrive(self, data: object = b"x") -> None:
+        self._message.set_result(data)
+
+
+class House:
+    def __init__(self) -> None:
+        self.reader = RequestReader(LARGEST)
+        self.begun: list[str] = []
+
+    def call(self, owner: str, name: str) -> tuple[Call, asyncio.Task[bytes | None]]:
+        call = Call(name, self.begun)
+        return call, asyncio.ensure_future(self.reader.read(call, owner))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read is slow."""
+    monkeypatch.setattr(request_reader, "QUICK_SECONDS", 60.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read that is not done at once is slow."""
+    monkeypatch.setattr(request_reader, "QUICK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_few_are_read_at_a_time_and_the_clients_take_turns() -> None:
+    house = House()
+    quick = request_reader.QUICK_BYTES // LARGEST
+    flood = [house.call("flood", f"flood {n}") for n in range(quick + 3)]
+    await until(lambda: len(house.begun) == quick)
+    one = house.call("one", "one")
+    await asyncio.sleep(0)
+    assert len(house.begun) == quick
+    for call, _ in [*flood, one]:
+        call.arrive()
+    assert await asyncio.gather(*(task for _, task in [*flood, one])) == [b"x"] * (quick + 4)
+    assert house.begun.index("one") < house.begun.index(f"flood {quick + 1}")
+    assert (house.reader._quick, house.reader._waiting, house.reader._slow) == (quick, {}, {})
+
+
+@pytest.mark.usefixtures("patient")
+async def test_cancelled_calls_leave_no_trace() -> None:
+    house = House()
+    quick = request_reader.QUICK_BYTES // LARGEST
+    calls = [house.call("one", f"{n}") for n in range(quick + 2)]
+    await until(lambda: len(house.begun) == quick)
+    for _, task in calls:
+        task.cancel()
+    await asyncio.gather(*(task for _, task in calls), return_exceptions=True)
+    assert (house.reader._quick, house.reader._waiting, house.reader._slow) == (quick, {}, {})
+    call, task = house.call("two", "two")
+    call.arrive(grpc.aio.EOF)
+    assert await task is None
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_slow_reads_hold_nobody_up_and_are_bounded() -> None:
+    """The newest one of the client with the most is ended."""
+    house = House()
+    most = request_reader.SLOW_BYTES // LARGEST
+    slow = [house.call("flood", f"flood {n}") for n in range(most)]
+    await until(lambda: len(house.reader._slow) == most)
+    one = house.call("one", "one")
+    await until(lambda: slow[-1][1].done())
+    with pytest.raises(QueueFull, match="displaced"):
+        await slow[-1][1]
+    one[0].arrive()
+    assert await one[1] == b"x"
+    for call, _ in slow[:-1]:
+        call.arrive()
+    assert await asyncio.gather(*(task for _, task in slow[:-1])) == [b"x"] * (most - 1)
+    assert (house.reader._slow, house.reader._displaced) == ({}, set())
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_message_that_does_not_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "SLOW_SECONDS", 0.01)
+    house = House()
+    with pytest.raises(QueueFull, match="timeout"):
+        await house.call("one", "one")[1]
+    assert house.reader._slow == {}
+
+
+@pytest.mark.usefixtures("patient")
+async def test_the_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "MAX_WAITING", 4)
+    house = House()
+    quick = request_reader.QUICK_BYTES // LARGEST
+    calls = [house.call("flood", f"flood {n}") for n in range(quick + 3)]
+    with pytest.raises(QueueFull, match="queue full"):
+        await calls[-1][1]
+    for call, _ in calls[:-1]:
+        call.arrive()
+    await asyncio.gather(*(task for _, task in calls[:-1]))
