@@ -1,6 +1,7 @@
 """Memory of the front end, and stalls of a well-behaved client, while hostile clients send large work.
 
-    python bench/attacks.py [--connections 32] [--seconds 5] [--attacks A,B] [--keys on|off|both] [--json FILE] [-- FLAGS]
+    python bench/attacks.py [--connections 32] [--seconds 5] [--mib 1] [--attacks A,B] [--keys on|off|both]
+        [--json FILE] [-- FLAGS]
 
 The model is the built-in one with a chat template and a context of CONTEXT tokens. Each attack runs against a server of
 its own, without API keys and with them. With keys, the attacks in NO_KEY have none, and the others have the key of
@@ -45,6 +46,7 @@ SETTLE_SECONDS = 1.0
 CONTEXT = 8192
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+ATTACKS = ("compressed", "messages", "tokenize", "tokenize-plain", "detokenize", "detokenize-plain", "chat")
 NO_KEY = ("compressed", "messages")
 
 
@@ -154,7 +156,7 @@ def measure(server: Serving, name: str, hostile_key: str, key: str, args: argpar
         await probe(server.target, key, warm)
         nonlocal before
         before = peak_mib(pid, "VmRSS")
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM counts from here
+        await asyncio.to_thread(Path(f"/proc/{pid}/clear_refs").write_text, "5")  # VmHWM counts from here
         done = asyncio.Event()
         probing = asyncio.ensure_future(probe(server.target, key, done))
         pipe.send("go")
@@ -194,7 +196,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5, help="of an attack (default: %(default)s)")
     parser.add_argument("--mib", type=float, default=1, help="of a message without gzip (default: %(default)s)")
     parser.add_argument("--keys", choices=("on", "off", "both"), default="both")
-    parser.add_argument("--attacks", default="compressed,messages,tokenize,tokenize-plain,detokenize,detokenize-plain,chat")
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     rounds = []

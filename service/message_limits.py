@@ -85,7 +85,7 @@ class _Scan:
 
     def message(self, kind: Descriptor, at: int, end: int, path: str, depth: int) -> None:
         """Count the message in data[at:end]. Returns early where it is malformed."""
-        data, fields = self._data, _fields(kind)
+        fields = _fields(kind)
         counts: dict[int, int] = {}
         while at < end:
             self._left -= 1

@@ -133,9 +133,10 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     process_failures_total: tuple(
         (process, why) for process in ("engine", "frontend") for why in ("died", "hung", "unusable", "not_started")),
     settings_not_read_total: (("api_keys",), ("tls_cert",)),
-    preparation_rejections_total: tuple(
-        (kind, why) for kind in ("read", "parse", "generate", "tokenize", "detokenize")
-        for why in ("queue_full", "displaced", "client_limit", "timeout")) + (("read", "too_large"),),
+    preparation_rejections_total: (
+        ("read", "too_large"),
+        *((kind, why) for kind in ("read", "parse", "generate", "tokenize", "detokenize")
+          for why in ("queue_full", "displaced", "client_limit", "timeout"))),
 }
 
 

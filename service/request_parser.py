@@ -1,7 +1,7 @@
 """Parsing of request messages: a malformed one ends its call with INVALID_ARGUMENT and names the field.
 
-grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler reads bytes (intake.py) and parses
-them itself, so that a malformed message is an error like any other: counted, logged in one line, with details.
+grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler reads bytes and parses them
+itself (intake.py), so that a malformed message is an error like any other: counted, logged in one line, with details.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading of request messages: how many are read at a time, so that the memory for unread ones is bounded.
 
 gRPC holds a call's message while it arrives, up to the channel's limit, from when a handler begins to read it; before,
-it holds WINDOW_BYTES. So reads take turns: few at a time, the connections, or the authenticated callers, in turn. A read
+it holds WINDOW_BYTES. So reads take turns: few at a time, the connections or the authenticated callers in turn. A read
 that takes longer than QUICK_SECONDS gives its place to the next and becomes a slow one. Slow reads are bounded, too: if
 there are too many, the newest one of the client with the most is ended.
 """

@@ -37,7 +37,7 @@ from npuserve.service.auth import caller
 from npuserve.service.call import Context, call
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine_client import EngineClient
-from npuserve.service.errors import ServeError, Unavailable
+from npuserve.service.errors import Unavailable
 from npuserve.service.model_folder import ModelFolder
 from npuserve.service.preparation import Kind, Preparation
 from npuserve.service.records import new_token

@@ -208,9 +208,8 @@ def check_prompt_size(
     kind = message.WhichOneof("prompt")
     if kind == "text":
         _check_bytes(message.text, kind, tokenizer, max_model_len)
-    elif kind == "token_ids" and isinstance(message, pb.GenerateRequest):
-        if (count := len(message.token_ids.ids)) >= max_model_len:
-            raise InvalidField(kind, _too_many(count, max_model_len))
+    elif isinstance(message, pb.GenerateRequest) and (count := len(message.token_ids.ids)) >= max_model_len:
+        raise InvalidField("token_ids", _too_many(count, max_model_len))
 
 
 def _too_many(count: int, max_model_len: int) -> str:
@@ -273,8 +272,8 @@ def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, max_model_len:
             bad.add(f"chat.{field}", f"must be at most {most}, got {len(found)}")
     most, size = max_model_len * tokenizer.max_token_bytes, sum(len(turn.content) for turn in chat.messages)
     if size > most:
-        bad.add("chat.messages", f"must have at most {most} characters of content, as max_model_len is {max_model_len}, "
-                                 f"got {size}")
+        bad.add("chat.messages", (
+            f"must have at most {most} characters of content, as max_model_len is {max_model_len}, got {size}"))
     bad.check()
     roles = ROLES | tokenizer.chat.roles
     messages = [_turn(index, turn, roles, bad) for index, turn in enumerate(chat.messages)]

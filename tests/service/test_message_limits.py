@@ -26,7 +26,8 @@ def largest_request(context: int, token: str, vocabulary: int) -> pb.GenerateReq
     return made
 
 
-@pytest.mark.parametrize(("context", "token", "vocabulary"), [(64, "a", 1024), (8192, "a" * 13, 2048), (512, "€", 151_936)])
+@pytest.mark.parametrize(
+    ("context", "token", "vocabulary"), [(64, "a", 1024), (8192, "a" * 13, 2048), (512, "\u20ac", 151_936)])
 def test_max_message_bytes_holds_the_largest_request(context: int, token: str, vocabulary: int) -> None:
     limit = message_limits.max_message_bytes(context, len(token.encode()), vocabulary)
     message = largest_request(context, token, vocabulary)

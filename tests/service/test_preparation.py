@@ -159,5 +159,5 @@ async def test_errors_of_the_work_are_the_calls(gate: Gate) -> None:
     def fail() -> None:
         raise ValueError("x")
 
-    with pytest.raises(ValueError, match="^x$"):
+    with pytest.raises(ValueError, match=r"^x$"):
         await gate.pool.run("one", "parse", 1, fail)

@@ -1,4 +1,4 @@
-"""How many messages are read at a time, in whose turn, and what becomes of slow ones. No network: reads end on demand."""
+"""How many messages are read at a time, the clients' turns, and slow messages. No network: reads end on demand."""
 
 from __future__ import annotations
 
