@@ -117,6 +117,7 @@ class _Lane:
         self._name = name
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"prepare-{name}")
         self._free = threads
+        self._closed = False
         self._max_running = max(1, threads - 1)
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
@@ -170,12 +171,12 @@ class _Lane:
                 f"timeout: the request waited {MAX_WAIT_SECONDS:g} s for the work on others before it")))
 
     def close(self) -> None:
-        self._free = 0
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
         """Start jobs on the free threads, the callers in turn."""
-        while self._free:
+        while self._free and not self._closed:
             job = next((queue.jobs[0] for owner, queue in self._waiting.items()
                         if self._running[owner] < self._max_running), None)
             if job is None:

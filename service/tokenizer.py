@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "tekken.json", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+MIN_LONGEST_BYTES = 256
+"""Of a vocabulary that is not byte-level: its unknown token may stand for a whole word."""
 LONG_IDS = 4096
 """Token ids beyond which decoding by the library `tokenizers` would hold up other threads for milliseconds."""
 _ENDOFTEXT = "<|endoftext|>"
@@ -73,7 +75,7 @@ class Tokenizer:
         self.special_ids = backend.special_ids
         self.eos_id = self.id_of(self.named_tokens.get("eos_token", ""))
         self._fallback = _byte_fallback(backend.decoder)
-        self.max_token_bytes = max(map(self._text_bytes, range(backend.vocabulary_size)), default=1) or 1
+        self.max_token_bytes = self._longest()
         self._token_bytes = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_bytes)
         self._token_text = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_text)
 
@@ -135,13 +137,12 @@ class Tokenizer:
         prompted = any(token_text(i) != ("", None) for i in prompt_ids)
         return ByteFallbackStream(token_text, stripped, 0 if prompted else strip)
 
-    def _text_bytes(self, token_id: int) -> int:
-        """Return the bytes of text that a token stands for."""
-        token = self._backend.token(token_id)
-        if token is None:
-            return 0
-        is_byte_level = self._backend.decoder.get("type") == "ByteLevel"
-        return len(byte_bpe.token_bytes(token)) if is_byte_level else len(token.encode(errors="replace"))
+    def _longest(self) -> int:
+        """Return the bytes of text of the longest token, MIN_LONGEST_BYTES at least where it may stand for others."""
+        tokens = filter(None, map(self._backend.token, range(self.vocabulary_size)))
+        if self._backend.decoder.get("type") == "ByteLevel":
+            return max((len(byte_bpe.token_bytes(token)) for token in tokens), default=1)
+        return max(MIN_LONGEST_BYTES, *(len(token.encode(errors="replace")) for token in tokens))
 
     def _uncached_token_bytes(self, token_id: int) -> bytes:
         token = self._backend.token(token_id)

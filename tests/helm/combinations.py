@@ -17,9 +17,9 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "metrics": {"scrape": "none"}, "nameOverride": "llm"}),
     "all settings": ((), {"config": {
         "emulate": True, "emulate_relax": "fp32", "dtype": "float32", "lm_head_dtype": "int8", "max_model_len": 512,
-        "frontends": 2, "max_connection_age_seconds": 0,
+        "frontends": 2, "max_connections": 100, "max_message_size": 67108864, "max_connection_age_seconds": 0,
         "max_num_seqs": 8, "max_num_batched_tokens": 256, "decode_buckets": "1,2,4", "max_queue": 16,
-        "priority_aging_seconds": 2.5, "hang_seconds": 90, "load_seconds": 900,
+        "max_preparing": 32, "priority_aging_seconds": 2.5, "hang_seconds": 90, "load_seconds": 900,
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
         "kv_cache_dtype": "int8", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
         "cpu_gemm": "fp32", "cpu_weights": "plain",

@@ -1,8 +1,9 @@
-"""How many messages are read at a time, the clients' turns, and slow messages. No network: reads end on demand."""
+"""How many messages are read at a time, the clients' turns, and slow messages. Reads end on demand."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -11,7 +12,8 @@ import pytest
 from npuserve.service import request_reader
 from npuserve.service.errors import QueueFull
 from npuserve.service.request_reader import RequestReader
-from tests.service.fake_engine import until
+from tests.service.fake_engine import make_folder, until
+from tests.service.front_end import ask, running
 
 LARGEST = 4 << 20
 
@@ -124,3 +126,23 @@ async def test_the_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     for call, _ in calls[:-1]:
         call.arrive()
     await asyncio.gather(*(task for _, task in calls[:-1]))
+
+
+GENERATE = "/npuserve.v1.InferenceService/Generate"
+
+
+async def test_calls_whose_message_does_not_arrive_end_over_the_wire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that sends headers alone, and one that ends its side without a message; others are served."""
+    monkeypatch.setattr(request_reader, "SLOW_SECONDS", 0.2)
+    async with running(make_folder(tmp_path / "m")) as server:
+        silent = server.channel.stream_unary(GENERATE)()
+        assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
+        assert await silent.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "timeout: the message must arrive within 0.2 s" in await silent.details()
+        empty = server.channel.stream_unary(GENERATE)()
+        await empty.done_writing()
+        assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await empty.details() == "the call has no message"
+        assert (await server.inference.Generate(ask("ab", 3))).text == "cde"

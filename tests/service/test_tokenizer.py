@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tokenizers
 from hypothesis import given, settings
 from tokenizers import models, pre_tokenizers, processors
 
+from npuserve.service import tokenizer
 from npuserve.service.config import ConfigError
 from npuserve.service.tokenizer import Tokenizer, load_tokenizer
 from tests.real_models import BUILT_IN, model_folder, published
@@ -261,3 +263,24 @@ def test_a_long_text_lets_other_threads_run(tmp_path: Path) -> None:
     over.set()
     thread.join()
     assert ticks > 20
+
+
+def test_decode_of_many_ids_equals_that_of_the_library(tmp_path: Path) -> None:
+    """Beyond LONG_IDS, where another way is taken: incomplete characters, special and unknown ids included."""
+    made = train()
+    save(tmp_path, made, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+    loaded = load_tokenizer(tmp_path)
+    assert loaded
+    chance = random.Random(1)
+    ids = [chance.randrange(loaded.vocabulary_size + 3) for _ in range(tokenizer.LONG_IDS + 1)]
+    for skip in (False, True):
+        assert loaded.decode(ids, skip) == loaded._backend.decode(ids, skip)
+
+
+def test_max_token_bytes_is_that_of_the_longest_text(tmp_path: Path) -> None:
+    made = train()
+    save(tmp_path, made, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    loaded = load_tokenizer(tmp_path)
+    assert loaded
+    texts = [loaded._token_bytes(i) for i in range(loaded.vocabulary_size)]
+    assert loaded.max_token_bytes == max(map(len, texts))
