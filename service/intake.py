@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from npuserve.service import message_limits, metrics, request_parser
 from npuserve.service.auth import caller
 from npuserve.service.call import Context
-from npuserve.service.errors import MessageTooLarge
+from npuserve.service.errors import MessageTooLarge, ServeError
 from npuserve.service.preparation import Preparation
 from npuserve.service.request_reader import RequestReader
 
@@ -41,13 +41,20 @@ class Intake:
         if data is None:
             return None
         try:
-            message_limits.check_size(data, self._limit(deserializer.__self__.DESCRIPTOR))
+            message_limits.check_size(len(data), self._limit(deserializer.__self__.DESCRIPTOR))
             if len(data) <= message_limits.SMALL_BYTES:
                 return request_parser.parse(deserializer, data)
             return await self._preparation.run(who.name, "parse", len(data), _parse, deserializer, data)
-        except MessageTooLarge:
+        except MessageTooLarge as error:
             metrics.preparation_rejections_total.labels("read", "too_large").inc()
-            raise
+            refusal: ServeError = error.with_traceback(None)
+        except ServeError as error:
+            refusal = error.with_traceback(None)
+        del data  # an error's traceback would hold the message until the status is sent
+        try:
+            raise refusal
+        finally:
+            del refusal
 
 
 def _parse(deserializer: Any, data: bytes) -> Message:

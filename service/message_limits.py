@@ -57,10 +57,10 @@ def limit_of(kind: Descriptor, context: int, token_bytes: int, vocabulary_size: 
     return SMALL_BYTES
 
 
-def check_size(data: bytes, limit: int) -> None:
+def check_size(size: int, limit: int) -> None:
     """Raise MessageTooLarge for a message of more than `limit` bytes."""
-    if len(data) > limit:
-        raise MessageTooLarge(f"the request's message has {len(data)} bytes; max_message_size is {limit} bytes")
+    if size > limit:
+        raise MessageTooLarge(f"the request's message has {size} bytes; max_message_size is {limit} bytes")
 
 
 def check_structure(kind: Descriptor, data: bytes) -> None:

@@ -61,7 +61,7 @@ INVALID = {
     "chat too long": (chat(("user", "a" * 70)), "chat: 77 tokens of prompt are too many"),
     "template argument taken": (chat(("user", "a"), template_args=struct(messages=[])), "chat.template_args.messages"),
     "template argument NaN": (chat(("user", "a"), template_args=struct(x=NAN)), "chat.template_args.x: must be a fin"),
-    "too many turns": (chat(*[("user", "")] * 10_001), "chat.messages: must be at most 10000, got 10001"),
+    "too many turns": (chat(*[("user", "")] * 10_001), "chat.messages: must be at most 10000, got more"),
     "too many tools": (chat(("user", "a"), tools=["{}"] * 1025), "chat.tools: must be at most 1024, got 1025"),
     "too large a regex": (ask(regex="a" * 65537), "regex: must be at most 65536 bytes, got 65537"),
     "too large a schema": (ask(json_schema="ü" * 32769), "json_schema: must be at most 65536 bytes, got 65538"),
