@@ -124,6 +124,12 @@ class MalformedRequest(ServeError):
     code = code_pb2.INVALID_ARGUMENT
 
 
+class CompressedMessage(ServeError):
+    """The request's message is compressed."""
+
+    code = code_pb2.UNIMPLEMENTED
+
+
 class MessageTooLarge(ServeError):
     """The request's message has more bytes, or more fields and items, than any request of this model needs."""
 

@@ -300,8 +300,8 @@ def _options(config: ServerConfig, largest: int) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.frontends > 1)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", largest),
-        # A compressed message is UNIMPLEMENTED before it is read: a few KiB may stand for MiBs.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
+        # intake.py refuses compressed messages: a few KiB may stand for MiBs. gRPC would refuse them by itself if their
+        # algorithms were disabled, but without waiting for our handlers, whose calls would then pile up.
         ("grpc.per_message_decompression", 0),
         # Of a message that nobody reads yet, gRPC holds this much; probing would enlarge it.
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from npuserve.service import message_limits, metrics, request_parser
 from npuserve.service.auth import caller
 from npuserve.service.call import Context
-from npuserve.service.errors import MessageTooLarge, ServeError
+from npuserve.service.errors import CompressedMessage, MessageTooLarge, ServeError
 from npuserve.service.preparation import Preparation
 from npuserve.service.request_reader import RequestReader
 
@@ -41,6 +41,8 @@ class Intake:
         if data is None:
             return None
         try:
+            if _is_compressed(data):
+                raise CompressedMessage("the request's message is compressed; send it without grpc-encoding")
             message_limits.check_size(len(data), self._limit(deserializer.__self__.DESCRIPTOR))
             if len(data) <= message_limits.SMALL_BYTES:
                 return request_parser.parse(deserializer, data)
@@ -55,6 +57,14 @@ class Intake:
             raise refusal
         finally:
             del refusal
+
+
+def _is_compressed(data: bytes) -> bool:
+    """Return whether a message is gzip's or zlib's. gzip's first byte begins no protobuf field. zlib's is the tag of a
+    number with field number 15: GenerateRequest.n, which no message begins with but one of that field alone."""
+    if data[:2] == b"\x1f\x8b":
+        return True
+    return len(data) > 4 and data[0] == 0x78 and data[1] > 1 and (data[0] << 8 | data[1]) % 31 == 0
 
 
 def _parse(deserializer: Any, data: bytes) -> Message:

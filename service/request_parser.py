@@ -7,6 +7,7 @@ itself (intake.py), so that a malformed message is an error like any other: coun
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -114,7 +115,14 @@ def _parsing(rpc: str, handler: Any, read: Read, begun: Callable[[Context], None
                 raise MalformedRequest("the call has no message")
         except ServeError as error:
             return await _refuse(rpc, context, error)
-        return await method(request, context)
+        try:
+            return await method(request, context)
+        except grpc.aio.AbortError as error:
+            # The error's traceback is in a cycle: without this it holds the message until it is garbage-collected.
+            request = None
+            for one in (error, error.__context__):
+                traceback.clear_frames(one.__traceback__ if one else None)
+            raise
 
     kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return kind(parsed, None, handler.response_serializer)

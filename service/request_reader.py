@@ -4,6 +4,9 @@ gRPC holds a call's message while it arrives, up to the channel's limit, from wh
 it holds WINDOW_BYTES. So reads take turns: few at a time, the connections or the authenticated callers in turn. A read
 that takes longer than QUICK_SECONDS gives its place to the next and becomes a slow one. Slow reads are bounded, too: if
 there are too many, the newest one of the client with the most is ended.
+
+A client whose last message was large is a heavy one. The others go first, and one place is theirs alone, so that small
+messages do not wait for large ones.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ MAX_QUICK, MAX_SLOW = 8, 64
 QUICK_SECONDS = 0.05
 SLOW_SECONDS = 30.0
 """Time for a message to arrive."""
+HEAVY_BYTES = 16 << 10
+"""A client whose last message was larger is a heavy one."""
+MAX_HEAVY = 4096
+"""Heavy clients that are remembered."""
 MAX_WAITING = 512
 """Calls that wait until they are read; a client may have half of it."""
 
@@ -38,6 +45,7 @@ class RequestReader:
         self._quick = min(MAX_QUICK, max(2, QUICK_BYTES // largest))
         self._max_slow = min(MAX_SLOW, max(2, SLOW_BYTES // largest))
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._heavy: OrderedDict[str, None] = OrderedDict()
         self._slow: dict[asyncio.Future[bytes], str] = {}
         self._displaced: set[asyncio.Future[bytes]] = set()
 
@@ -59,11 +67,18 @@ class RequestReader:
             data = reading.result()
         finally:
             reading.cancel()
-        return None if data is grpc.aio.EOF else data
+        if data is grpc.aio.EOF:
+            return None
+        self._heavy.pop(owner, None)
+        if len(data) > HEAVY_BYTES:
+            self._heavy[owner] = None
+            if len(self._heavy) > MAX_HEAVY:
+                self._heavy.popitem(last=False)
+        return data
 
     async def _turn(self, owner: str) -> None:
         """Wait for the caller's turn to read."""
-        if self._quick:
+        if self._quick > (owner in self._heavy):
             self._quick -= 1
             return
         own = self._waiting.get(owner, ())
@@ -84,16 +99,20 @@ class RequestReader:
             raise
 
     def _give_turn(self) -> None:
-        """Let the next one read; the clients in turn."""
+        """Let the next one read: the clients in turn, the heavy ones last."""
+        self._quick += 1
         while self._waiting:
-            owner, turns = self._waiting.popitem(last=False)
+            owner = next((one for one in self._waiting if one not in self._heavy), next(iter(self._waiting)))
+            if self._quick <= (owner in self._heavy):
+                return
+            turns = self._waiting.pop(owner)
             turn = turns.popleft()
             if turns:
                 self._waiting[owner] = turns
             if not turn.done():
+                self._quick -= 1
                 turn.set_result(None)
                 return
-        self._quick += 1
 
     async def _read_slowly(self, reading: asyncio.Future[bytes], owner: str) -> None:
         """Wait until the message is there. Raises QueueFull if it takes too long or another one needs the place."""

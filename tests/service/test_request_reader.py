@@ -73,6 +73,25 @@ async def test_few_are_read_at_a_time_and_the_clients_take_turns() -> None:
 
 
 @pytest.mark.usefixtures("patient")
+async def test_small_messages_do_not_wait_for_clients_with_large_ones() -> None:
+    house = House()
+    call, task = house.call("flood", "first")
+    call.arrive(bytes(request_reader.HEAVY_BYTES + 1))
+    await task
+    quick = request_reader.QUICK_BYTES // LARGEST
+    flood = [house.call("flood", f"flood {n}") for n in range(quick + 1)]
+    await until(lambda: len(house.begun) == 1 + quick - 1)
+    one, task = house.call("one", "one")
+    one.arrive()
+    assert await task == b"x"
+    assert len(house.begun) == quick + 1
+    for call, _ in flood:
+        call.arrive()
+    await asyncio.gather(*(task for _, task in flood))
+    assert (house.reader._quick, house.reader._waiting) == (quick, {})
+
+
+@pytest.mark.usefixtures("patient")
 async def test_cancelled_calls_leave_no_trace() -> None:
     house = House()
     quick = request_reader.QUICK_BYTES // LARGEST
