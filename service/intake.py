@@ -1,4 +1,4 @@
-"""The way of a request's message from the connection to its method: read, bounded, scanned, parsed."""
+"""Reading of a request's message from its connection: read, bounded, scanned, parsed."""
 
 from __future__ import annotations
 

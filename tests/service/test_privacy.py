@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from google.protobuf import struct_pb2
 from prometheus_client import REGISTRY, generate_latest
@@ -134,6 +135,8 @@ async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
     with monkeypatch.context() as patch:
         patch.setattr(folder.tokenizer, "encode", bug)
+        info = server.frontend._engine.require()
+        patch.setattr(server.frontend._engine, "model_info", msgspec.structs.replace(info, max_model_len=1 << 20))
         found["a bug"] = await code(inference.StreamGenerate(ask(MARK)))
         found["a bug, in a chat"] = await code(inference.Generate(chat(MARK)))
         found["a bug, in a thread"] = await code(inference.Tokenize(tokenize_pb2.TokenizeRequest(text=MARK * 9999)))
