@@ -56,7 +56,7 @@ class Admission:
         if running + waiting + len(self._paused) < self._max_num_seqs + self._max_queue:
             return None
         retry = self._pace.retry(now, running)
-        displaced = self._queue.displaced_by(account, request.priority)
+        displaced = self._queue.displaced_by(account)
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
         why = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"

@@ -1,10 +1,10 @@
-"""The queue: whose turn it is, among priorities and among clients.
+"""The queue: whose turn it is among clients, and which of a client's requests is next.
 
-Requests that wait stand in lines, one for each priority and client, in order of rank (scheduler.py).
+Requests that wait stand in lines, one for each client, in order of their turns (sequence.py): by priority and waiting.
 
-    priority 0    client a   ▢▢▢▢▢▢        the priority whose oldest request has the lowest rank is served;
-                  client b   ▢▢            in it, the client for whom the fewest tokens were computed;
-    priority 5    client a   ▢             of it, its oldest request. One that ran before had its turn, and is first.
+    client a   ▢▢▢▢▢▢    the client is served for whom the fewest tokens were computed, give or take what the priority
+    client b   ▢▢        of its next request is worth; of it, that request. One that ran before had its turn, and is
+    client c   ▢         first.
 
 Fairness is that of start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens as they are computed, as in the
 virtual token counter (Sheng et al. 2024), since nobody knows an answer's length. A client's time is the number of
@@ -12,10 +12,16 @@ tokens computed for it; the queue's time is that of the last client who had a tu
 line is lifted to the queue's time: nobody saves up turns by asking for little. So two clients who both have requests in
 line get equal numbers of tokens, but for what is running already.
 
+Priority is that of borrowed virtual time (Duda and Cheriton 1999): a request of priority p is served as if its client's
+time were p * PRIORITY_TOKENS later. A negative priority borrows turns and does not multiply them: the queue's time is
+the one with what was borrowed, so a client that has borrowed all it can gets its equal share and no more, and a client
+who comes meanwhile is not behind it. A positive priority lets others go first by as many tokens. So in whatever time two
+clients wait, neither gets more than the other by more than (the difference of their priorities) * PRIORITY_TOKENS and
+one request. Within a client's own line priorities decide alone.
+
 None starves. A client who waits has a fixed time, but for what its running requests, which end, add to it. Each turn
 before its own goes to a client of no later time and adds to that time; and it moves the queue's time on by a share of
-its tokens, 1 / places, so that clients who are new at each turn, however many, soon come after it too. Of priorities
-the oldest rank decides, and only requests that arrive within a fixed time have a lower one.
+its tokens, 1 / places, so that clients who are new at each turn, however many, soon come after it too.
 """
 
 from __future__ import annotations
@@ -31,7 +37,9 @@ if TYPE_CHECKING:
 
 REMEMBERED = 1024
 """Clients without requests whose time is later than the queue's."""
-_rank = attrgetter("rank")
+PRIORITY_TOKENS = 16
+"""Tokens that a step of priority is worth: a request of 100 tokens is 6 steps."""
+_turn = attrgetter("turn")
 
 
 class Account:
@@ -46,16 +54,13 @@ class Account:
         self.waiting = 0
 
 
-Lines = dict[Account, list["Sequence"]]
-
-
 class FairQueue:
     """Owns the lines and the accounts; the scheduler adds the tokens that it plans to `Account.time`. places: requests
     that live at most, to within a few."""
 
     def __init__(self, places: int):
         self._places = places
-        self._lines: dict[int, Lines] = {}  # by priority; no line is empty
+        self._lines: dict[Account, list[Sequence]] = {}  # no line is empty
         self._accounts: dict[str, Account] = {}
         self._again = Account("", -math.inf)  # in whose lines the preempted stand
         self._time = 0.0
@@ -65,7 +70,7 @@ class FairQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for lines in self._lines.values() for line in lines.values() for sequence in line)
+        return (sequence for line in self._lines.values() for sequence in line)
 
     def account(self, client: str) -> Account:
         """The client's; a new one counts only once it is joined."""
@@ -94,44 +99,36 @@ class FairQueue:
             account.time = max(account.time, self._time)
         account.waiting += 1
         self._length += 1
-        lines = self._lines.setdefault(sequence.request.priority, {})
-        insort(lines.setdefault(self._owner(sequence), []), sequence, key=_rank)
+        insort(self._lines.setdefault(self._owner(sequence), []), sequence, key=_turn)
 
     def remove(self, sequence: Sequence) -> None:
         sequence.account.waiting -= 1
         self._length -= 1
-        priority, owner = sequence.request.priority, self._owner(sequence)
-        lines = self._lines[priority]
-        line = lines[owner]
-        del line[bisect_left(line, sequence.rank, key=_rank)]
+        owner = self._owner(sequence)
+        line = self._lines[owner]
+        del line[bisect_left(line, sequence.turn, key=_turn)]
         if not line:
-            del lines[owner]
-            if not lines:
-                del self._lines[priority]
+            del self._lines[owner]
 
     def first(self, admits: Callable[[int], bool] | None = None) -> Sequence | None:
         """Whose turn it is; None if nobody waits. admits: only of the sequences whose ids it lets pass."""
-        groups = list(self._lines.values()) if admits is None else self._passing(admits)
-        if not groups:
-            return None
-        lines = groups[0] if len(groups) == 1 else min(groups, key=_oldest)
-        if len(lines) == 1:
-            return next(iter(lines.values()))[0]
-        return min(lines.items(), key=lambda item: (item[0].time, item[1][0].rank))[1][0]
+        lines = self._lines if admits is None else self._passing(admits)
+        if len(lines) < 2:
+            return next((line[0] for line in lines.values()), None)
+        return min(lines.items(), key=lambda item: (_start(*item), item[1][0].turn))[1][0]
 
     def had_turn(self, sequence: Sequence, tokens: int) -> None:
         """Take the sequence out, which is admitted with so many tokens to compute."""
         if not sequence.had_turn:
-            self._time = max(self._time, sequence.account.time) + tokens / self._places
+            time = sequence.account.time + min(0, sequence.request.priority) * PRIORITY_TOKENS
+            self._time = max(self._time, time) + tokens / self._places
         self.remove(sequence)
 
-    def displaced_by(self, account: Account, priority: int) -> Sequence | None:
-        """Who is to leave a full queue for one more request of this client and priority: the newest request that has
-        nothing yet and is no more urgent, of the client with the most live requests. None unless that client still has
-        no fewer than this one afterwards."""
+    def displaced_by(self, account: Account) -> Sequence | None:
+        """Who is to leave a full queue for one more request of this client: the last in line that has nothing yet, of
+        the client with the most live requests. None unless that client still has no fewer than this one afterwards."""
         candidates = {
-            sequence.account: sequence for urgency in sorted(self._lines) if urgency >= priority
-            for line in self._lines[urgency].values() for sequence in line
+            sequence.account: sequence for line in self._lines.values() for sequence in line
             if not (sequence.met or sequence.request.output_ids)
         }
         if not candidates:
@@ -142,18 +139,14 @@ class FairQueue:
     def ahead(self, account: Account, priority: int, answer: float) -> tuple[float, int]:
         """About how many requests, and tokens of theirs, have their turns before one more of this client and priority.
         answer: tokens that one is expected to make."""
-        own = self._lines.get(priority, {}).get(account, [])
+        own = [s for s in self._lines.get(account, []) if s.request.priority <= priority]
         time = account.time if account.waiting else max(account.time, self._time)
-        time += sum(s.num_tokens + answer for s in own)
-        requests = tokens = 0.0
-        for urgency, lines in self._lines.items():
-            if urgency > priority:
-                continue
-            for owner, line in lines.items():
+        time += sum(s.num_tokens + answer for s in own) + priority * PRIORITY_TOKENS
+        requests, tokens = float(len(own)), float(sum(s.num_tokens for s in own))
+        for owner, line in self._lines.items():
+            if owner is not account:
                 known = sum(s.num_tokens for s in line)
-                share = 1.0
-                if urgency == priority and owner is not account and owner is not self._again:
-                    share = min(1.0, max(0.0, (time - owner.time) / (known + answer * len(line))))
+                share = min(1.0, max(0.0, (time - _start(owner, line)) / (known + answer * len(line))))
                 requests += share * len(line)
                 tokens += share * known
         return requests, int(tokens)
@@ -163,15 +156,12 @@ class FairQueue:
         standing = list(self)
         if len(standing) != self._length:
             yield f"{len(standing)} sequences stand in lines, {self._length} were counted"
-        for priority, lines in self._lines.items():
-            if not lines:
-                yield f"priority {priority} has no lines"
-            for owner, line in lines.items():
-                ranks = [s.rank for s in line]
-                if not line or ranks != sorted(set(ranks)):
-                    yield f"a line is empty or not in order of rank: {ranks}"
-                if any(s.request.priority != priority or self._owner(s) is not owner for s in line):
-                    yield f"a sequence stands in another's line: {[s.id for s in line]}"
+        for owner, line in self._lines.items():
+            turns = [s.turn for s in line]
+            if not line or turns != sorted(set(turns)):
+                yield f"a line is empty or not in order of turns: {turns}"
+            if any(self._owner(s) is not owner for s in line):
+                yield f"a sequence stands in another's line: {[s.id for s in line]}"
         for account in self._accounts.values():
             waiting = sum(s.account is account for s in standing)
             if account.waiting != waiting or account.live < waiting:
@@ -182,14 +172,10 @@ class FairQueue:
     def _owner(self, sequence: Sequence) -> Account:
         return self._again if sequence.had_turn else sequence.account
 
-    def _passing(self, admits: Callable[[int], bool]) -> list[Lines]:
-        groups: list[Lines] = []
-        for lines in self._lines.values():
-            passing = {owner: found for owner, line in lines.items() if (found := [s for s in line if admits(s.id)])}
-            if passing:
-                groups.append(passing)
-        return groups
+    def _passing(self, admits: Callable[[int], bool]) -> dict[Account, list[Sequence]]:
+        return {owner: found for owner, line in self._lines.items() if (found := [s for s in line if admits(s.id)])}
 
 
-def _oldest(lines: Lines) -> tuple[float, int]:
-    return min(line[0].rank for line in lines.values())
+def _start(account: Account, line: list[Sequence]) -> float:
+    """When the next request of a client starts, in the queue's time."""
+    return account.time + line[0].request.priority * PRIORITY_TOKENS

@@ -16,13 +16,12 @@ The life of a request here:
    Its blocks are free at once, and the runner is told to forget it through `Step.ended` of the next step. What a step
    in flight still makes of it is lost.
 
-Order. The effective priority of a request is priority - waited_seconds / aging_seconds, lower is earlier, where
-waiting is counted from arrival on and never anew. All requests age alike, so the order of two never changes: it is
-that of the constant rank (priority * aging_seconds + arrival, id). Of the priorities in the queue that one is served
-whose oldest request has the lowest rank; within it clients take turns by the tokens computed for them, and a client's
-own requests go in order of rank: with one client, that is the order of all. So a request is overtaken by those of its
-own priority for a bounded number of turns (fair_share.py), and by those of another while its oldest request arrived
-within (its priority - theirs) * aging_seconds after it, however many come later; none starves.
+Order. Clients take turns by the tokens computed for them, and a priority is worth a bounded number of tokens among them
+(fair_share.py). Among the requests of one client the effective priority is priority - waited_seconds / aging_seconds,
+lower is earlier, where waiting is counted from arrival on and never anew. All requests age alike, so the order of two
+never changes: it is that of the constant (priority * aging_seconds + arrival, id), the turn. So a request is overtaken
+by those of its client that arrive within (its priority - theirs) * aging_seconds after it, however many come later, and
+by other clients' for a bounded number of tokens; none starves. The rank is the order of those with a seat: age alone.
 
 Plan. Decode rows first, then prefill chunks that have begun, then admissions; each group in order of rank. There are
 never more seats than tokens in the budget, so every decode row fits in every step, and chunks share the rest of it.
@@ -32,8 +31,8 @@ groups is of unpaused requests alone, and only they have seats.
 
 Preemption. A running request that needs one more block preempts a paused one, else the request of the last rank among
 the running, itself included. As ranks are constant, no two running requests evict each other in turn, and the first of
-the running always goes on: it is never a victim, and alone it fits. A preempted request had its turn and is the next of
-its priority. An admission preempts the paused alone: their blocks are as good as free, so nobody waits for a slow
+the running always goes on: it is never a victim, and alone it fits. No priority evicts an older request. A preempted
+request had its turn and is the next. An admission preempts the paused alone: their blocks are as good as free, so nobody waits for a slow
 reader. A victim with a step in flight gets no further row until its ids are here, and is preempted then. A request that
 is no longer paused runs on if it still has its blocks and there is a seat; otherwise it is preempted.
 

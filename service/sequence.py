@@ -15,7 +15,8 @@ class Sequence:
     """The mutable state of one Request. Only the Scheduler changes it; the engine reads.
 
     id: rises with every request added; never used twice. origin: front end's identity and its key.
-    rank: the place among all requests, lower is earlier; constant (see scheduler.py). account: its client's.
+    rank: its age, the place among the requests with a seat. turn: the place among its client's requests that wait, by
+    age and priority. Lower is earlier; both are constant (see scheduler.py). account: its client's.
     token_ids: prompt, then answer, as far as it is on the host. Steps in flight sample num_pending_tokens more.
     num_computed_tokens: positions below it are in the KV cache, or will be once the steps in flight have run.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
@@ -35,7 +36,7 @@ class Sequence:
     __slots__ = (
         "account", "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met",
         "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
-        "origin", "paused", "prefill_chunks", "queue", "rank", "request", "token_ids", "unshared", "waits",
+        "origin", "paused", "prefill_chunks", "queue", "rank", "request", "token_ids", "turn", "unshared", "waits",
     )
 
     def __init__(
@@ -44,7 +45,8 @@ class Sequence:
         self.id = id
         self.origin = origin
         self.request = request
-        self.rank = (request.priority * aging_seconds + request.arrival, id)
+        self.rank = (request.arrival, id)
+        self.turn = (request.priority * aging_seconds + request.arrival, id)
         self.account = account
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         self.num_prompt_tokens = len(request.prompt_ids)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npuserve.service.block_manager import IntegrityError
 from npuserve.service.errors import QueueFull
-from npuserve.service.fair_share import REMEMBERED, FairQueue
+from npuserve.service.fair_share import PRIORITY_TOKENS, REMEMBERED, FairQueue
 from npuserve.service.messages import Past, Request
 from npuserve.service.sequence import Sequence
 from tests.service.scheduler_house import House
@@ -113,6 +113,61 @@ def test_no_stream_of_new_clients_starves_one_that_had_much(
     house.finish()
 
 
+# Priority among clients
+
+
+@pytest.mark.parametrize("urgency", [-100, -7, 0, 100])
+def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
+    house, worth = one_seat(), abs(urgency) * PRIORITY_TOKENS
+    request = 12 + 3
+    for _ in range(300):
+        house.add([1] * 12, 4, client="flood", priority=urgency)
+        house.add([2] * 12, 4, client="quiet")
+    asked, greatest = dict(house.live), 0
+    while {s.request.client for s in house.live.values() if s.waits} == {"flood", "quiet"}:
+        house.tick()
+        computed = Counter({"flood": 0, "quiet": 0})
+        for key in house.started:
+            computed[asked[key].request.client] += request
+        ahead = computed["flood"] - computed["quiet"]
+        greatest = max(greatest, abs(ahead))
+        assert -request <= (ahead if urgency < 0 else -ahead if urgency > 0 else abs(ahead))
+        assert greatest <= worth + request
+    assert greatest >= worth
+
+
+def test_who_comes_while_another_has_borrowed_is_not_behind_it() -> None:
+    """Each lone request of the quiet client has its turn soon, however long the flood."""
+    house = one_seat()
+    for _ in range(400):
+        house.add([1] * 12, 4, client="flood", priority=-100)
+    while house.scheduler._queue.account("flood").time < 100 * PRIORITY_TOKENS:
+        house.tick()
+    for _ in range(5):
+        before = len(house.started)
+        quiet = house.add([2] * 12, 4, client="quiet")
+        while quiet.waits:
+            house.tick()
+        assert len(house.started) - before <= 3
+        while quiet.id in house.live:
+            house.tick()
+
+
+def test_urgent_requests_without_end_do_not_evict_another_for_ever() -> None:
+    house = House(num_blocks=8, block_size=2, max_num_seqs=4, budget=8, aging=1000.0, prefix_cache=False)
+    quiet = house.add([1, 1, 1], 9, client="quiet")
+    house.tick()
+    ticks = 0
+    while quiet.id in house.live:
+        if house.scheduler.num_waiting < 3:
+            house.add([2, 2, 2], 9, client="flood", priority=-100)
+        house.tick()
+        ticks += 1
+        assert ticks < 60, "starved"
+    house.check_answer(quiet)
+    assert house.scheduler.preemptions
+
+
 # A full queue
 
 
@@ -134,16 +189,18 @@ def test_a_full_queue_makes_room_for_who_has_fewer() -> None:
     assert {guest.id, second.id, *(hog.id for hog in hogs[:3])} == set(house.reasons)
 
 
-def test_the_urgent_and_those_that_run_are_not_displaced() -> None:
-    house = House(max_num_seqs=2, max_queue=1)
+def test_the_least_urgent_of_a_client_is_displaced_and_none_that_runs() -> None:
+    house = House(max_num_seqs=2, max_queue=2)
     for _ in range(2):
         house.add([1], 9, client="hog")
     house.tick()
-    urgent = house.add([1], 9, client="hog", priority=-1)
+    usual = house.add([1], 9, client="hog")
+    urgent = house.add([1], 9, client="hog", priority=-100)
+    for _ in range(2):
+        house.add([1], 9, client="guest", priority=100)
+    assert list(house.dropped) == [usual.id, urgent.id]
     with pytest.raises(QueueFull):
         house.add([1], 9, client="guest")
-    house.add([1], 9, client="guest", priority=-1)
-    assert set(house.dropped) == {urgent.id}
     house.finish()
 
 

@@ -22,10 +22,10 @@ def test_begins_with_prompt_and_what_a_dead_engine_made() -> None:
     assert sequence.request.output_ids == [8, 9]
 
 
-def test_rank_is_priority_in_seconds_of_waiting() -> None:
-    assert make().rank == (10.0, 5)
-    assert make(priority=-3, arrival=35.0).rank < make(arrival=10.0).rank
-    assert make(priority=-3, arrival=45.0).rank > make(arrival=10.0).rank
+def test_rank_is_age_and_turn_is_priority_in_seconds_of_waiting() -> None:
+    assert make().rank == make().turn == make(priority=-3).rank == (10.0, 5)
+    assert make(priority=-3, arrival=35.0).turn < make(arrival=10.0).turn
+    assert make(priority=-3, arrival=45.0).turn > make(arrival=10.0).turn
 
 
 def test_phases_are_disjoint_and_add_up() -> None:
