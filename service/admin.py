@@ -28,8 +28,11 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         async with call(context, "Abort"):
             if not request.request_id:
                 raise InvalidField("request_id", "must not be empty")
-            if not await self._engine.abort(request.request_id):
+            found = await self._engine.abort(request.request_id, request.client)
+            if not found:
                 raise RequestNotFound("request_id: there is no live request of that id")
+            if found > 1:
+                raise InvalidField("client", f"must be given: {found} clients have a live request of that id")
         return pb.AbortResponse()
 
     async def FlushPrefixCache(

@@ -7,6 +7,7 @@ know: those come from `unicodedata`, so a character newer than the interpreter's
 
 from __future__ import annotations
 
+import copy
 import functools
 import heapq
 import itertools
@@ -134,11 +135,11 @@ class ByteBPE:
         self._prefix_space = prefix_space
         self._head, self._tail = list(head), list(tail)
         self._byte_symbols = [self._ids.get(c) for c in byte_characters()]
-        added = list(added)
+        self._added = added = list(added)
         self._ids.update({t.content: t.id for t in added})
         self._tokens = {i: token for token, i in self._ids.items()}
-        self._raw_matcher = _Matcher([(t.content, t) for t in added if not t.normalized])
-        self._normalized_matcher = _Matcher([(self._normalize(t.content), t) for t in added if t.normalized])
+        self._match(added)
+        self.normalizes_special_tokens = rule.nfc and any(t.special and t.normalized for t in added)
         self._cached_word = functools.lru_cache(maxsize=1 << 16)(self._encode_word)
         self.special_ids = frozenset(t.id for t in added if t.special)
         self.vocabulary_size = max(self._tokens, default=-1) + 1
@@ -167,6 +168,16 @@ class ByteBPE:
 
     def id_of(self, token: str) -> int | None:
         return self._ids.get(token)
+
+    def renamed(self, names: Mapping[str, str]) -> ByteBPE:
+        """Return a tokenizer that reads names[token] where this one reads the text of a special token."""
+        other = copy.copy(self)
+        other._match([t._replace(content=names[t.content]) if t.special else t for t in self._added])
+        return other
+
+    def _match(self, added: Sequence[AddedToken]) -> None:
+        self._raw_matcher = _Matcher([(t.content, t) for t in added if not t.normalized])
+        self._normalized_matcher = _Matcher([(self._normalize(t.content), t) for t in added if t.normalized])
 
     def _normalize(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self._rule.nfc else text

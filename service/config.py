@@ -15,6 +15,8 @@ import msgspec
 MAX_MESSAGE_BYTES = 64 << 20
 """Of a gRPC message, either way, at the server and at our own clients."""
 MAX_DRAIN_SECONDS = 86400
+PRIORITIES = (-100, 100)
+"""Range of any request's priority; lower is earlier."""
 
 
 def endpoint(host: str, port: int) -> str:
@@ -33,13 +35,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: tokens of prompt and answer; 0 takes the model's own. block_size: tokens a KV-cache block; 0 takes
     the backend's. kv_cache_memory: bytes; 0 takes what is free, within reason. max_queue: requests that wait.
     emulate_relax, decode_buckets: lists with commas, see `relaxations` and `buckets`. health_port: 0 is none. tls_*,
-    api_keys: files, read again when they change; "" for none.
+    api_keys: files, read again when they change; "" for none. metrics_host: "" is `host`. min_priority, max_priority:
+    the range of a request's priority, where its API key has no own. admin_certificates: a list with commas, see
+    `admin_names`.
     """
 
     model: str = ""
     served_name: str = ""
     host: str = "127.0.0.1"
     port: int = 50051
+    metrics_host: str = ""
     metrics_port: int = 9090
     device: Literal["auto", "cpu", "npu", "cuda"] = "auto"
     emulate: bool = False
@@ -60,6 +65,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     slow_reader_seconds: float = 300.0
     stream_interval: int = 1
     prefix_cache: bool = True
+    share_prefix_cache: bool = False
     double_buffering: bool = True
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
@@ -71,6 +77,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_gemm: Literal["auto", "bf16", "fp32"] = "auto"
     cpu_weights: Literal["auto", "plain", "compact"] = "auto"
     priority_aging_seconds: float = 10.0
+    min_priority: int = 0
+    max_priority: int = 100
+    chat_special_tokens: bool = False
     kernel_sampling: int = 32
     drain_seconds: float = 30.0
     hang_seconds: float = 60.0
@@ -90,6 +99,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str = ""
     tls_client_ca: str = ""
     api_keys: str = ""
+    admin_certificates: str = ""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -101,6 +111,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),
             "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
             "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
+            "min_priority": PRIORITIES, "max_priority": PRIORITIES,
             "drain_seconds": (0, MAX_DRAIN_SECONDS),
             "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
             "health_port": (0, 65535),
@@ -121,6 +132,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("emulate_relax: nothing is emulated; --emulate does")
         if not all(1 <= rows <= 65536 for rows in self.buckets):
             raise ConfigError(f"decode_buckets: {self.decode_buckets!r} must be numbers in [1, 65536], as in 1,2,4,8")
+        if self.min_priority > self.max_priority:
+            raise ConfigError(f"min_priority: {self.min_priority} is above max_priority, {self.max_priority}")
         self._check_edge()
         reserved = {
             "tensor_parallel_size": 1,
@@ -136,6 +149,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{missing}: {given} needs it")
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError("tls_client_ca: clients can only be authenticated with tls_cert and tls_key")
+        if self.admin_certificates and not self.tls_client_ca:
+            raise ConfigError("admin_certificates: clients have certificates only with tls_client_ca")
         if self.health_port and self.health_port in (self.port, self.metrics_port):
             raise ConfigError(f"health_port: {self.health_port} is that of gRPC or of metrics already")
 
@@ -143,6 +158,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def relaxations(self) -> tuple[str, ...]:
         """What the emulated device accepts beyond what the real one does."""
         return tuple(name.strip() for name in self.emulate_relax.split(",") if name.strip())
+
+    @property
+    def admin_names(self) -> frozenset[str]:
+        """Names of the client certificates that may call AdminService."""
+        return frozenset(name.strip() for name in self.admin_certificates.split(",") if name.strip())
 
     @property
     def buckets(self) -> tuple[int, ...]:

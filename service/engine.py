@@ -255,11 +255,11 @@ class Engine:
                 if sequence:
                     turn = self._scheduler.pause if isinstance(message, Pause) else self._scheduler.unpause
                     turn(sequence.id)
-            case Abort(call=call, request_id=request_id):
-                sequence = self.ledger.named(request_id)
-                if sequence:
-                    self._end(sequence, sequence.finish("aborted"))
-                self._send(frontend, Reply(self._epoch, call, int(sequence is not None)))
+            case Abort(call=call, request_id=request_id, client=client):
+                named = self.ledger.named(request_id, client)
+                if len(named) == 1:
+                    self._end(named[0], named[0].finish("aborted"))
+                self._send(frontend, Reply(self._epoch, call, len(named)))
             case FlushPrefixCache(call=call):
                 self._send(frontend, Reply(self._epoch, call, self._scheduler.blocks.flush_prefix_cache()))
             case Hello():

@@ -138,9 +138,10 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.end(error)
 
-    async def abort(self, request_id: str) -> bool:
-        """End the request of that id, whoever asked for it. False if there is none."""
-        return bool(await self._call(Abort(self._key(), request_id)))
+    async def abort(self, request_id: str, client: str = "") -> int:
+        """End the one request of that id, and return how many there are; several are left alone. client: whose request;
+        "" for any client's."""
+        return await self._call(Abort(self._key(), request_id, client))
 
     async def flush_prefix_cache(self) -> int:
         """The number of blocks forgotten."""

@@ -15,9 +15,9 @@ line get equal numbers of tokens, but for what is running already.
 Priority is that of borrowed virtual time (Duda and Cheriton 1999): a request of priority p is served as if its client's
 time were p * PRIORITY_TOKENS later. A negative priority borrows turns and does not multiply them: the queue's time is
 the one with what was borrowed, so a client that has borrowed all it can gets its equal share and no more, and a client
-who comes meanwhile is not behind it. A positive priority lets others go first by as many tokens. So in whatever time two
-clients wait, neither gets more than the other by more than (the difference of their priorities) * PRIORITY_TOKENS and
-one request. Within a client's own line priorities decide alone.
+who comes meanwhile is not behind it. A positive priority lets others go first by as many tokens. So in whatever time
+two clients wait, neither gets more than the other by more than (the difference of their priorities) * PRIORITY_TOKENS
+and one request. Within a client's own line priorities decide alone.
 
 None starves. A client who waits has a fixed time, but for what its running requests, which end, add to it. Each turn
 before its own goes to a client of no later time and adds to that time; and it moves the queue's time on by a share of

@@ -204,8 +204,8 @@ class Frontend:
             stopping.cancel()
 
     def _server(self) -> grpc.aio.Server:
-        guards: list[Any] = [Guard(self._keys)] if self._keys else []
-        server = aio_server.server(guards, _options(self._config, self._largest))
+        guard = Guard(self._keys, self._config.admin_names)
+        server = aio_server.server([guard], _options(self._config, self._largest))
         parsing = ParsingServer(server, self._intake.message, self._connections.begin)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, parsing)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, parsing)

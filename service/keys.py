@@ -6,6 +6,8 @@ The file is TOML, a table for each name:
     sha256 = "..."          # of the key, in hex; a list of them while a key is replaced by another
     admin = true            # may call AdminService; absent: no
     max_requests = 8        # at once; absent: the server's max_requests_per_client; 0: as many as they like
+    min_priority = -10      # of a request, -100 to 100, lower is earlier; absent: the server's min_priority
+    max_priority = 10       # of a request; absent: the server's max_priority
 
 A key is 256 random bits, so its plain SHA-256 says nothing of it: there is no dictionary to try, and 2**256 guesses are
 too many for a fast hash as for a slow one. A slow, salted hash is for passwords, and would cost every call. Keys that
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from npuserve.service.auth import Caller, Limits
-from npuserve.service.config import ConfigError
+from npuserve.service.config import PRIORITIES, ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +41,8 @@ MAX_NAMES = 1000
 MAX_REQUESTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FIELDS = {"sha256", "admin", "max_requests"}
+_LIMITS = {"max_requests": (0, MAX_REQUESTS), "min_priority": PRIORITIES, "max_priority": PRIORITIES}
+_FIELDS = {"sha256", "admin", *_LIMITS}
 
 
 class Keys:
@@ -64,7 +67,8 @@ def read(path: str) -> Keys:
         for digest in _hashes(entry):
             if digest in callers:
                 raise ConfigError(f"{path}: {name} and {callers[digest].name} have the same key")
-            callers[digest] = Caller(name, Limits(entry.get("max_requests")), entry.get("admin", False))
+            limits = Limits(**{field: entry.get(field) for field in _LIMITS})
+            callers[digest] = Caller(name, limits, entry.get("admin", False))
     return Keys(callers)
 
 
@@ -102,9 +106,12 @@ def _check(where: str, name: str, entry: object) -> None:
         raise ConfigError(f"{where}.sha256: must be 64 lower-case hex digits, or a list of such")
     if not isinstance(entry.get("admin", False), bool):
         raise ConfigError(f"{where}.admin: must be true or false")
-    most = entry.get("max_requests", 0)
-    if isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MAX_REQUESTS:
-        raise ConfigError(f"{where}.max_requests: must be a whole number in [0, {MAX_REQUESTS}]")
+    for field, (low, high) in _LIMITS.items():
+        value = entry.get(field, high)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{where}.{field}: must be a whole number in [{low}, {high}]")
+    if entry.get("min_priority", PRIORITIES[0]) > entry.get("max_priority", PRIORITIES[1]):
+        raise ConfigError(f"{where}.min_priority: must not be above max_priority")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="whose key; add gives a name that is there one more")
     parser.add_argument("--admin", action="store_true", help="add: may call AdminService, too")
     parser.add_argument("--max-requests", type=int, metavar="N", help="add: at once; 0: as many as they like")
+    parser.add_argument("--min-priority", type=int, metavar="N", help="add: lowest priority; lower is earlier")
+    parser.add_argument("--max-priority", type=int, metavar="N", help="add: highest priority")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         tables = _load(args.file) if there else {}
         if args.action == "list":
             for name, entry in tables.items():
-                rights = [f"{field}={entry[field]}" for field in ("admin", "max_requests") if field in entry]
+                rights = [f"{field}={entry[field]}" for field in ("admin", *_LIMITS) if field in entry]
                 print(" ".join([name, f"keys={len(_hashes(entry))}", *rights]))
             return 0
         if args.name is None:
@@ -138,8 +147,7 @@ def run(args: argparse.Namespace) -> int:
         entry["sha256"] = [*_hashes(entry), _digest(key).hex()]
         if args.admin:
             entry["admin"] = True
-        if args.max_requests is not None:
-            entry["max_requests"] = args.max_requests
+        entry.update({field: value for field in _LIMITS if (value := getattr(args, field)) is not None})
         _check(args.name, args.name, entry)
         _save(args.file, tables)
     except OSError as error:
@@ -154,7 +162,7 @@ def _save(path: str, tables: dict[str, dict[str, Any]]) -> None:
     for name, entry in tables.items():
         # A name may have dots; a basic string in quotes says it as it is.
         lines += ["", f'["{name}"]', "sha256 = [" + ", ".join(f'"{digest}"' for digest in _hashes(entry)) + "]"]
-        lines += [f"{field} = {str(entry[field]).lower()}" for field in ("admin", "max_requests") if field in entry]
+        lines += [f"{field} = {str(entry[field]).lower()}" for field in ("admin", *_LIMITS) if field in entry]
     target = Path(path).resolve()
     with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False) as file:  # mode 0600
         try:

@@ -25,21 +25,22 @@ class Ledger:
     def __init__(self, scheduler: Scheduler, records: Records):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
-        self._names: dict[str, Origin] = {}
+        self._names: dict[tuple[str, str], Origin] = {}  # by client and request_id
         self._scheduler = scheduler
 
     def begin(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> None:
         """Queue a request. record: what is known of it already. Raises DuplicateRequest and what Scheduler.add does."""
-        if request.request_id in self._names:
+        if _name(request) in self._names:
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
         self.live[origin] = self._scheduler.add(request, origin, now)
-        self._names[request.request_id] = origin
+        self._names[_name(request)] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
 
-    def named(self, request_id: str) -> Sequence | None:
-        origin = self._names.get(request_id)
-        return self.live[origin] if origin else None
+    def named(self, request_id: str, client: str = "") -> list[Sequence]:
+        """Return the live requests of that id. client: whose; "" for all clients."""
+        return [self.live[origin] for name, origin in self._names.items()
+                if name[1] == request_id and client in ("", name[0])]
 
     def of(self, frontend: bytes) -> list[Sequence]:
         return [sequence for origin, sequence in self.live.items() if origin[0] == frontend]
@@ -79,12 +80,12 @@ class Ledger:
             raise InvalidField("token_offset", f"must be in [0, {made}], got {ask.token_offset}")
         before = None
         if record.ended is None:
-            before = self._names[record.request.request_id]
+            before = self._names[_name(record.request)]
             sequence = self.live.pop(before)
             _note(record, sequence)
             self._scheduler.adopt(sequence, origin, ask.deadline)
             self.live[origin] = sequence
-            self._names[record.request.request_id] = origin
+            self._names[_name(record.request)] = origin
         record.request = msgspec.structs.replace(record.request, deadline=ask.deadline)
         if before is None and record.finish is None:
             self.begin(record.rest(accepted=False), origin, now, record)
@@ -94,7 +95,7 @@ class Ledger:
         """Go on with what a dead engine left; whom it was taken from, if two front ends read it. Raises what `begin`
         does."""
         twin = self.records.live.get(record.request.resume_token)
-        before = self._names[twin.request.request_id] if twin else None
+        before = self._names[_name(twin.request)] if twin else None
         if before:
             self.end(self.live[before], now)
         self.begin(record.rest(accepted=True), origin, now, record)
@@ -102,7 +103,7 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless names, live requests and records are each other's."""
-        assert {s.request.request_id: o for o, s in self.live.items()} == self._names, "names are not of the live"
+        assert {_name(s.request): o for o, s in self.live.items()} == self._names, "names are not of the live"
         assert all(s.origin == origin for origin, s in self.live.items()), "a sequence is live under another's origin"
         tokens = {s.request.resume_token for s in self.live.values()} - {""}
         assert self.records.live.keys() <= tokens, "a record is live whose request is not"
@@ -114,9 +115,14 @@ class Ledger:
 
     def _forget(self, sequence: Sequence, record: Record | None, now: float) -> None:
         del self.live[sequence.origin]
-        del self._names[sequence.request.request_id]
+        del self._names[_name(sequence.request)]
         if record:
             self.records.end(record, now)
+
+
+def _name(request: Request) -> tuple[str, str]:
+    """Return what names a live request: a request_id is its client's own."""
+    return request.client, request.request_id
 
 
 def _note(record: Record, sequence: Sequence) -> None:

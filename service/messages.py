@@ -51,7 +51,8 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One client ask, checked and tokenized: what the engine needs of it. The engine holds no text.
 
-    request_id: the client's or the server's name for it. prompt_ids: at least one, each below the vocabulary.
+    request_id: the client's or the server's name for it, unique among the client's live requests. prompt_ids: at least
+    one, each below the vocabulary.
     output_ids: tokens generated before, by an engine that died or until it was left. max_tokens, min_tokens: of the
     whole answer, output_ids included; prompt + max_tokens is at most the model's context. stop_token_ids and
     eos_token_ids end the answer (the latter empty under ignore_eos). priority: lower is earlier. arrival: when the
@@ -227,10 +228,12 @@ class Unpause(Wire, frozen=True):
 
 
 class Abort(Wire, frozen=True):
-    """AdminService.Abort: end the request of this id, whichever front end it came from. Answered by Reply: 1 or 0."""
+    """AdminService.Abort: end the one request of this id, whichever front end it came from. client: whose; "" for any.
+    Answered by Reply: how many there are; if they are several, none is ended."""
 
     call: int
     request_id: str
+    client: str = ""
 
 
 class FlushPrefixCache(Wire, frozen=True):

@@ -85,7 +85,7 @@ class MetricsPage:
         self._last_beat = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
-        host, port = config.host, config.metrics_port
+        host, port = config.metrics_host or config.host, config.metrics_port
         try:
             self._server = MetricsServer(host.strip("[]"), port, make_wsgi_app(registry))
         except OSError as error:

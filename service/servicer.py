@@ -119,8 +119,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
             validation.check_prompt_size(request, folder.tokenizer, self._max_model_len)
+            policy = validation.Policy(chat_special_tokens=self._config.chat_special_tokens)
             response = await self._prepare(
-                context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len)
+                context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len, policy)
         return response
 
     async def Detokenize(
@@ -203,13 +204,13 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         folder, info = self._require_folder(), self._engine.require()
         if message.ByteSize() > INLINE_BYTES:
             validation.check_prompt_size(message, folder.tokenizer, info.max_model_len)
+        limit, priorities = whose.limits.within(self._config)
+        policy = validation.Policy(validation.Range(*priorities), self._config.chat_special_tokens)
         ask = await self._prepare(
-            context, "generate", message, validation.check, message, folder, info, name, arrival)
-        limit = whose.limits.max_requests
-        if limit is None:
-            limit = self._config.max_requests_per_client
+            context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
         ask = dataclasses.replace(ask, request=msgspec.structs.replace(
             ask.request, client=whose.name, owner=whose.owner, client_limit=limit, deadline=deadline,
+            cache_salt=whose.namespace(ask.request.cache_salt, self._config.share_prefix_cache),
             resume_token=token, ask=resume.pack(ask)))
         fields["prompt_tokens"] = len(ask.request.prompt_ids)
         if self._config.log_prompts:

@@ -42,6 +42,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "network": {
         "host": "address to listen on, of gRPC and metrics",
         "port": "of gRPC; 0: a free one",
+        "metrics_host": "address to listen on, of metrics; none: host",
         "metrics_port": "of /metrics; 0: a free one",
         "frontends": "processes that share the port, tokenize and stream",
         "max_connections": "open connections of each front end; more are closed at once",
@@ -65,6 +66,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "slow_reader_seconds": "after which a stream whose reader takes nothing is cancelled",
         "stream_interval": "tokens to a message of a stream, but for the first and the last ones",
         "priority_aging_seconds": "seconds of waiting that count as one step of priority",
+        "min_priority": "lowest priority that a request may have, where its API key has no own; lower is earlier",
+        "max_priority": "highest priority that a request may have, where its API key has no own",
         "double_buffering": "launch a step before the last one's tokens are on the host",
         "prefill_device": "where prompts are computed: on the device or on the host's cpu",
     },
@@ -73,6 +76,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "kv_cache_dtype": "auto: that of the activations; int8: twice the tokens in the same memory",
         "kv_cache_memory": "bytes, or a size such as 4GiB; 0: what is free, within reason",
         "prefix_cache": "share the blocks of equal prefixes",
+        "share_prefix_cache": "share them between API keys and client certificates too, which lets callers find out "
+                              "what others have sent",
     },
     "machine": {
         "threads": "CPU threads of the engine; 0: as many as there are cores",
@@ -98,6 +103,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "tls_key": "PEM file of the certificate's key",
         "tls_client_ca": "PEM file of the authorities that clients' certificates must come from; none: no matter",
         "api_keys": "file of the keys that clients may use, made by npuserve keys; none: none is asked for",
+        "admin_certificates": "names of the client certificates that may call AdminService, with commas",
+        "chat_special_tokens": "read the text of special tokens in chats as those tokens, where a request says nothing",
     },
 }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from npuserve.service import byte_bpe
 from npuserve.service.config import ConfigError
+from npuserve.service.plain_text import PlainText
 from npuserve.service.template_process import TemplateProcess, contained
 from npuserve.service.text_stream import ByteFallbackStream, ByteLevelStream, TextStream, WindowStream
 
@@ -56,6 +57,16 @@ class Backend(Protocol):
 
     def id_of(self, token: str) -> int | None: ...
 
+    @property
+    def normalizes_special_tokens(self) -> bool:
+        """Texts beside its own may be read as a special token, since the text is normalized before."""
+        ...
+
+    def renamed(self, names: Mapping[str, str]) -> Backend | None:
+        """Return a backend that reads names[token] where this one reads the text of a special token, and that text as
+        any other. None if this one reads no special tokens."""
+        ...
+
 
 class Tokenizer:
     """A model's tokenizer; safe to use from several threads.
@@ -82,11 +93,17 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: with the beginning-of-text token and its like, where the tokenizer has them.
 
-        The text of an added or special token is read as that token, in a user's text too, as vLLM and transformers do:
-        whoever must keep users from writing them has to refuse them before. The text of a chat brings its own
-        beginning of text, so it is encoded with add_special_tokens=False.
+        The text of an added or special token is read as that token, as vLLM and transformers do; `plain_text` reads a
+        client's as any other text. The text of a chat brings its own beginning of text, so it is encoded with
+        add_special_tokens=False.
         """
         return self._backend.encode(text, add_special_tokens)
+
+    @functools.cached_property
+    def plain_text(self) -> PlainText:
+        """What reads the text of special tokens in a client's strings as plain text."""
+        found = (self._backend.token(token) for token in sorted(self.special_ids))
+        return PlainText(self._backend, [text for text in found if text])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Bytes that are no UTF-8 become U+FFFD; ids that are no token leave no text."""
@@ -174,6 +191,8 @@ class _Fast:
         self.decoder: Mapping[str, object] = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocabulary_size = max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.normalizes_special_tokens = tokenizer.normalizer is not None and any(
+            token.special and token.normalized for token in added.values())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch, since `tokenizers` lets other threads run only then: a long text would stop the whole front end.
@@ -187,6 +206,34 @@ class _Fast:
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    def renamed(self, names: Mapping[str, str]) -> _Renamed | None:
+        return None if self._tokenizer.encode_special_tokens else _Renamed(self._tokenizer, names)
+
+
+class _Renamed(_Fast):
+    """A tokenizer that shares its model with another, in which special tokens have other texts. Its ids are the
+    other's."""
+
+    def __init__(self, other: tokenizers.Tokenizer, names: Mapping[str, str]):
+        import tokenizers
+
+        own = tokenizers.Tokenizer(other.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if (value := getattr(other, part)) is not None:
+                setattr(own, part, value)
+        added = other.get_added_tokens_decoder()
+        texts = {i: names[token.content] if token.special else token.content for i, token in sorted(added.items())}
+        own.add_tokens([
+            tokenizers.AddedToken(
+                text, single_word=added[i].single_word, lstrip=added[i].lstrip, rstrip=added[i].rstrip,
+                normalized=added[i].normalized, special=False)
+            for i, text in texts.items()])
+        super().__init__(own)
+        self._ids = {own.token_to_id(text): i for i, text in texts.items()}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [self._ids.get(i, i) for i in super().encode(text, add_special_tokens)]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -17,6 +17,7 @@ from npuserve.service.errors import InvalidField, ModelNotFound, NoChatTemplate,
 from npuserve.service.message_limits import MAX_TOOLS, MAX_TURNS
 from npuserve.service.messages import ModelInfo, Request
 from npuserve.service.model_folder import DEFAULT_RANGES, ModelFolder, Range
+from npuserve.service.plain_text import Prompt
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2, tokenize_pb2
 
@@ -63,6 +64,17 @@ class Ask:
     return_token_ids: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the server and the caller's key allow.
+
+    priorities: range of a request's priority. chat_special_tokens: see ServerConfig.
+    """
+
+    priorities: Range = PRIORITY
+    chat_special_tokens: bool = False
+
+
 def request_id(message: pb.GenerateRequest) -> str:
     """The client's, or a new one if there is none, or none that can travel as metadata: `check` refuses that."""
     found = message.request_id
@@ -76,7 +88,10 @@ def check_model(name: str | None, folder: ModelFolder) -> None:
         raise ModelNotFound(f"model: {_cut(name)} is not served here; this server serves {folder.name!r}")
 
 
-def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, name: str, arrival: float) -> Ask:
+def check(
+    message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, name: str, arrival: float,
+    policy: Policy = Policy(),
+) -> Ask:
     """Check the whole request and tokenize its prompt.
 
     name: its `request_id`.
@@ -99,7 +114,10 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
     sampling = _sampling(message.sampling, folder.defaults, vocabulary, bad)
     logprobs = _logprobs(output, "logprobs", vocabulary, bad)
     prompt_logprobs = _logprobs(output, "prompt_logprobs", vocabulary, bad)
-    priority = _number("scheduling.priority", scheduling.priority, PRIORITY, bad)
+    lowest, highest, _ = policy.priorities
+    usual = int(min(max(0, lowest), highest))
+    priority = scheduling.priority if scheduling.HasField("priority") else usual
+    _number("scheduling.priority", priority, policy.priorities, bad)
     if len(scheduling.cache_salt) > MAX_CACHE_SALT:
         bad.add(
             "scheduling.cache_salt",
@@ -111,7 +129,7 @@ def check(message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, nam
 
     prompt_ids: list[int] = []
     with bad.collect():
-        prompt_ids = prompt_token_ids(message, folder.tokenizer, info)
+        prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy)
     max_tokens, min_tokens = _lengths(stopping, len(prompt_ids), context, bad)
     bad.check()
     request = Request(
@@ -140,23 +158,28 @@ def check_unary_size(request: Request) -> None:
             "StreamGenerate has no such limit")
 
 
-def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo) -> list[int]:
+def prompt_token_ids(
+    message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo, policy: Policy = Policy()
+) -> list[int]:
     """Return the prompt's ids: at least one, and fewer than the context. Slow for long texts."""
     kind = message.WhichOneof("prompt")
     room, vocabulary = info.max_model_len - 1, info.vocabulary_size
     if kind is None:
         raise InvalidField("prompt", "one of text, token_ids and chat is needed")
     if kind == "token_ids":
+        if message.HasField("parse_special_tokens"):
+            raise InvalidField("parse_special_tokens", "is for text and chat; token_ids has no text to parse")
         ids = list(message.token_ids.ids)
         if len(ids) <= room:
             bad = Violations()
             _ids("token_ids.ids", ids, vocabulary, bad)
             bad.check()
     else:
-        text = message.text if kind == "text" else chat_text(message.chat, tokenizer, info.max_model_len)
+        prompt = _prompt(message, tokenizer, policy, info.max_model_len)
+        text = prompt.text
         check_length(text, kind, tokenizer, info.max_model_len)
         # An empty text is refused also where the tokenizer adds a beginning-of-text token.
-        ids = encode(text, kind, tokenizer, special=kind == "text") if text or tokenizer is None else []
+        ids = encode(prompt, kind, tokenizer, special=kind == "text") if text or tokenizer is None else []
     if not ids:
         raise InvalidField(kind, "must be at least one token, got an empty prompt")
     if len(ids) > room:
@@ -168,7 +191,7 @@ def prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer | None, i
 
 
 def tokenize(
-    message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, max_model_len: int
+    message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, max_model_len: int, policy: Policy = Policy()
 ) -> tokenize_pb2.TokenizeResponse:
     """Return a Tokenize call's answer: ids as `check` would make them of the same prompt. Slow for long texts.
 
@@ -177,13 +200,13 @@ def tokenize(
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidField("prompt", "one of text and chat is needed")
-    text = message.text if kind == "text" else chat_text(message.chat, tokenizer, max_model_len)
-    check_length(text, kind, tokenizer, max_model_len)
+    prompt = _prompt(message, tokenizer, policy, max_model_len)
+    check_length(prompt.text, kind, tokenizer, max_model_len)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else kind == "text"
-    ids = encode(text, kind, tokenizer, special)
+    ids = encode(prompt, kind, tokenizer, special)
     if len(ids) > max_model_len:
         raise InvalidField(kind, f"{len(ids)} tokens are too many; max_model_len is {max_model_len}")
-    return tokenize_pb2.TokenizeResponse(token_ids=ids, text=text if kind == "chat" else "")
+    return tokenize_pb2.TokenizeResponse(token_ids=ids, text=prompt.text if kind == "chat" else "")
 
 
 def detokenize(
@@ -245,20 +268,37 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
                 f"{max_model_len}"))
 
 
-def encode(text: str, field: str, tokenizer: Tokenizer | None, special: bool) -> list[int]:
-    """Return the ids of a text.
+def _prompt(
+    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, policy: Policy,
+    max_model_len: int,
+) -> Prompt:
+    """Return the prompt's text, and how its special tokens are read."""
+    if message.WhichOneof("prompt") == "chat":
+        parse = message.parse_special_tokens if message.HasField("parse_special_tokens") else policy.chat_special_tokens
+        return chat_prompt(message.chat, tokenizer, parse, max_model_len)
+    parse = message.parse_special_tokens if message.HasField("parse_special_tokens") else True
+    return Prompt(message.text, None if parse else message.text)
+
+
+def encode(prompt: Prompt, field: str, tokenizer: Tokenizer | None, special: bool) -> list[int]:
+    """Return the ids of a prompt's text.
 
     special: add the beginning-of-text token and its like, where the tokenizer has them.
     """
     if tokenizer is None:
         raise NoTokenizer(f"{field}: the served model has no tokenizer; send token_ids")
-    return tokenizer.encode(text, add_special_tokens=special)
+    if prompt.renamed is None:
+        return tokenizer.encode(prompt.text, add_special_tokens=special)
+    return tokenizer.plain_text.encode(prompt, field, special)
 
 
-def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, max_model_len: int) -> str:
+def chat_prompt(
+    chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, parse_special_tokens: bool, max_model_len: int
+) -> Prompt:
     """Return the conversation as the model's chat template writes it.
 
-    Raises InvalidField for one whose turns alone have more text than max_model_len tokens can have.
+    parse_special_tokens: the text of special tokens in the conversation is read as those tokens.
+    Raises InvalidField for a conversation whose turns alone have more text than max_model_len tokens can have.
     """
     if tokenizer is None:
         raise NoTokenizer("chat: the served model has no tokenizer; send token_ids")
@@ -287,9 +327,12 @@ def chat_text(chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, max_model_len:
     with bad.collect():
         arguments = from_struct(chat.template_args, "chat.template_args")
     bad.check()
-    text = tokenizer.chat.render(messages, arguments, tools)
-    check_unicode(text, "chat")
-    return text
+    if parse_special_tokens:
+        prompt = Prompt(tokenizer.chat.render(messages, arguments, tools))
+    else:
+        prompt = tokenizer.plain_text.render(tokenizer.chat, messages, arguments, tools)
+    check_unicode(prompt.text, "chat")
+    return prompt
 
 
 def _turn(index: int, turn: prompt_pb2.Message, roles: frozenset[str], bad: Violations) -> dict[str, Any]:

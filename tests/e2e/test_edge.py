@@ -143,9 +143,13 @@ def test_a_frozen_front_end_is_replaced() -> None:
         assert server.stop() == 0
 
 
-def test_a_drain_on_demand() -> None:
+def test_a_drain_on_demand(tmp_path: Path) -> None:
     """By AdminService, through one of two front ends: both leave, what runs ends whole, exit code 0."""
-    with serving("--frontends", "2") as server:
+    keys = tmp_path / "keys"
+    key = command(sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(keys), "ops", "--admin").stdout
+    with serving("--frontends", "2", "--api-keys", str(keys)) as server:
+        server.channel = client.connect(server.target, client.secured(None, key.strip()))
+        server.stub = rpc.InferenceServiceStub(server.channel)
         answer: list[int] = []
         asking = threading.Thread(target=lambda: answer.extend(
             streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
@@ -171,7 +175,7 @@ def test_bad_requests_of_any_language_are_invalid_argument_by_field() -> None:
             (b"\x0a\x03\xed\xa0\x80", "INVALID_ARGUMENT", "request_id: must be valid UTF-8"),
             (b"\xff\xff\xff", "INVALID_ARGUMENT", "the request is not a valid npuserve.v1.GenerateRequest: malformed"),
             (several.SerializeToString(), "INVALID_ARGUMENT",
-             "sampling.temperature: must be in [0, 100], got -1; scheduling.priority: must be in [-100, 100], got"),
+             "sampling.temperature: must be in [0, 100], got -1; scheduling.priority: must be in [0, 100], got"),
             (pb.GenerateRequest(text="").SerializeToString(), "INVALID_ARGUMENT", "text: must be at least one token"),
             (b"\x2a\x08\x0a\x06\x0a\x04user", "FAILED_PRECONDITION", "chat: the served model has no chat template"),
         ):

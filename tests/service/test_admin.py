@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_each_call(folder: Path) -> None:
-    async with running(folder) as server:
+    async with running(folder, administrator=True) as server:
         server.engine.delay = 0.005
         call = server.inference.Generate(ask("a", 60, request_id="mine"))
         await until(lambda: server.engine.live == 1)
@@ -45,7 +45,7 @@ async def test_each_call(folder: Path) -> None:
 
 async def test_a_drain_is_the_supervisors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Which is told for how long; a grace out of range is refused by name."""
-    async with running(folder, drain_seconds=7) as server:
+    async with running(folder, administrator=True, drain_seconds=7) as server:
         for seconds in (None, 2.5, 0, 86400):
             request = admin_service_pb2.DrainRequest()
             if seconds is not None:
@@ -64,7 +64,7 @@ async def test_a_drain_is_the_supervisors(folder: Path, capsys: pytest.CaptureFi
 
 
 async def test_what_is_reserved(folder: Path) -> None:
-    async with running(folder) as server:
+    async with running(folder, administrator=True) as server:
         calls = {
             "StartProfile": server.admin.StartProfile(admin_service_pb2.StartProfileRequest()),
             "StopProfile": server.admin.StopProfile(admin_service_pb2.StopProfileRequest()),

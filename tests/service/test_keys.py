@@ -75,7 +75,10 @@ def test_a_file_without_keys_lets_nobody_in(file: Path) -> None:
     (f'[x]\nsha256 = "{HASH}"\nadmin = 1', "x.admin: must be true or false"),
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = -1', r"x.max_requests: must be a whole number in \[0, 1048576\]"),
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = true', "x.max_requests: must be a whole number"),
-    (f'[x]\nsha256 = "{HASH}"\nlimit = 1', "x.limit: no such field; there are admin, max_requests, sha256"),
+    (f'[x]\nsha256 = "{HASH}"\nlimit = 1',
+     "x.limit: no such field; there are admin, max_priority, max_requests, min_priority, sha256"),
+    (f'[x]\nsha256 = "{HASH}"\nmin_priority = -101', r"x.min_priority: must be a whole number in \[-100, 100\]"),
+    (f'[x]\nsha256 = "{HASH}"\nmin_priority = 5\nmax_priority = 4', "x.min_priority: must not be above max_priority"),
     (f'[x]\nsha256 = "{HASH}"\n[y]\nsha256 = "{HASH}"', "y and x have the same key"),
     ("\n".join(f'[k{i}]\nsha256 = "{i:064x}"' for i in range(1001)), "at most 1000 names, got 1001"),
 ])

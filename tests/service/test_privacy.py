@@ -148,7 +148,7 @@ async def test_whatever_becomes_of_a_call(
 ) -> None:
     caplog.set_level(logging.DEBUG, "npuserve")
     caplog.set_level(logging.INFO)
-    async with running(folder, otlp_endpoint=collector.url, max_model_len=64) as server:
+    async with running(folder, administrator=True, otlp_endpoint=collector.url, max_model_len=64) as server:
         found = await every_end(server, monkeypatch)
         info = await server.admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest())
     assert set(found.values()) == {

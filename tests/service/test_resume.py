@@ -94,7 +94,7 @@ def test_error_reasons_are_upper_snake_case_and_unique() -> None:
 
 
 async def test_what_is_not_found_is_told_by_the_reason(folder: Path) -> None:
-    async with running(folder) as server:
+    async with running(folder, administrator=True) as server:
         stub = server.inference
         calls = {
             "MODEL_NOT_FOUND": stub.Generate(ask(model="typo")),

@@ -246,7 +246,7 @@ async def test_stream_waiting_in_the_queue_has_its_id_and_token(tmp_path: Path) 
 
 
 async def test_unavailable_until_the_engine_is_there_and_a_pause_after_its_death(folder: Path) -> None:
-    async with running(folder, start_engine=False) as server:
+    async with running(folder, start_engine=False, administrator=True) as server:
         calls = (lambda: server.inference.Generate(ask()), lambda: server.inference.GetLoad(model_pb2.GetLoadRequest()),
                  lambda: server.inference.GetModelInfo(model_pb2.GetModelInfoRequest()),
                  lambda: server.admin.FlushPrefixCache(admin_service_pb2.FlushPrefixCacheRequest()))

@@ -103,11 +103,13 @@ def test_the_models_defaults_stand_for_absent_fields(tmp_path: Path) -> None:
 def test_chat_is_the_templates_text(folder: ModelFolder) -> None:
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="hi")])
     chat.template_args["extra"] = "<eos>"
-    ids = check(pb.GenerateRequest(chat=chat), folder).request.prompt_ids
+    ids = check(pb.GenerateRequest(chat=chat, parse_special_tokens=True), folder).request.prompt_ids
     assert folder.tokenizer
     assert folder.tokenizer.decode(ids) == "user:hi\na<eos>"
     assert ids[-1] == EOS
-    response = validation.tokenize(tokenize_pb2.TokenizeRequest(chat=chat), folder.tokenizer, 64)
+    assert EOS not in check(pb.GenerateRequest(chat=chat), folder).request.prompt_ids
+    response = validation.tokenize(
+        tokenize_pb2.TokenizeRequest(chat=chat, parse_special_tokens=True), folder.tokenizer, 64)
     assert (list(response.token_ids), response.text) == (ids, "user:hi\na<eos>")
 
 
@@ -126,7 +128,7 @@ def test_check_with_an_id_beyond_the_models_vocabulary_is_refused(folder: ModelF
     """A tokenizer may have more tokens than the model has embeddings."""
     small = msgspec.structs.replace(INFO, vocabulary_size=297)
     for message, field in ((ask("a<eos>"), "text"), (pb.GenerateRequest(chat=prompt_pb2.Chat(
-            messages=[prompt_pb2.Message(role="user", content="<eos>")])), "chat")):
+            messages=[prompt_pb2.Message(role="user", content="<eos>")]), parse_special_tokens=True), "chat")):
         with pytest.raises(InvalidField) as refused:
             validation.check(message, folder, small, "id-1", 0.0)
         assert refused.value.message == (

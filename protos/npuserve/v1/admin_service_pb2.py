@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnpuserve/v1/admin_service.proto\x12\x0bnpuserve.v1\x1a\x1egoogle/protobuf/duration.proto\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"\x19\n\x17\x46lushPrefixCacheRequest\"2\n\x18\x46lushPrefixCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"\x15\n\x13StopProfileResponse\"\x16\n\x14GetServerInfoRequest\"~\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x04 \x01(\x04\x32\xee\x03\n\x0c\x41\x64minService\x12>\n\x05\x41\x62ort\x12\x19.npuserve.v1.AbortRequest\x1a\x1a.npuserve.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.npuserve.v1.DrainRequest\x1a\x1a.npuserve.v1.DrainResponse\x12_\n\x10\x46lushPrefixCache\x12$.npuserve.v1.FlushPrefixCacheRequest\x1a%.npuserve.v1.FlushPrefixCacheResponse\x12S\n\x0cStartProfile\x12 .npuserve.v1.StartProfileRequest\x1a!.npuserve.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.npuserve.v1.StopProfileRequest\x1a .npuserve.v1.StopProfileResponse\x12V\n\rGetServerInfo\x12!.npuserve.v1.GetServerInfoRequest\x1a\".npuserve.v1.GetServerInfoResponseB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnpuserve/v1/admin_service.proto\x12\x0bnpuserve.v1\x1a\x1egoogle/protobuf/duration.proto\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x0f\n\rAbortResponse\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"\x19\n\x17\x46lushPrefixCacheRequest\"2\n\x18\x46lushPrefixCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"\x15\n\x13StopProfileResponse\"\x16\n\x14GetServerInfoRequest\"~\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x04 \x01(\x04\x32\xee\x03\n\x0c\x41\x64minService\x12>\n\x05\x41\x62ort\x12\x19.npuserve.v1.AbortRequest\x1a\x1a.npuserve.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.npuserve.v1.DrainRequest\x1a\x1a.npuserve.v1.DrainResponse\x12_\n\x10\x46lushPrefixCache\x12$.npuserve.v1.FlushPrefixCacheRequest\x1a%.npuserve.v1.FlushPrefixCacheResponse\x12S\n\x0cStartProfile\x12 .npuserve.v1.StartProfileRequest\x1a!.npuserve.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.npuserve.v1.StopProfileRequest\x1a .npuserve.v1.StopProfileResponse\x12V\n\rGetServerInfo\x12!.npuserve.v1.GetServerInfoRequest\x1a\".npuserve.v1.GetServerInfoResponseB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.npuserve.v1P\001Z#npuserve.dev/npuserve/v1;npuservev1'
   _globals['_ABORTREQUEST']._serialized_start=80
-  _globals['_ABORTREQUEST']._serialized_end=114
-  _globals['_ABORTRESPONSE']._serialized_start=116
-  _globals['_ABORTRESPONSE']._serialized_end=131
-  _globals['_DRAINREQUEST']._serialized_start=133
-  _globals['_DRAINREQUEST']._serialized_end=189
-  _globals['_DRAINRESPONSE']._serialized_start=191
-  _globals['_DRAINRESPONSE']._serialized_end=206
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=208
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=233
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=235
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=285
-  _globals['_STARTPROFILEREQUEST']._serialized_start=287
-  _globals['_STARTPROFILEREQUEST']._serialized_end=308
-  _globals['_STARTPROFILERESPONSE']._serialized_start=310
-  _globals['_STARTPROFILERESPONSE']._serialized_end=332
-  _globals['_STOPPROFILEREQUEST']._serialized_start=334
-  _globals['_STOPPROFILEREQUEST']._serialized_end=354
-  _globals['_STOPPROFILERESPONSE']._serialized_start=356
-  _globals['_STOPPROFILERESPONSE']._serialized_end=377
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=379
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=401
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=403
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=529
-  _globals['_ADMINSERVICE']._serialized_start=532
-  _globals['_ADMINSERVICE']._serialized_end=1026
+  _globals['_ABORTREQUEST']._serialized_end=130
+  _globals['_ABORTRESPONSE']._serialized_start=132
+  _globals['_ABORTRESPONSE']._serialized_end=147
+  _globals['_DRAINREQUEST']._serialized_start=149
+  _globals['_DRAINREQUEST']._serialized_end=205
+  _globals['_DRAINRESPONSE']._serialized_start=207
+  _globals['_DRAINRESPONSE']._serialized_end=222
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=224
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=249
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=251
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=301
+  _globals['_STARTPROFILEREQUEST']._serialized_start=303
+  _globals['_STARTPROFILEREQUEST']._serialized_end=324
+  _globals['_STARTPROFILERESPONSE']._serialized_start=326
+  _globals['_STARTPROFILERESPONSE']._serialized_end=348
+  _globals['_STOPPROFILEREQUEST']._serialized_start=350
+  _globals['_STOPPROFILEREQUEST']._serialized_end=370
+  _globals['_STOPPROFILERESPONSE']._serialized_start=372
+  _globals['_STOPPROFILERESPONSE']._serialized_end=393
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=395
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=417
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=419
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=545
+  _globals['_ADMINSERVICE']._serialized_start=548
+  _globals['_ADMINSERVICE']._serialized_end=1042
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Operating the server. Its own service, so that a mesh can authorise it apart.
+    """Operating the server. Its own service, so that a mesh can authorise it apart. PERMISSION_DENIED unless the caller has an
+    API key with the admin right, or a client certificate that the server's admin_certificates names.
     """
 
     def __init__(self, channel):
@@ -68,11 +69,13 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Operating the server. Its own service, so that a mesh can authorise it apart.
+    """Operating the server. Its own service, so that a mesh can authorise it apart. PERMISSION_DENIED unless the caller has an
+    API key with the admin right, or a client certificate that the server's admin_certificates names.
     """
 
     def Abort(self, request, context):
-        """Ends a live request with FINISH_REASON_ABORTED; NOT_FOUND if there is none of that id.
+        """Ends a live request with FINISH_REASON_ABORTED; NOT_FOUND if there is none of that id, INVALID_ARGUMENT if several
+        clients have one and `client` does not say whose.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +159,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Operating the server. Its own service, so that a mesh can authorise it apart.
+    """Operating the server. Its own service, so that a mesh can authorise it apart. PERMISSION_DENIED unless the caller has an
+    API key with the admin right, or a client certificate that the server's admin_certificates names.
     """
 
     @staticmethod

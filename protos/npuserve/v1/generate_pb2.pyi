@@ -82,8 +82,9 @@ class GenerateRequest(_message.Message):
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique among live requests, 1 to 128 printable ASCII characters without spaces; made by the server when absent,
+    """Unique among the caller's live requests, 1 to 128 printable ASCII characters without spaces; made by the server when absent,
     and returned as x-request-id: in the initial metadata, or in the trailing metadata of an error before acceptance.
     """
     model: _builtins.str
@@ -95,6 +96,11 @@ class GenerateRequest(_message.Message):
     json_object: _builtins.bool
     n: _builtins.int
     """Answers per prompt. Reserved: above 1 is UNIMPLEMENTED."""
+    parse_special_tokens: _builtins.bool
+    """Whether the text of a special token, such as <|im_end|>, in `text` or in what a chat's fields hold is read as that
+    token, or as the characters that it has. Default: true for text; for chat the server's chat_special_tokens, which
+    is false unless an operator sets it. Token ids are never text: with them it is INVALID_ARGUMENT.
+    """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds: ...
     @_builtins.property
@@ -127,15 +133,18 @@ class GenerateRequest(_message.Message):
         json_object: _builtins.bool = ...,
         scheduling: Global___SchedulingParams | None = ...,
         n: _builtins.int | None = ...,
+        parse_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_parse_special_tokens", b"_parse_special_tokens", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_parse_special_tokens", b"_parse_special_tokens", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    _WhichOneofReturnType__parse_special_tokens: _TypeAlias = _typing.Literal["parse_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__parse_special_tokens: _TypeAlias = _typing.Literal["_parse_special_tokens", b"_parse_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices", "json_object"]  # noqa: Y015
@@ -146,6 +155,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_special_tokens) -> _WhichOneofReturnType__parse_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
     @_typing.overload
@@ -412,11 +423,17 @@ class SchedulingParams(_message.Message):
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Lower is earlier, -100 to 100. Default 0. Waiting raises it: see docs/architecture.md."""
+    """Lower is earlier, among the requests of one client; among clients it is worth a bounded number of tokens: see
+    docs/architecture.md. Within the range that the server, or the API key, allows, by default 0 to 100. Default: 0, or
+    what is nearest to it in that range.
+    """
     bypass_prefix_cache: _builtins.bool
     """Computes the whole prompt even where a cached prefix would serve. Default false."""
     cache_salt: _builtins.str
-    """Prefixes are shared only between requests of the same salt, at most 128 characters. Default: the common one."""
+    """Prefixes are shared only between requests of the same caller and the same salt, at most 128 characters. Default:
+    the caller's common one. Callers without API keys and client certificates count as one, and so do all where the
+    server's share_prefix_cache is on.
+    """
     def __init__(
         self,
         *,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from npuserve.v1 import prompt_pb2 as npuserve_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1anpuserve/v1/tokenize.proto\x12\x0bnpuserve.v1\x1a\x18npuserve/v1/prompt.proto\"\xa4\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.npuserve.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"3\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"~\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\tB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1anpuserve/v1/tokenize.proto\x12\x0bnpuserve.v1\x1a\x18npuserve/v1/prompt.proto\"\xe0\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.npuserve.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12!\n\x14parse_special_tokens\x18\x05 \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06promptB\x08\n\x06_modelB\x15\n\x13_add_special_tokensB\x17\n\x15_parse_special_tokens\"3\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"~\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\tB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.npuserve.v1P\001Z#npuserve.dev/npuserve/v1;npuservev1'
   _globals['_TOKENIZEREQUEST']._serialized_start=70
-  _globals['_TOKENIZEREQUEST']._serialized_end=234
-  _globals['_TOKENIZERESPONSE']._serialized_start=236
-  _globals['_TOKENIZERESPONSE']._serialized_end=287
-  _globals['_DETOKENIZEREQUEST']._serialized_start=289
-  _globals['_DETOKENIZEREQUEST']._serialized_end=415
-  _globals['_DETOKENIZERESPONSE']._serialized_start=417
-  _globals['_DETOKENIZERESPONSE']._serialized_end=451
+  _globals['_TOKENIZEREQUEST']._serialized_end=294
+  _globals['_TOKENIZERESPONSE']._serialized_start=296
+  _globals['_TOKENIZERESPONSE']._serialized_end=347
+  _globals['_DETOKENIZEREQUEST']._serialized_start=349
+  _globals['_DETOKENIZEREQUEST']._serialized_end=475
+  _globals['_DETOKENIZERESPONSE']._serialized_start=477
+  _globals['_DETOKENIZERESPONSE']._serialized_end=511
 # @@protoc_insertion_point(module_scope)

@@ -27,12 +27,15 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """The beginning-of-text token and its like, where the tokenizer has them. Default: true for text, false for chat,
     as Generate does.
     """
+    parse_special_tokens: _builtins.bool
+    """As in GenerateRequest."""
     @_builtins.property
     def chat(self) -> _prompt_pb2.Chat: ...
     def __init__(
@@ -42,21 +45,26 @@ class TokenizeRequest(_message.Message):
         text: _builtins.str = ...,
         chat: _prompt_pb2.Chat | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        parse_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "_parse_special_tokens", b"_parse_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "_parse_special_tokens", b"_parse_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__parse_special_tokens: _TypeAlias = _typing.Literal["parse_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__parse_special_tokens: _TypeAlias = _typing.Literal["_parse_special_tokens", b"_parse_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_special_tokens) -> _WhichOneofReturnType__parse_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import grpc.aio
 
-from tests.e2e.fuzz.wire import Noise
+from tests.e2e.fuzz.wire import KEY, Noise
 
 AT_ONCE = 48
+BEARER = (("authorization", f"Bearer {KEY}"),)
 UNREADABLE = re.compile("malformed protobuf$|must be valid UTF-8$")
 
 
@@ -27,10 +28,10 @@ async def calls(target: str, methods: dict[str, bool], noise: Noise, count: int)
         name, body = names[number % len(names)], noise.body()
         try:
             if methods[name]:
-                async for _ in channel.unary_stream(name)(body, timeout=20):
+                async for _ in channel.unary_stream(name)(body, timeout=20, metadata=BEARER):
                     pass
             else:
-                await channel.unary_unary(name)(body, timeout=20)
+                await channel.unary_unary(name)(body, timeout=20, metadata=BEARER)
             codes["OK"] += 1
         except grpc.aio.AioRpcError as error:
             unread = error.code() is grpc.StatusCode.INVALID_ARGUMENT and bool(

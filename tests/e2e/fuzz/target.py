@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -12,15 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from npuserve.npu.storyteller import FOLDER
+from npuserve.service import client
 from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import inference_service_pb2_grpc as rpc
 from npuserve.v1 import model_pb2, prompt_pb2, tokenize_pb2
+from tests.e2e.fuzz.wire import KEY
 from tests.e2e.server import Server, request, serving
 
 CODES = {
     "OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED",
-    "FAILED_PRECONDITION", "UNIMPLEMENTED", "OUT_OF_RANGE",
+    "FAILED_PRECONDITION", "UNIMPLEMENTED", "OUT_OF_RANGE", "UNAUTHENTICATED",
 }
-"""Of a server that is up, that asks for no key and has no bug."""
+"""Of a server that is up and has no bug."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.name | default('') }}\n{% endfor %}"
@@ -97,5 +101,10 @@ def target(folder: Path, *flags: str) -> Iterator[Target]:
     shutil.copytree(FOLDER, model, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    with serving(str(model), "--max-model-len", "64", "--max-num-seqs", "16", "--max-queue", "64", *flags) as server:
+    keys = folder / "keys"
+    keys.write_text(f'[fuzz]\nsha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"\nadmin = true\n')
+    flags = ("--max-model-len", "64", "--max-num-seqs", "16", "--max-queue", "64", "--api-keys", str(keys), *flags)
+    with serving(str(model), *flags) as server:
+        server.channel = client.connect(server.target, client.secured(None, KEY))
+        server.stub = rpc.InferenceServiceStub(server.channel)
         yield Target(server)

@@ -10,6 +10,8 @@ import struct
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 1, 4
+KEY = "npuserve-fuzz"
+"""An administrator's API key at the server that is fuzzed."""
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
@@ -89,7 +91,7 @@ class Noise:
         fields = [
             (b":method", pick([b"POST"] * 9 + [b"GET", b"", b"\xff"])), (b":scheme", pick([b"http"] * 9 + [b"ftp"])),
             (b":path", pick(self._methods).encode() if self._random.random() < 0.9 else self._bytes(40)),
-            (b":authority", b"x"), (b"te", b"trailers"),
+            (b":authority", b"x"), (b"te", b"trailers"), (b"authorization", f"Bearer {KEY}".encode()),
             (b"content-type", pick([b"application/grpc"] * 9 + [b"text/html", b"application/grpc+json", b""])),
         ]
         extra = [

@@ -1,0 +1,191 @@
+"""Attacks of one caller on another over the wire: priority, the prefix cache, request ids and administration."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from npuserve.service import client
+from npuserve.v1 import admin_service_pb2 as admin
+from npuserve.v1 import admin_service_pb2_grpc
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.server import Server, request, serving
+from tests.service.certificates import Authority, needs_openssl
+
+SECRET = "The launch code of the red rocket is four seven one one and nobody else may ever learn of it. " * 3
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    """Keys by name, and the path of their file: alice and bob are tenants, `urgent` may send any priority."""
+    made = {"file": str(tmp_path / "keys.toml")}
+    rights = {"alice": (), "bob": (), "urgent": ("--min-priority=-100",), "root": ("--admin",)}
+    for name, options in rights.items():
+        command = (sys.executable, "-m", "npuserve.service.cli", "keys", "add", made["file"], name, *options)
+        made[name] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return made
+
+
+@contextlib.contextmanager
+def calling(server: Server, key: str | None = None, tls: client.Tls | None = None) -> Iterator[grpc.Channel]:
+    with client.connect(server.target, client.secured(tls, key)) as channel:
+        yield channel
+
+
+def code_of(call: grpc.RpcError) -> str:
+    name: str = call.code().name
+    return name
+
+
+def administer(channel: grpc.Channel) -> list[str]:
+    """The statuses of the calls of AdminService; Drain last, with a grace that is out of range."""
+    stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+    drain = admin.DrainRequest()
+    drain.grace.seconds = -1
+    found = []
+    for method, message in (
+        (stub.GetServerInfo, admin.GetServerInfoRequest()), (stub.FlushPrefixCache, admin.FlushPrefixCacheRequest()),
+        (stub.Abort, admin.AbortRequest(request_id="none")), (stub.Drain, drain),
+    ):
+        try:
+            method(message, timeout=30)
+            found.append("OK")
+        except grpc.RpcError as error:
+            found.append(code_of(error))
+    return found
+
+
+DENIED = ["PERMISSION_DENIED"] * 4
+GRANTED = ["OK", "OK", "NOT_FOUND", "INVALID_ARGUMENT"]
+
+
+def test_priority_beyond_the_keys_range_is_refused(keys: dict[str, str]) -> None:
+    with serving("--api-keys", keys["file"]) as server:
+        with calling(server, keys["alice"]) as channel, pytest.raises(grpc.RpcError) as refused:
+            rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
+        assert code_of(refused.value) == "INVALID_ARGUMENT"
+        assert refused.value.details() == "scheduling.priority: must be in [0, 100], got -100"
+        with calling(server, keys["urgent"]) as channel:
+            rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
+    with serving("--min-priority=-5", "--max-priority", "5") as server, pytest.raises(grpc.RpcError) as refused:
+        server.stub.Generate(request("Once", 2, priority=6), timeout=30)
+    assert refused.value.details() == "scheduling.priority: must be in [-5, 5], got 6"
+
+
+def test_priority_flood_leaves_others_their_share(keys: dict[str, str]) -> None:
+    """An urgent client with 16 requests at a time cannot keep another's single one waiting."""
+    total, ended, numbers = 400, itertools.count(1), iter(range(400))
+    done = [0]
+    with (
+        serving("--api-keys", keys["file"], "--max-num-seqs", "2") as server,
+        calling(server, keys["urgent"]) as urgent, calling(server, keys["alice"]) as quiet,
+    ):
+        stub = rpc.InferenceServiceStub(urgent)
+        lock = threading.Lock()
+
+        def flood() -> None:
+            while True:
+                with lock:
+                    if next(numbers, None) is None:
+                        return
+                stub.Generate(request("Once upon a time", 16, ignore_eos=True, priority=-100), timeout=100)
+                with lock:
+                    done[0] = next(ended)
+
+        threads = [threading.Thread(target=flood, daemon=True) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        while done[0] < 4:
+            threads[0].join(0.01)
+        rpc.InferenceServiceStub(quiet).Generate(request("Once", 2), timeout=100)
+        passed = done[0]
+        for thread in threads:
+            thread.join()
+        assert done[0] == total
+    assert passed < total / 2
+
+
+def test_prefix_cache_tells_nothing_of_other_tenants(keys: dict[str, str]) -> None:
+    with (
+        serving("--api-keys", keys["file"], "--block-size", "16") as server,
+        calling(server, keys["alice"]) as alice, calling(server, keys["bob"]) as bob,
+    ):
+        ours, theirs = rpc.InferenceServiceStub(alice), rpc.InferenceServiceStub(bob)
+
+        def cached(stub: rpc.InferenceServiceStub, **fields: object) -> int:
+            tokens: int = stub.Generate(request(SECRET, 2, **fields), timeout=60).finish.usage.cached_tokens
+            return tokens
+
+        assert cached(ours) == 0
+        assert cached(theirs) == 0, "bob learns what alice sent"
+        assert cached(ours) > 0
+        assert cached(theirs) > 0
+        # A salt leads into no other namespace, whatever it is.
+        assert cached(ours, cache_salt="s") == 0
+        for salt in ("s", "alice", "5:alice:", "5:alice:s", "\0alice"):
+            assert cached(theirs, cache_salt=salt) == 0, salt
+        assert cached(ours, cache_salt="s") > 0
+
+
+def test_prefix_cache_is_shared_where_the_operator_says_so(keys: dict[str, str]) -> None:
+    with serving("--api-keys", keys["file"], "--block-size", "16", "--share-prefix-cache") as server:
+        found = []
+        for name in ("alice", "bob"):
+            with calling(server, keys[name]) as channel:
+                answer = rpc.InferenceServiceStub(channel).Generate(request(SECRET, 2), timeout=60)
+                found.append(answer.finish.usage.cached_tokens)
+    assert found[0] == 0 < found[1]
+
+
+def test_request_ids_of_tenants_are_apart(keys: dict[str, str]) -> None:
+    with serving("--api-keys", keys["file"]) as server, contextlib.ExitStack() as stack:
+        channels = {name: stack.enter_context(calling(server, keys[name])) for name in ("alice", "bob", "root")}
+        stubs = {name: rpc.InferenceServiceStub(channel) for name, channel in channels.items()}
+        ask = request("Once upon a time", 400, ignore_eos=True, request_id="job-1")
+        streams = {name: stubs[name].StreamGenerate(ask, timeout=100) for name in ("alice", "bob")}
+        for name, stream in streams.items():
+            assert dict(stream.initial_metadata()).get("x-request-id") == "job-1", name
+        with pytest.raises(grpc.RpcError) as refused:
+            stubs["alice"].Generate(ask, timeout=30)
+        assert code_of(refused.value) == "ALREADY_EXISTS"
+        # An administrator names whose request is meant.
+        stub = admin_service_pb2_grpc.AdminServiceStub(channels["root"])
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Abort(admin.AbortRequest(request_id="job-1"), timeout=30)
+        assert refused.value.details().startswith("client: must be given")
+        stub.Abort(admin.AbortRequest(request_id="job-1", client="bob"), timeout=30)
+        reasons = {name: list(stream)[-1].finish.reason for name, stream in streams.items()}
+        assert reasons == {"alice": 4, "bob": 6}  # LENGTH, ABORTED
+
+
+def test_administration_is_off_unless_granted(keys: dict[str, str]) -> None:
+    with serving() as server:
+        assert administer(server.channel) == DENIED
+        assert server.process.poll() is None
+    with serving("--api-keys", keys["file"]) as server:
+        for name, expected in (("alice", DENIED), ("root", GRANTED)):
+            with calling(server, keys[name]) as channel:
+                assert administer(channel) == expected, name
+
+
+@needs_openssl
+def test_administration_needs_a_named_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server")
+    files = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(authority.cert))
+    certificates = {name: authority.issue(name, names=f"DNS:{name}") for name in ("ops", "app")}
+    expected = {(): {"ops": DENIED, "app": DENIED},
+                ("--admin-certificates", "other, ops"): {"ops": GRANTED, "app": DENIED}}
+    for arguments, statuses in expected.items():
+        with serving(*files, *arguments) as server:
+            for name, own in certificates.items():
+                with calling(server, tls=client.Tls(authority.cert, own.cert, own.key)) as channel:
+                    assert administer(channel) == statuses[name], (arguments, name)
