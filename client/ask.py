@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
 
     request_id: str
     model: str
+    parse_special_tokens: bool
     # sampling
     temperature: float
     top_p: float

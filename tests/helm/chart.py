@@ -29,12 +29,24 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
 
 
+PRODUCTION: Object = {
+    "tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"}, "model": {"hub": {"revision": "v1"}},
+    "helmTest": {"apiKeySecretName": "llm-test-key"}}
+"""What values-prod.yaml needs from whoever installs the chart."""
+
+
+def completed(presets: tuple[str, ...], values: Object | None = None) -> Object:
+    """Return values with what their presets need."""
+    return merged(PRODUCTION if "prod" in presets else {}, values or {})
+
+
 def template(
-    values: Object | None = None, presets: tuple[str, ...] = (), kubernetes: str = KUBERNETES, chart: Path = CHART
+    values: Object | None = None, presets: tuple[str, ...] = (), kubernetes: str = KUBERNETES, chart: Path = CHART,
+    complete: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """`helm template` of release `demo` in namespace `llm`; values go on top of the presets."""
+    """`helm template` of release `demo` in namespace `llm`; values go on top of the presets, and of what those need."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(values or {}, file)
+        yaml.safe_dump(completed(presets, values) if complete else values or {}, file)
         file.flush()
         files = [*(str(chart / f"values-{preset}.yaml") for preset in presets), file.name]
         return helm("template", "demo", str(chart), "--namespace", "llm", "--kube-version", kubernetes,

@@ -19,7 +19,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "emulate": True, "emulate_relax": "fp32", "dtype": "float32", "lm_head_dtype": "int8", "max_model_len": 512,
         "frontends": 2, "max_connections": 100, "max_message_size": 67108864, "max_connection_age_seconds": 0,
         "max_num_seqs": 8, "max_num_batched_tokens": 256, "decode_buckets": "1,2,4", "max_queue": 16,
-        "max_preparing": 32, "priority_aging_seconds": 2.5, "hang_seconds": 90, "load_seconds": 900,
+        "max_preparing": 32, "priority_aging_seconds": 2.5, "min_priority": -10, "max_priority": 10,
+        "chat_special_tokens": True, "share_prefix_cache": True, "hang_seconds": 90, "load_seconds": 900,
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
         "kv_cache_dtype": "int8", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
         "cpu_gemm": "fp32", "cpu_weights": "plain",
@@ -76,6 +77,11 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "annotations": {"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"}}}),
     "network policy with peers": (("cpu", "prod"), {"networkPolicy": {
         "grpcFrom": _PEER, "egress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 9000}]}]}}),
+    "production behind a gateway": (("cpu", "prod"), {
+        "gateway": {"enabled": True, "from": [{"namespaceSelector": {"matchLabels": {"name": "gateways"}}}]},
+        "tls": {"secretName": ""}, "apiKeys": {"secretName": ""}, "helmTest": {"apiKeySecretName": ""}}),
+    "administrators by certificate": ((), {
+        "tls": {"secretName": "llm-tls", "clientCaSecretName": "llm-ca"}, "config": {"admin_certificates": "ops, ci"}}),
     "cache on a claim, shared": ((), {"cache": {"type": "pvc", "size": "100Gi", "storageClass": "cephfs"}}),
     "cache on a claim, one replica": ((), {
         "replicas": 1, "strategy": {"type": "Recreate"}, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),

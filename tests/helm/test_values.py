@@ -111,7 +111,15 @@ NONSENSE: list[tuple[str, Object]] = [
     ("metrics.relabelings.0", {"metrics": {"relabelings": [{}]}}),
     ("metrics.metricRelabelings", {"metrics": {"metricRelabelings": {}}}),
     ("extraObjects.0", {"extraObjects": [{}]}),
+    ("gateway.from", {"gateway": {"enabled": True}}),
+    ("gateway.from.0", {"gateway": {"from": [{}]}}),
+    ("production", {"production": "yes"}),
+    ("config.min_priority", {"config": {"min_priority": -101}}),
+    ("config.metrics_host", {"config": {"metrics_host": "127.0.0.1"}}),
 ]
+
+GATEWAY: Object = {"enabled": True, "from": [{"podSelector": {"matchLabels": {"app": "gateway"}}}]}
+KEYED: Object = {"tls": {"secretName": "t"}, "apiKeys": {"secretName": "k"}}
 
 CONTRADICTIONS: list[tuple[str, Object]] = [
     ("termination.gracePeriodSeconds: 60 would kill", {"termination": {"gracePeriodSeconds": 60}}),
@@ -152,9 +160,22 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("helmTest.clientCertSecretName", {"helmTest": {"clientCertSecretName": "own"}}),
     ("helmTest.apiKeySecretName", {"helmTest": {"apiKeySecretName": "key"}}),
     ("helmTest.caSecretName", {"helmTest": {"caSecretName": "ca"}}),
+    ("apiKeys.secretName: production needs", {"production": True}),
+    ("apiKeys.secretName: production needs", {"production": True, "tls": {"secretName": "t"}}),
+    ("tls.secretName: production needs", {"production": True, "apiKeys": {"secretName": "k"}}),
+    ("model.hub.revision: production needs", {
+        "production": True, **KEYED, "model": {"source": "init", "hub": {"name": "a/b"}}}),
+    ("model.hub.revision: production needs", {
+        "production": True, **KEYED, "model": {"source": "hub", "hub": {"name": "a/b"}}}),
+    ("model.hub.revision: production needs", {
+        "production": True, "gateway": GATEWAY, "model": {"source": "init", "hub": {"name": "a/b"}}}),
+    ("networkPolicy.enabled: gateway.enabled needs it", {"gateway": GATEWAY, "networkPolicy": {"enabled": False}}),
+    ("networkPolicy.grpcFrom: gateway.enabled admits", {
+        "gateway": GATEWAY, "networkPolicy": {"grpcFrom": GATEWAY["from"]}}),
 ]
 
 
+CONTRADICTIONS_IDS = [f"{said} {number}" for number, (said, _) in enumerate(CONTRADICTIONS)]
 NONSENSE_IDS = [f"{field} {json.dumps(values)}" for field, values in NONSENSE]
 
 
@@ -216,7 +237,7 @@ def test_refused_reads_both_wordings(message: str, parents: set[str]):
 
 
 @needs_helm
-@pytest.mark.parametrize(("said", "values"), CONTRADICTIONS, ids=[f for f, _ in CONTRADICTIONS])
+@pytest.mark.parametrize(("said", "values"), CONTRADICTIONS, ids=CONTRADICTIONS_IDS)
 def test_contradictions_are_refused(said: str, values: Object):
     done = template(values)
     assert done.returncode != 0, f"{values} were taken"
@@ -245,8 +266,8 @@ def test_the_schema_leaves_open_only_what_kubernetes_checks():
 
 CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
 # The chart derives these from other values.
-DERIVED = {"host", "port", "metrics_port", "health_port", "model", "served_name", "device", "drain_seconds",
-           "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "model", "served_name", "device",
+           "drain_seconds", "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
 
 
 def test_the_schema_knows_every_setting():

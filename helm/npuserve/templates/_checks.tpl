@@ -14,6 +14,35 @@
 {{- fail "helmTest.caSecretName: is for tls.secretName" }}
 {{- end }}
 
+{{- if .Values.gateway.enabled }}
+{{- if not .Values.gateway.from }}
+{{- fail "gateway.from: names the gateway's pods, which the network policy admits" }}
+{{- end }}
+{{- if not .Values.networkPolicy.enabled }}
+{{- fail "networkPolicy.enabled: gateway.enabled needs it, since others could call beside the gateway" }}
+{{- end }}
+{{- if .Values.networkPolicy.grpcFrom }}
+{{- fail "networkPolicy.grpcFrom: gateway.enabled admits gateway.from alone" }}
+{{- end }}
+{{- end }}
+{{- if .Values.production }}
+{{- if not .Values.gateway.enabled }}
+{{- range $name, $secret := dict "tls" .Values.tls.secretName "apiKeys" .Values.apiKeys.secretName }}
+{{- if not $secret }}
+{{- fail (printf "%s.secretName: production needs tls.secretName and apiKeys.secretName, or gateway.enabled" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with .Values.model }}
+{{- if eq .source "hub" }}
+{{- fail "model.hub.revision: production needs it, and model.source hub cannot pin one; use init" }}
+{{- end }}
+{{- if and (eq .source "init") (not .init.command) (not .hub.revision) }}
+{{- fail "model.hub.revision: production needs it, so that all replicas have the same model" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- with .Values.termination }}
 {{- $least := include "npuserve.leastGrace" $ | int64 }}
 {{- if and .gracePeriodSeconds (lt (int64 .gracePeriodSeconds) $least) }}

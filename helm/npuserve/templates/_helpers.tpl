@@ -195,7 +195,7 @@ grpc:
 {{- define "npuserve.testable" -}}
 {{- $certificate := or (not .Values.tls.clientCaSecretName) .Values.helmTest.clientCertSecretName }}
 {{- $key := or (not .Values.apiKeys.secretName) .Values.helmTest.apiKeySecretName }}
-{{- if and $certificate $key }}yes{{ end }}
+{{- if and $certificate $key (not .Values.gateway.enabled) }}yes{{ end }}
 {{- end }}
 
 {{/* Of a URL: its own, or its scheme's. */}}
