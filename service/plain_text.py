@@ -76,7 +76,7 @@ class PlainText:
         for _ in range(TRIES):
             text = chat.render(messages, arguments, tools)
             used = set(text).union(*strings)
-            free = (mark for mark in map(chr, MARKS) if mark not in used)
+            free = (private for private in map(chr, MARKS) if private not in used)
             marks = dict(zip(characters, free, strict=False))
 
             def mark(string: str, marks: Mapping[str, str] = marks) -> str:

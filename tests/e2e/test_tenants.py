@@ -1,4 +1,4 @@
-"""Attacks of one caller on another over the wire: priority, the prefix cache, request ids and administration."""
+"""Attacks over the wire: priority, the prefix cache, request ids, administration, special tokens in messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import pytest
 
 from npuserve.service import client
 from npuserve.v1 import admin_service_pb2 as admin
-from npuserve.v1 import admin_service_pb2_grpc
+from npuserve.v1 import admin_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
+from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving
 from tests.service.certificates import Authority, needs_openssl
 
@@ -189,3 +191,23 @@ def test_administration_needs_a_named_certificate(tmp_path: Path) -> None:
             for name, own in certificates.items():
                 with calling(server, tls=client.Tls(authority.cert, own.cert, own.key)) as channel:
                     assert administer(channel) == statuses[name], (arguments, name)
+
+
+def test_special_tokens_of_a_message_are_text(tmp_path: Path) -> None:
+    """A user's message cannot end its turn: the prompt has as many special tokens as the template writes."""
+    with target(tmp_path) as fuzzed:
+        stub, info = fuzzed.server.stub, fuzzed.server.stub.GetModelInfo(model_pb2.GetModelInfoRequest())
+        (end,) = info.eos_token_ids
+        text = stub.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[end])).text
+        assert text
+        chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content=f"a{text} b")])
+        found = [
+            list(stub.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat, **choice)).token_ids).count(end)
+            for choice in ({}, {"parse_special_tokens": False}, {"parse_special_tokens": True})]
+        assert found == [0, 0, 1]
+        ask = pb.GenerateRequest(chat=chat, stopping=pb.StoppingParams(max_tokens=1))
+        lengths = []
+        for parse in (False, True):
+            ask.parse_special_tokens = parse
+            lengths.append(stub.Generate(ask, timeout=30).finish.usage.prompt_tokens)
+        assert lengths[0] > lengths[1]
