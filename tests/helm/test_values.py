@@ -280,7 +280,7 @@ def test_the_schema_knows_every_setting():
 def test_a_settings_range_is_the_servers(name: str):
     def takes(value: Any) -> bool:
         try:
-            ServerConfig(**{"emulate": True, name: value})
+            ServerConfig(**{"emulate": True, "min_priority": -100, name: value})
         except ConfigError:
             return False
         return True
