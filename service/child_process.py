@@ -31,7 +31,8 @@ class Child:
     arguments: its first line on stdin, made anew at each start. heard: called with each JSON line of its stdout.
     pulse: its sign of life. files: open ones that it gets under the same numbers. `starts` counts its lives; `stopping`
     is set once it must not live again; `age` is the seconds of its life, and `silence` those for which its main loop
-    has stood still; `hung` is whether this life was killed for that, and `dying` the seconds since.
+    has stood still; `hung` is whether this life was killed for that, and `dying` the seconds since; `forgiven` is set
+    when the request was found of which its last lives died.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Child:
         self.age = 0.0
         self.silence = 0.0
         self.hung = False
+        self.forgiven = False
         self.dying = 0.0
         self.pulse = pulse
         self.stopping = asyncio.Event()

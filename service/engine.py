@@ -2,9 +2,9 @@
 
 1. `receive` takes what the front ends sent: new requests go to the scheduler's queue, cancelled ones leave it and
    their blocks are free at once.
-2. `schedule` plans one step: which requests compute how many tokens. `announce` tells the front ends who is new in it,
-   so that they know who ran if the engine dies of it.
-3. `launch` hands the step to the runner, which has the device compute it after the one before.
+2. `schedule` plans one step: which requests compute how many tokens. `announce` tells the front ends who is new in it.
+3. `launch` hands the step to the runner, which has the device compute it after the one before. The step's requests are
+   noted before, for the next life to know which of them the engine died of (blame.py).
 4. `collect` waits for the sampled ids of the step before, while the device is at work on this one: two steps are in
    flight then. (Without double buffering one is, and it is this step that is waited for.) Through a long one it goes on
    listening, so that cancels, refusals and deadlines do not wait for it.
@@ -28,9 +28,10 @@ from collections import defaultdict, deque
 from typing import Any, Protocol
 
 from npuserve.npu.step import Step, StepResult
+from npuserve.service.blame import Blame
 from npuserve.service.engine_metrics import EngineMetrics
 from npuserve.service.engine_socket import EngineSocket
-from npuserve.service.errors import QueueFull, ServeError, TakenOver, to_wire
+from npuserve.service.errors import EngineKiller, QueueFull, ServeError, TakenOver, to_wire
 from npuserve.service.heartbeat import Pulse
 from npuserve.service.ledger import Ledger, Origin
 from npuserve.service.messages import (
@@ -64,7 +65,8 @@ HEARTBEAT_SECONDS = 0.5
 AUDIT_SECONDS = 10.0
 """Minimum time between two audits of the scheduler's state."""
 GATHER_SECONDS = 2.0
-"""That a restarted engine waits at most for the front ends, which connect within some 50 ms."""
+"""Maximum time without a message of theirs that a restarted engine waits for the front ends, which connect within some
+50 ms."""
 LONG_STEP = 0.004
 """Seconds that a step must be expected to take for the engine to listen meanwhile."""
 LATE_SECONDS = 1.0
@@ -82,11 +84,13 @@ class Runner(Protocol):
 class Engine:
     """Serves the front ends of `socket` until `stop`. epoch: of this engine's life, on every message that it sends.
     double_buffering: a step is launched before the one before it is collected. pulse: beats with each turn. records: of
-    streams that may be resumed. frontends: so many have something to hand over."""
+    streams that may be resumed. frontends: so many have something to hand over. blame: what is known of the lives
+    before."""
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
         double_buffering: bool = True, pulse: Pulse | None = None, records: Records | None = None, frontends: int = 0,
+        blame: Blame | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -97,9 +101,11 @@ class Engine:
         self._pulse = pulse or Pulse("")
         self._flying: deque[tuple[Step, Any, float]] = deque()  # (step, the runner's handle, when it was launched)
         self._metrics = EngineMetrics(scheduler)
-        self.ledger = Ledger(scheduler, records or Records(0))
+        self._blame = blame or Blame()
+        self.ledger = Ledger(scheduler, records or Records(0), self._blame)
         self._frontends: set[bytes] = set()
         self._awaited = frontends
+        self._gather_until = math.inf
         self._early: list[tuple[bytes, Resume]] = []  # came before all was gathered that they may ask for
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
         self._accepted: defaultdict[bytes, list[int]] = defaultdict(list)
@@ -128,6 +134,7 @@ class Engine:
                 self.collect()
             elif not self._flying and not self._idle:
                 self._idle = True
+                self._blame.idle()
                 self._last_heartbeat = -math.inf  # send all front ends a heartbeat now: nothing runs
             self.send()
             if self._idle:
@@ -137,8 +144,8 @@ class Engine:
 
     def gather(self) -> None:
         """Wait for what the front ends have of the engine before."""
-        until = time.monotonic() + GATHER_SECONDS
-        while self._awaited > 0 and not self._stopping and time.monotonic() < until:
+        self._gather_until = time.monotonic() + GATHER_SECONDS
+        while self._awaited > 0 and not self._stopping and time.monotonic() < self._gather_until:
             self._pulse.beat()
             self.receive(HEARTBEAT_SECONDS / 10)
             self.send()
@@ -146,6 +153,7 @@ class Engine:
         for frontend, message in self._early:
             self._resume(frontend, message)
         self._early.clear()
+        self._blame.save()
 
     def audit(self) -> None:
         """Check the scheduler's counts, and at most once in AUDIT_SECONDS its whole state. Stop as soon as a message
@@ -165,13 +173,13 @@ class Engine:
         for new in step.new:
             sequence = self._scheduler.sequence(new.request_id)
             frontend, key = sequence.origin
-            alone = self._scheduler.num_running == 1
-            started[frontend].append(Started(key, alone, sequence.cached_tokens))
+            started[frontend].append(Started(key, sequence.cached_tokens))
         for frontend, those in started.items():
             # A front end that is gone is lost with the next message: now its requests are in the step.
             self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], those))
 
     def launch(self, step: Step) -> None:
+        self._blame.launched(step.rows, self._scheduler.sequence, not self._flying)
         handle = self._runner.launch(step)
         self._flying.append((step, handle, self._metrics.launched(step)))
         self._idle = False
@@ -281,10 +289,13 @@ class Engine:
             try:
                 self._take_over(self.ledger.restore(record, origin, now))
             except ServeError as error:
-                self._refuse(origin, error)
+                self._refuse(origin, error, count=not isinstance(error, EngineKiller))
             else:
                 self._accept(origin)
-        self._awaited -= 1
+        self._gather_until = now + GATHER_SECONDS  # a front end with much to hand over is waited for
+        self._awaited -= message.is_last
+        if self._awaited <= 0:
+            self._blame.save()
 
     def _resume(self, frontend: bytes, message: Resume) -> None:
         origin = frontend, message.key
@@ -293,11 +304,12 @@ class Engine:
         except ServeError as error:
             self._refuse(origin, error, count=isinstance(error, QueueFull))
         else:
+            self._blame.save()
             self._take_over(before)
             self._send(frontend, Resumed(self._epoch, message.key, record))
             sequence = self.ledger.live.get(origin)
             if sequence and not sequence.waits:
-                started = [Started(message.key, False, sequence.cached_tokens)]
+                started = [Started(message.key, sequence.cached_tokens)]
                 self._send(frontend, Outputs(self._epoch, self._metrics.load, [], started))
 
     def _patience(self) -> float:

@@ -3,7 +3,7 @@
 One connection is one socket, so that nothing of a dead engine is left in it. While there is none, new requests are
 refused, and those in flight wait: what came for them is here, and goes to the next engine with the answer to its Ready
 (`Restore`), which goes on with prompt and answer so far. Readers see a pause. So do streams that were left or ended a
-while ago and may still be resumed. Only a request of which engines die when they run it alone is not given to the next.
+while ago and may still be resumed.
 
 An engine that is there but says nothing, not even its heartbeat, is stalled: new requests are refused, those in flight
 wait for it. Each request ends in exactly one way: with the engine's finish, with an error, or with `Stream.close`,
@@ -30,11 +30,10 @@ from npuserve.service.messages import (
     Outputs,
     Record,
     Request,
-    Restore,
     Resume,
     Resumed,
 )
-from npuserve.service.records import Records
+from npuserve.service.records import Records, restore_messages
 from npuserve.service.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,9 @@ class EngineClient:
         self._address = address
         self._stall_seconds = stall_seconds
         self._on_state = on_state
-        self._transport: asyncio.WriteTransport | None = None
+        self._connected: _Connection | None = None  # to an engine that is ready
+        self._deferred: list[messages.ToEngine] | None = None  # until all is restored, what follows it
+        self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
         self._resuming: dict[int, asyncio.Future[Stream]] = {}
         self._records = Records(resume_seconds)
@@ -149,9 +150,12 @@ class EngineClient:
 
     def send(self, message: messages.ToEngine) -> bool:
         """Never waits: the engine takes all that comes, and refuses by an output. False without an engine."""
-        if self._transport is None:
+        if self._connected is None:
             return False
-        self._transport.write(messages.encode(message))
+        if self._deferred is not None:
+            self._deferred.append(message)
+        else:
+            self._connected.write(message)
         return True
 
     def forget(self, stream: Stream) -> None:
@@ -201,7 +205,7 @@ class EngineClient:
             return
         listening = asyncio.ensure_future(self._listen())
         try:
-            transport.write(messages.encode(messages.Hello()))
+            connection.write(messages.Hello())
             done, _ = await asyncio.wait((connection.ended, listening), return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 one.result()
@@ -225,22 +229,24 @@ class EngineClient:
             if self._silence >= self._stall_seconds and self.state == "ready":
                 self._set_state("stalled")
 
-    def _hear(self, data: bytes, transport: asyncio.WriteTransport) -> None:
+    def _hear(self, data: bytes, connection: _Connection) -> None:
         message = messages.decode_to_frontend(data)
         self._silence = 0
         if self.state == "stalled":
             self._set_state("ready")
         match message:
-            case Outputs(epoch=epoch) if epoch == self.epoch and self._transport:
+            case Outputs(epoch=epoch) if epoch == self.epoch and self._connected:
                 self._take(message)
             case messages.Ready(epoch=epoch, model=model):
                 self._lose()
-                self._restore(transport, died=epoch != self.epoch)
-                self._transport, self.epoch, self.model_info = transport, epoch, model
+                self._connected, self.epoch, self.model_info = connection, epoch, model
+                self._deferred = []
+                self._restoring = asyncio.ensure_future(self._restore(connection))
+                self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
-            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._transport:
+            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connected:
                 self._resumed(key, record)
-            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._transport:
+            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connected:
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)
@@ -279,19 +285,27 @@ class EngineClient:
         metrics.streams_continued_total.labels("client").inc()
         found.set_result(stream)
 
-    def _restore(self, transport: asyncio.WriteTransport, died: bool) -> None:
-        """Hand over what there was before this engine, or this connection to it. died: the engine before did."""
+    async def _restore(self, connection: _Connection) -> None:
+        """Hand over what there was before this engine, or this connection to it; then send what was deferred."""
         waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
-        live = [(stream.key, stream.record) for stream in waiting if stream.live and stream.resubmit(died)]
-        ended = self._records.ended(time.monotonic())
-        transport.write(messages.encode(Restore(live, ended)))
-        if live:
-            metrics.streams_continued_total.labels("engine").inc(len(live))
-            logs.event(log, "streams go on", level=logging.WARNING, streams=len(live), epoch=self.epoch)
+        for stream in waiting:
+            stream.resubmit()
+        if count := sum(stream.live for stream in waiting):
+            metrics.streams_continued_total.labels("engine").inc(count)
+            logs.event(log, "streams go on", level=logging.WARNING, streams=count, epoch=self.epoch)
+        live = ((stream.key, stream.record) for stream in waiting if stream.live)
+        for message in restore_messages(live, lambda: self._records.ended(time.monotonic())):
+            connection.write(message)
+            await connection.drained()
+        deferred, self._deferred = self._deferred or [], None
+        for later in deferred:
+            connection.write(later)
 
     def _lose(self) -> None:
         """The connection is gone: readers wait for the next, callers do not."""
-        self._transport = None
+        self._connected = self._deferred = None
+        if self._restoring:
+            self._restoring.cancel()
         for stream in list(self._streams.values()):
             stream.cut()
         waiters: list[asyncio.Future[int] | asyncio.Future[Stream]] = [*self._calls.values(), *self._resuming.values()]
@@ -314,26 +328,51 @@ class EngineClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Hands each message that comes to `hear`, with the way back. ended: its end, an error where `hear` raised one."""
+    """Hands each message that comes to `hear`, with itself. ended: its end, an error where `hear` raised one."""
 
-    def __init__(self, hear: Callable[[bytes, asyncio.WriteTransport], None]):
+    def __init__(self, hear: Callable[[bytes, _Connection], None]):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hear = hear
         self._received = messages.Splitter()
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def write(self, message: messages.ToEngine) -> None:
+        """Never waits."""
+        self._transport.write(messages.encode(message))
+
+    async def drained(self) -> None:
+        """Wait until the engine has taken most of what was written, and let other tasks run in any case."""
+        await asyncio.sleep(0)
+        await self._writable.wait()
+
+    def failed(self, task: asyncio.Task[None]) -> None:
+        """End the connection with the error of a task that uses it, if it had one."""
+        if not task.cancelled() and (error := task.exception()):
+            self._fail(error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._received.feed(data):
-                self._hear(message, self._transport)
+                self._hear(message, self)
         except Exception as error:
-            self._transport.abort()
-            if not self.ended.done():
-                self.ended.set_exception(error)
+            self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._transport.abort()
+        if not self.ended.done():
+            self.ended.set_exception(error)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from npuserve.service import child, logs, metrics, process_control, short_slice
+from npuserve.service.blame import Blame
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine import Engine
@@ -99,8 +100,10 @@ def build(args: EngineArgs) -> Engine:
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
         parameters=runner.parameters, deterministic=runner.deterministic)
     records = restored(config, model, args.folder)
+    blame = Blame(f"{args.address}.steps", config.max_num_seqs, found=lambda: child.report("killer"))
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
-                    Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0)
+                    Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0,
+                    blame=blame)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,

@@ -238,7 +238,7 @@ class InternalError(ServeError):
 
 
 class EngineKiller(ServeError):
-    """The engine dies of this request, which was shown by running it alone."""
+    """The engine died of this request, which was shown by running it alone (blame.py)."""
 
     code = code_pb2.INTERNAL
 
@@ -267,7 +267,7 @@ def from_wire(wire: WireError) -> ServeError:
         if name == retryable.__name__:
             return retryable(message, retry_seconds)
     plain: dict[str, type[ServeError]] = {
-        kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, StreamNotFound, TakenOver)}
+        kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, EngineKiller, StreamNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from npuserve.service.errors import DuplicateRequest, InvalidField, StreamNotFound
+from npuserve.service.blame import Blame
+from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.records import Records
 from npuserve.service.scheduler import Scheduler
@@ -22,17 +23,26 @@ Origin = tuple[bytes, int]
 class Ledger:
     """Every live sequence of the scheduler, and their records. `now` is time.monotonic() seconds."""
 
-    def __init__(self, scheduler: Scheduler, records: Records):
+    def __init__(self, scheduler: Scheduler, records: Records, blame: Blame):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
         self._names: dict[tuple[str, str], Origin] = {}  # by client and request_id
         self._scheduler = scheduler
+        self._blame = blame
 
     def begin(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> None:
-        """Queue a request. record: what is known of it already. Raises DuplicateRequest and what Scheduler.add does."""
+        """Queue a request. record: what is known of it already. Raises DuplicateRequest, EngineKiller and what
+        Scheduler.add does."""
         if _name(request) in self._names:
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
-        self.live[origin] = self._scheduler.add(request, origin, now)
+        try:
+            trial = self._blame.judge(request, len(request.output_ids)) if record else None
+        except EngineKiller:
+            self.records.drop(request.resume_token)
+            raise
+        self.live[origin] = sequence = self._scheduler.add(request, origin, now)
+        if trial:
+            self._scheduler.quarantine.add(sequence.id, trial.deaths, trial.trial)
         self._names[_name(request)] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))

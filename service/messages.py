@@ -58,8 +58,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     eos_token_ids end the answer (the latter empty under ignore_eos). priority: lower is earlier. arrival: when the
     front end got it. deadline: when it is of no use any more. client: whose it is, see auth.py. client_limit: requests
     that it may have at once, 0 for no limit. resume_token: "" if nobody may resume it. ask: what front ends need of it
-    and the engine does not, see resume.py. deaths: of engines, in a row, while it ran and made no token.
-    owner: the only caller who may resume it, see auth.py; "": whoever has the token.
+    and the engine does not, see resume.py. owner: the only caller who may resume it, see auth.py; "": whoever has the
+    token.
     """
 
     request_id: str
@@ -77,7 +77,6 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client: str = ""
     resume_token: str = ""
     ask: bytes = b""
-    deaths: int = 0
     past: Past = Past()
     client_limit: int = 0
     owner: str = ""
@@ -139,7 +138,7 @@ class Record(msgspec.Struct, array_like=True):
 
     request: as it was submitted first, with the deadline of who reads it. logprobs, prompt_logprobs: the reports, where
     asked for. finish: None while it goes on, and if it was left. ended: when it finished or was left; None while
-    somebody reads it. deaths, cached_tokens, timing: see Request and Past.
+    somebody reads it. cached_tokens, timing: see Past.
     """
 
     request: Request
@@ -148,7 +147,6 @@ class Record(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs] = []
     finish: Finish | None = None
     ended: float | None = None
-    deaths: int = 0
     cached_tokens: int | None = None
     timing: Timing | None = None
 
@@ -170,7 +168,7 @@ class Record(msgspec.Struct, array_like=True):
         if past.num_reported == len(self.request.prompt_ids) - 1:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(
-            self.request, sampling=sampling, output_ids=list(self.token_ids), deaths=self.deaths, past=past)
+            self.request, sampling=sampling, output_ids=list(self.token_ids), past=past)
 
     def whole(self, key: int) -> Output:
         """All of it, as if it were made in one step."""
@@ -184,15 +182,35 @@ class Hello(Wire, frozen=True):
     """The first on every connection; answered by Ready."""
 
 
-class Restore(Wire, frozen=True):
-    """The answer to Ready: what the front end knows of requests that came before this connection.
+class EndedRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A record of a stream that finished or was left, as msgpack.
 
-    live: (key, record) of those that it waits for; they go on as if submitted, in order of their arrival. ended: those
-    that may still be resumed.
+    token, owner: see Request.
+    is_finished: has a finish.
+    tokens: of the answer.
+    ended: see Record.
+    data: the record.
+    """
+
+    token: str
+    owner: str
+    is_finished: bool
+    tokens: int
+    ended: float
+    data: bytes
+
+
+class Restore(Wire, frozen=True):
+    """The answer to Ready: what the front end knows of requests that came before this connection, in several messages.
+
+    live: (key, record) of those that it waits for; they go on as if submitted, in order of their arrival.
+    ended: those that may still be resumed.
+    is_last: nothing follows.
     """
 
     live: list[tuple[int, Record]]
-    ended: list[Record]
+    ended: list[EndedRecord]
+    is_last: bool = True
 
 
 class Submit(Wire, frozen=True):
@@ -264,20 +282,18 @@ class Ready(Wire, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request has its first row in the step that is launched next. alone: nobody else has one. cached_tokens: prompt
-    tokens that the prefix cache held."""
+    """A request has its first row in the step that is launched next. cached_tokens: prompt tokens that the prefix cache
+    held."""
 
     key: int
-    alone: bool
     cached_tokens: int
 
 
 class Outputs(Wire, frozen=True):
     """All that a step made for one front end. Without content it is the heartbeat.
 
-    started: comes in a message of its own, before the launch, so that a front end knows who ran if the engine dies of
-    it. accepted: keys of the requests that were queued since the last message; of a request that is refused, an Output
-    with the error comes instead.
+    started: comes in a message of its own, before the launch. accepted: keys of the requests that were queued since the
+    last message; of a request that is refused, an Output with the error comes instead.
     """
 
     epoch: int
@@ -331,6 +347,8 @@ def encode(message: ToEngine | ToFrontend) -> bytes:
 
 
 LENGTH_BYTES = 4
+MAX_RESTORE_BYTES = 1 << 16
+"""Of the records of one Restore, unless one record is larger: larger messages would stall both ends."""
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

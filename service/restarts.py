@@ -18,7 +18,7 @@ class Restarts:
     starts the count anew.
 
     Of lives that never were ready, or hung, in a row: `first`, doubling up to `longest`, and after `deaths` there is no
-    further start. Others died at work: most likely of a request, which is found (suspects.py), or by somebody's hand.
+    further start. Others died at work: most likely of a request, which is found (blame.py), or by somebody's hand.
     To start again is likely to help, and streams wait for it: `again` times their number, up to `again_longest`, and
     after `deaths_at_work` there is no further start.
     """
@@ -52,13 +52,15 @@ class Life:
     """One life of a child that ended.
 
     code: exit code, negative for a signal; an error if no process could be started. seconds: how long it was up and did
-    not hang. hung: whether it was killed for that. worked: whether it was ready and did not hang.
+    not hang. hung: whether it was killed for that. worked: whether it was ready and did not hang. forgiven: whether the
+    request was found and ended of which the lives before it died.
     """
 
     code: int | BaseException
     seconds: float = 0.0
     hung: bool = False
     worked: bool = False
+    forgiven: bool = False
 
     @property
     def why(self) -> Why:
@@ -90,7 +92,7 @@ class ExitPolicy:
         """
         if life.code == NODE_FAULT:
             return None
-        if life.seconds >= self._restarts.healthy:
+        if life.seconds >= self._restarts.healthy or life.forgiven:
             self._stillborn = self._at_work = self._repairs = 0
         if life.why in ("unusable", "not_started"):
             if was_ready:

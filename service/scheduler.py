@@ -41,8 +41,8 @@ Deadlines. A request ends a margin before its deadline, with what it has made; t
 between tokens. A request without a token ends when its prompt cannot be computed in time, as far as steps were measured
 (deadlines.py), and is not admitted then. The tokens computed for it are counted as tokens_in_vain.
 
-Suspects. Who may have killed the engine before runs apart: while there are suspects, only those of their cohort are
-admitted, and all others wait in their order (suspects.py). A suspect is one until its first token, so that this ends.
+Trials. Requests that may have killed the engine run apart (quarantine.py): while there are any, all requests but the
+group on trial are preempted and wait in their order, and the group is admitted once none of them has a step in flight.
 
 Overlap. A step may be planned before the one before it is applied; no more than these two are in flight. `schedule`
 does the bookkeeping of computed tokens, `apply` that of sampled ones. A request whose next token is being sampled has
@@ -69,32 +69,18 @@ from operator import attrgetter
 
 import msgspec
 
-from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult, TokenLogprobs
+from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from npuserve.service import integrity
 from npuserve.service.admission import Admission
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.deadlines import Deadlines, Pace
 from npuserve.service.errors import DeadlineExceeded, ServeError
 from npuserve.service.fair_share import FairQueue
-from npuserve.service.messages import FinishReason, Request
-from npuserve.service.sequence import Sequence
-from npuserve.service.suspects import Suspects
+from npuserve.service.messages import Request
+from npuserve.service.quarantine import Quarantine
+from npuserve.service.sequence import Progress, Sequence
 
 _rank = attrgetter("rank")
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """What one step made for one request. reason: set if it ended with this step.
-
-    logprobs: one per token of token_ids, where asked for. prompt_logprobs: the reports of prompt tokens that follow
-    those reported before; recomputed ones are not repeated.
-    """
-
-    sequence: Sequence
-    token_ids: list[int]
-    reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Scheduler:
@@ -109,7 +95,7 @@ class Scheduler:
 
     preemptions, prefix_queries, prefix_hits, tokens_in_vain: counts since the start; prefix_* are prompt tokens looked
     up and found, each request counted once; tokens_in_vain were computed for requests that their deadline ended without
-    a token.
+    a token. quarantine: the requests on trial.
     """
 
     def __init__(
@@ -131,7 +117,7 @@ class Scheduler:
         self._planned: deque[tuple[float, int, int]] = deque()  # of steps in flight: (when, decode rows, prompt tokens)
         self._applied = 0.0  # when the last step was
         self._ended: list[int] = []  # not yet reported to the runner
-        self._suspects = Suspects()
+        self.quarantine = Quarantine()
         self._pace = Pace(max_num_batched_tokens)
         self._admission = Admission(
             self._queue, self._running, self._paused, blocks, self._pace, self._max_num_seqs, max_queue)
@@ -192,7 +178,6 @@ class Scheduler:
             self._drop(*displaced)
         sequence = Sequence(next(self._ids), origin, request, self._aging_seconds, account)
         self._sequences[sequence.id] = sequence
-        self._suspects.add(sequence.id, request)
         self._queue.join(account)
         self._queue.push(sequence)
         self._deadlines.set(sequence.id, self._pace.due(sequence))
@@ -211,7 +196,7 @@ class Scheduler:
         if sequence is None or sequence.paused:
             return
         sequence.paused = True
-        self._suspects.clear(sequence_id)
+        self.quarantine.clear(sequence_id)
         if sequence_id not in self._paused:
             self._leave(sequence)
             self._paused[sequence_id] = sequence
@@ -251,8 +236,9 @@ class Scheduler:
         rows: list[Row] = []
         new: list[NewRequest] = []
 
+        running = self._part() if self.quarantine else self._running
         victim: Sequence | None = None  # is to be preempted once its steps in flight are applied; it may be paused
-        for sequence in tuple(self._running):
+        for sequence in tuple(running):
             if sequence.waits or sequence is victim:  # the last of the running, as all that are behind it wait
                 break
             if sequence.num_uncomputed_tokens == 1 and sequence.may_go_on:
@@ -264,13 +250,14 @@ class Scheduler:
                     victim = blocked
         decodes = len(rows)
 
-        for sequence in self._running:
+        for sequence in running:
             if budget and sequence is not victim and sequence.num_uncomputed_tokens > 1:
                 rows.append(self._plan(sequence, budget))
                 budget -= len(rows[-1].token_ids)
 
-        while budget and self._queue and len(self._running) < self._max_num_seqs:
-            following = self._queue.first(self._suspects.admits if self._suspects else None)
+        admits = self.quarantine.admits if self.quarantine else None
+        while budget and self._queue and len(running) == len(self._running) < self._max_num_seqs:
+            following = self._queue.first(admits)
             if following is None:
                 break
             sequence, known = following, following.met
@@ -317,7 +304,8 @@ class Scheduler:
                 token = result.token_ids[row.request_id]
                 sequence.token_ids.append(token)
                 sequence.num_pending_tokens -= 1
-                self._suspects.clear(sequence.id)
+                if self.quarantine:
+                    self.quarantine.made(sequence.id)
                 reason = sequence.finish_reason()
                 logprobs = result.logprobs.get(row.request_id)
                 if reason is not None:
@@ -338,6 +326,16 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Run the whole audit. For tests."""
         deque(self.audit(), maxlen=0)
+
+    def _part(self) -> list[Sequence]:
+        """Preempt the requests that may not run beside those on trial, and return the others."""
+        may, others = self.quarantine.part(self._running)
+        for sequence in others:
+            if not sequence.in_flight:
+                self._leave(sequence)
+                self._preempt(sequence)
+                self._queue.push(sequence)
+        return may
 
     def _let_go_on(self, now: float) -> None:
         """Bring those that are no longer paused, and have their blocks, to where they belong."""
@@ -442,7 +440,7 @@ class Scheduler:
         self._deadlines.forget(sequence.id)
         self._queue.leave(sequence.account)
         del self._sequences[sequence.id]
-        self._suspects.clear(sequence.id)
+        self.quarantine.clear(sequence.id)
         self.blocks.free(sequence.blocks)
         if sequence.met:
             self._ended.append(sequence.id)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from npuserve.npu.step import TokenLogprobs
 from npuserve.service.block_manager import BlockTable
 from npuserve.service.messages import Finish, FinishReason, Request, Timing
 
@@ -161,3 +164,17 @@ class Sequence:
         """How it ended, with all its generated tokens or, where the front end cut the answer, `keep` of them."""
         generated = self.num_generated_tokens if keep is None else keep
         return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing)
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What one step made for one request. reason: set if it ended with this step.
+
+    logprobs: one per token of token_ids, where asked for. prompt_logprobs: the reports of prompt tokens that follow
+    those reported before; recomputed ones are not repeated.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None

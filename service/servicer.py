@@ -38,9 +38,9 @@ from npuserve.service.call import Context, call
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import Unavailable
-from npuserve.service.model_folder import ModelFolder
+from npuserve.service.model_folder import ModelFolder, Range
 from npuserve.service.preparation import Kind, Preparation
-from npuserve.service.records import new_token
+from npuserve.service.records import is_resumable, new_token
 from npuserve.service.stream import Stream
 from npuserve.service.validation import Ask
 from npuserve.v1 import generate_pb2 as pb
@@ -195,7 +195,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def _ask(
         self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = ""
     ) -> Ask:
-        """token: to resume it with; "" for none."""
+        """token: to resume it with, unless its record may grow too large; "" for none."""
         arrival, deadline = time.monotonic(), _deadline(context)
         whose = caller(context)
         fields["client"] = whose.name
@@ -205,13 +205,15 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         if message.ByteSize() > INLINE_BYTES:
             validation.check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = whose.limits.within(self._config)
-        policy = validation.Policy(validation.Range(*priorities), self._config.chat_special_tokens)
+        policy = validation.Policy(Range(*priorities), self._config.chat_special_tokens)
         ask = await self._prepare(
             context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
         ask = dataclasses.replace(ask, request=msgspec.structs.replace(
             ask.request, client=whose.name, owner=whose.owner, client_limit=limit, deadline=deadline,
             cache_salt=whose.namespace(ask.request.cache_salt, self._config.share_prefix_cache),
-            resume_token=token, ask=resume.pack(ask)))
+            ask=resume.pack(ask)))
+        if token and is_resumable(ask.request):
+            ask = dataclasses.replace(ask, request=msgspec.structs.replace(ask.request, resume_token=token))
         fields["prompt_tokens"] = len(ask.request.prompt_ids)
         if self._config.log_prompts:
             fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from npuserve.service import metrics
-from npuserve.service.errors import EngineKiller, ServeError, SlowReader, Unavailable, from_wire
+from npuserve.service.errors import ServeError, SlowReader, Unavailable, from_wire
 from npuserve.service.messages import (
     Cancel,
     Finish,
@@ -27,7 +27,6 @@ from npuserve.service.messages import (
     ToEngine,
     Unpause,
 )
-from npuserve.service.suspects import DEATHS
 
 MAX_INTERVAL_SECONDS = 0.25
 """Time after the reader took tokens at which the next token wakes it, whatever stream_interval is."""
@@ -77,9 +76,8 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._keep: int | None = None
         self._closed = False
-        # In this life of the engine: when it was in a step first, alone or not, and when its first token came.
+        # In this life of the engine: when it was in a step first, and when its first token came.
         self._began: float | None = None
-        self._alone = False
         self._token: float | None = None
 
     @property
@@ -169,7 +167,7 @@ class Stream:
 
     def started(self, message: Started, now: float) -> None:
         """It is in the step that is launched now."""
-        self._began, self._alone = now, message.alone
+        self._began = now
         if self.record.cached_tokens is None:
             self.record.cached_tokens = message.cached_tokens
 
@@ -187,7 +185,6 @@ class Stream:
             self.last_token = now
             if self._token is None:
                 self._token = now
-            self.record.deaths = 0
             self.buffered += len(output.token_ids)
         if output.error:
             self.end(from_wire(output.error))
@@ -210,18 +207,11 @@ class Stream:
         elif self._due(time.monotonic()):
             self._wake()
 
-    def resubmit(self, died: bool) -> bool:
-        """An engine is there again. False if it is not to have this request. died: not the one there was."""
-        if died and self._began is not None:
-            if self._alone and self.record.deaths >= DEATHS:
-                self.end(EngineKiller(
-                    f"the engine died {self.record.deaths + 1} times in a row while it ran this request, the last time "
-                    "with no other"))
-            self.record.deaths += 1
+    def resubmit(self) -> None:
+        """Prepare the record for an engine that is there again."""
         self.record.timing = self._timing()
         self._began = self._token = None
         self._paused = False
-        return not self._ended
 
     def _finish(self) -> None:
         """As the engine would do it."""

@@ -204,6 +204,7 @@ class Supervisor:
         """Handle a child's event.
 
         listening: a front end's port. drain: AdminService's. unusable: the configuration or the model is at fault.
+        killer: the engine's last lives died of one request, which it has ended.
         ready: a front end or the engine is; the server is ready when all of them are.
         """
         if line.get("event") == "listening" and not self.listening.is_set():
@@ -215,6 +216,8 @@ class Supervisor:
                     self._start(other)
         elif line.get("event") == "drain":
             self.drain(line["seconds"])
+        elif line.get("event") == "killer":
+            child.forgiven = True
         elif line.get("event") == "unusable" and self.ready.is_set():
             logs.event(log, f"{child.name} cannot be used", level=logging.ERROR, error=line["error"])
         elif line.get("event") == "unusable":
@@ -284,7 +287,8 @@ class Supervisor:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started, to wait for its end
             return Life(error)
         silence = child.silence if child.hung else 0.0
-        return Life(code, time.monotonic() - began - silence, child.hung, child in self._up and not child.hung)
+        seconds, forgiven, child.forgiven = time.monotonic() - began - silence, child.forgiven, False
+        return Life(code, seconds, child.hung, child in self._up and not child.hung, forgiven)
 
     def _finish(self, code: int) -> None:
         if not self._over.done():

@@ -81,7 +81,7 @@ class FakeEngine:
     """Serves `address` until `die`.
 
     delay: seconds a token. script: what answers are made of in place of counting. refuse: the error of every Submit, as
-    on the wire. alone: what is said of each request that starts. hold: answers wait until it is set. records: what may
+    on the wire. hold: answers wait until it is set. records: what may
     be resumed, by token. cached: of each Finish. received: all messages, in order.
     """
 
@@ -92,7 +92,6 @@ class FakeEngine:
         self.batch = batch
         self.script: list[int] | None = None
         self.refuse: WireError | None = None
-        self.alone = False
         self.records: dict[str, Record] = {}
         self.hold = asyncio.Event()
         self.hold.set()
@@ -195,7 +194,7 @@ class FakeEngine:
     async def _answer(self, frontend: bytes, key: int, request: messages.Request) -> None:
         """One Output each `batch` tokens."""
         await self.hold.wait()
-        started = [Started(key, self.alone, 3)]
+        started = [Started(key, 3)]
         await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], started))
         last = (request.prompt_ids + request.output_ids)[-1]
         sampling = request.sampling

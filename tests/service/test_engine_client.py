@@ -235,7 +235,7 @@ async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
         await until(lambda: len(engine.got(Hello)) == 2)
         engine.hold.set()
         assert await ids_of(stream) == [1, 2, 3, 4, 5]
-        assert (client.state, stream.record.deaths) == ("ready", 0)
+        assert client.state == "ready"
 
 
 @pytest.mark.parametrize(("kind", "method", "work"), [

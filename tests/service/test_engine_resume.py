@@ -71,11 +71,11 @@ def test_who_starts_is_said_before_its_first_token(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.submit(1, list(range(20)), 40)
-        assert peer.started() == [m.Started(1, True, 0)]
+        assert peer.started() == [m.Started(1, 0)]
         assert peer.outputs == {}
         peer.until_tokens(1, 3)
         peer.submit(2, list(range(20)), 3)
-        assert peer.started() == [m.Started(2, False, 16)]
+        assert peer.started() == [m.Started(2, 16)]
         peer.send(m.Cancel(1))
         peer.until_end(2)
 
@@ -189,12 +189,17 @@ def restored(key: int, tokens: int, **fields: object) -> tuple[int, m.Record]:
     return key, record
 
 
+def left(key: int, tokens: int) -> m.EndedRecord:
+    """Of a stream whose reader is gone."""
+    records = Records(60.0)
+    records.end(restored(key, tokens)[1], time.monotonic())
+    return records.ended(time.monotonic())[0]
+
+
 def test_what_another_engine_left_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
-        ended = restored(4, 3)[1]
-        ended.ended = time.monotonic()
-        peer.send(m.Restore([restored(key, key) for key in (0, 1, 2)], [ended]))
+        peer.send(m.Restore([restored(key, key) for key in (0, 1, 2)], [left(4, 3)]))
         ends = peer.until_end(0, 1, 2)
         for key in (0, 1, 2):
             assert peer.tokens(key) == [7 + i for i in range(key, 30)]
@@ -250,13 +255,14 @@ def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "GATHER_SECONDS", 30.0)
     with running(tmp_path, frontends=2) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
+        first.send(m.Restore([], [left(9, 1)], is_last=False))
         first.send(m.Restore([restored(1, 3)], []))
         first.submit(2, [9], 3)
         first.resume(3, "token 7", 0)  # what the second front end knows of
         time.sleep(0.1)
         assert engine.scheduler.num_running == 0
         assert engine.runner._known == {}
-        second.send(m.Restore([], [restored(7, 4)[1]]))
+        second.send(m.Restore([], [left(7, 4)]))
         assert first.record(3).token_ids == [7, 8, 9, 10]
         first.until_end(1, 2, 3)
 

@@ -7,16 +7,27 @@ import os
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npuserve.npu.step import TokenLogprobs
+from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service import records as module
-from npuserve.service.messages import Finish, Output, Record, Request, Timing
-from npuserve.service.records import FILE, Records, load, new_token, save, size
+from npuserve.service.messages import (
+    MAX_RESTORE_BYTES,
+    EndedRecord,
+    Finish,
+    Output,
+    Record,
+    Request,
+    Timing,
+    decode_to_engine,
+    encode,
+)
+from npuserve.service.records import FILE, Records, is_resumable, load, max_size, new_token, restore_messages, save
 from tests.service.fake_engine import INFO
 
 TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
@@ -26,6 +37,13 @@ def record(token: str, tokens: int = 3, owner: str = "me", finish: bool = False)
     made = Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, owner=owner, resume_token=token))
     made.add(Output(1, list(range(tokens)), Finish("length", 3, 0, tokens, TIMING) if finish else None))
     return made
+
+
+def handed_over(one: Record) -> EndedRecord:
+    """As a front end has it of a stream that was left at second 0.5."""
+    of_front_end = Records(1e9)
+    of_front_end.end(one, 0.5)
+    return of_front_end.ended(0.5)[0]
 
 
 def test_tokens_are_long_random_and_fit_metadata() -> None:
@@ -43,7 +61,7 @@ def test_a_record_is_its_owner_s_alone_and_for_its_time() -> None:
     assert kept.find("t", "", 0.0) is None
     assert kept.find("", "me", 0.0) is None
     kept.end(one, 100.0)
-    assert kept.find("t", "me", 109.9) is one
+    assert kept.find("t", "me", 109.9) == one
     assert kept.find("t", "me", 110.0) is None
     kept.check_integrity()
 
@@ -76,14 +94,14 @@ def test_the_oldest_go_first() -> None:
     kept = Records(10.0, most=3)
     for number in range(5):
         kept.end(record(str(number)), float(number))
-    assert [one.request.resume_token for one in kept.ended(5.0)] == ["2", "3", "4"]
+    assert [one.token for one in kept.ended(5.0)] == ["2", "3", "4"]
     kept.begin(record("3"))
-    assert [one.request.resume_token for one in kept.ended(5.0)] == ["2", "4"]
+    assert [one.token for one in kept.ended(5.0)] == ["2", "4"]
     kept.check_integrity()
 
 
 def test_bytes_are_bounded_and_the_live_stay() -> None:
-    kept = Records(10.0, most_bytes=3 * size(record("x", 100)))
+    kept = Records(10.0, most_bytes=3 * 800)
     kept.begin(live := record("live", 10_000))
     for number in range(5):
         kept.end(record(str(number), 100), float(number))
@@ -93,19 +111,83 @@ def test_bytes_are_bounded_and_the_live_stay() -> None:
     assert kept.find("live", "me", 6.0) is live
 
 
-def test_size_follows_what_python_takes() -> None:
-    """Within a factor of three, of a record with ids and reports that nobody else holds."""
+REPORT = TokenLogprobs(1 << 31, -0.1, 1 << 31, [1 << 31] * 20, [-0.1] * 20)
+IDS = st.lists(st.integers(0, (1 << 32) - 1), max_size=50)
+
+
+@given(prompt=IDS, allowed=IDS, ending=IDS, stop=IDS, bias=IDS, made=IDS, reports=st.integers(0, 30),
+       top=st.integers(0, 20))
+def test_max_size_bounds_what_a_record_takes(
+    prompt: list[int], allowed: list[int], ending: list[int], stop: list[int], bias: list[int], made: list[int],
+    reports: int, top: int,
+) -> None:
+    sampling = SamplingParams(
+        logit_bias=dict.fromkeys(bias, 0.1), allowed_token_ids=tuple(allowed), ending_ids=tuple(ending), logprobs=top,
+        prompt_logprobs=top)
+    request = Request("r" * 128, prompt, 1 << 20, 1e6 / 3, sampling, frozenset(stop), frozenset(stop), ask=b"x" * 99,
+                      client="c" * 128, owner="o" * 128, cache_salt="s" * 128, resume_token=new_token())
+    report = msgspec.structs.replace(REPORT, top_ids=REPORT.top_ids[:top], top_logprobs=REPORT.top_logprobs[:top])
+    finish = Finish("length", 9, 9, 9, TIMING)
+    one = Record(request, made, [report] * reports, [report] * reports, finish, 1.5, 3, TIMING)
+    assert len(msgspec.msgpack.encode(one)) <= max_size(request, len(made), reports, reports)
+
+
+def large(token: str, ids: int = 4000) -> Record:
+    """A record whose request names many tokens."""
+    sampling = SamplingParams(
+        logit_bias={1000 + i: 0.5 for i in range(1024)}, allowed_token_ids=tuple(range(1000, 1000 + ids)),
+        ending_ids=tuple(range(2000, 2100)))
+    return Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, sampling, owner="me", resume_token=token), [5, 6])
+
+
+def test_records_of_requests_with_many_ids_take_what_is_counted() -> None:
     import tracemalloc
 
+    kept, most = Records(1e9, most=100_000, most_bytes=2 << 20), 0
     tracemalloc.start()
-    one = Record(Request("r", [1000 + i for i in range(4000)], 5000, 0.0))
-    one.token_ids = [2000 + i for i in range(2000)]
-    one.logprobs = [
-        TokenLogprobs(3000 + i, float(i), i, [i + 9000 + k for k in range(5)], [i + k / 7 for k in range(5)])
-        for i in range(2000)]
+    for number in range(300):
+        kept.end(large(str(number)), 0.0)
+        most = max(most, kept._bytes)
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert taken / 3 < size(one) < taken * 3
+    assert 50 < len(kept.ended(0.0)) < 300
+    assert most <= (2 << 20) + len(kept.ended(0.0)[0].data) + 600
+    assert taken < 2.2 * (1 << 20)
+
+
+@pytest.mark.parametrize(("change", "fits"), [
+    ({}, True), ({"sampling": SamplingParams(allowed_token_ids=tuple(range(151_936)))}, True),
+    ({"max_tokens": 32_768, "sampling": SamplingParams(logprobs=0)}, True),
+    ({"max_tokens": 32_768, "sampling": SamplingParams(logprobs=20)}, False),
+    ({"prompt_ids": [1] * 40_000, "sampling": SamplingParams(prompt_logprobs=20)}, False),
+    ({"prompt_ids": [1] * 2_000_000}, False)])
+def test_is_resumable_as_far_as_the_largest_record_fits(change: dict[str, Any], fits: bool) -> None:
+    assert is_resumable(msgspec.structs.replace(record("t").request, **change)) is fits
+
+
+def test_restore_messages_are_bounded_and_whole() -> None:
+    live = [(key, large(f"live {key}", 100 * key)) for key in range(80)]
+    ended = Records(1e9)
+    for number in range(80):
+        ended.end(large(f"ended {number}", 100 * number), 0.0)
+    parts = list(restore_messages(iter(live), lambda: ended.ended(0.0)))
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert [pair for part in parts for pair in part.live] == live
+    assert [one.token for part in parts for one in part.ended] == [f"ended {n}" for n in range(80)]
+    largest = max_size(live[-1][1].request, 2, 0, 0)
+    assert max(len(encode(part)) for part in parts) <= MAX_RESTORE_BYTES + largest
+    assert len(parts) > 20
+    for part in parts:
+        assert decode_to_engine(encode(part)[4:]) == part
+
+
+def test_restore_messages_leave_out_what_ends_meanwhile() -> None:
+    gone: set[int] = set()
+    live = ((key, large(str(key))) for key in range(50) if key not in gone)
+    parts = restore_messages(live, lambda: [])
+    first = [key for key, _ in next(parts).live]
+    gone.add(first[-1] + 1)
+    assert [key for part in parts for key, _ in part.live] == list(range(first[-1] + 2, 50))
 
 
 @settings(max_examples=100, deadline=None)
@@ -117,7 +199,10 @@ def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
         if what in ("begin", "end", "restore"):
             one = kept.live.get(token) if what == "end" else None
             one = one or record(token, tokens)
-            kept.begin(one) if what == "begin" else getattr(kept, what)(one, float(now))
+            if what == "restore":
+                kept.restore(handed_over(one), float(now))
+            else:
+                kept.begin(one) if what == "begin" else kept.end(one, float(now))
         elif what == "drop":
             kept.drop(token)
         else:
@@ -128,12 +213,12 @@ def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
 
 def test_of_two_the_one_that_tells_more_counts() -> None:
     kept = Records(10.0)
-    kept.restore(record("t", 5), 1.0)
-    kept.restore(record("t", 3), 1.0)
-    kept.restore(record("u", 3, finish=True), 1.0)
-    kept.restore(record("u", 5), 1.0)
+    kept.restore(handed_over(record("t", 5)), 1.0)
+    kept.restore(handed_over(record("t", 3)), 1.0)
+    kept.restore(handed_over(record("u", 3, finish=True)), 1.0)
+    kept.restore(handed_over(record("u", 5)), 1.0)
     kept.begin(live := record("v", 1))
-    kept.restore(record("v", 9, finish=True), 1.0)
+    kept.restore(handed_over(record("v", 9, finish=True)), 1.0)
     found = {token: kept.find(token, "me", 1.0) for token in "tuv"}
     assert [len(found[token].token_ids) for token in "tu"] == [5, 3]  # type: ignore[union-attr]
     assert found["v"] is live
@@ -216,9 +301,9 @@ def test_what_is_left_of_a_request() -> None:
     one.request = msgspec.structs.replace(
         one.request, sampling=msgspec.structs.replace(one.request.sampling, prompt_logprobs=1))
     one.add(Output(1, prompt_logprobs=[report]))
-    one.cached_tokens, one.timing, one.deaths = 2, TIMING, 1
+    one.cached_tokens, one.timing = 2, TIMING
     rest = one.rest(accepted=True)
-    assert (rest.output_ids, rest.deaths, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1, 1)
+    assert (rest.output_ids, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1)
     assert (rest.past.num_reported, rest.past.cached_tokens, rest.past.timing) == (1, 2, TIMING)
     one.add(Output(1, prompt_logprobs=[report]))
     assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all are reported

@@ -1,0 +1,140 @@
+"""Which request killed the engine: counted over the engine's lives by what was in the steps in flight at each death.
+
+- A request that was in a fatal step gets one death more. In the next life it is on trial: it makes TRIAL_TOKENS tokens
+  apart from all others (quarantine.py) before it runs beside them again.
+- A request that was alone in two fatal steps in a row, of three deaths or more, and died at the same place, is the
+  killer: near the same token of its answer, or after about as many tokens of each life. A killer among up to
+  MAX_TRIAL_STEPS // TRIAL_TOKENS requests is so found with the third death: in company, alone, alone.
+- A request that passed its trial, and was in a fatal step nevertheless, has a longer trial: as many tokens as it had
+  made in that life, and some more. So a request that kills after that many tokens in each life is found, too.
+- A request that made CLEAR_TOKENS tokens since its last death begins anew.
+
+The counts are in a file beside the step log, which is replaced as a whole once in a life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from npuserve.npu.step import Row
+from npuserve.service import logs
+from npuserve.service.errors import EngineKiller
+from npuserve.service.messages import Request
+from npuserve.service.quarantine import TRIAL_TOKENS
+from npuserve.service.sequence import Sequence
+from npuserve.service.step_log import StepLog, name_of
+
+log = logging.getLogger(__name__)
+
+MIN_DEATHS = 3
+"""Of the engine, before a request is failed for them."""
+NEAR_TOKENS = 2 * TRIAL_TOKENS
+"""Two deaths this many tokens apart count as at the same place: tokens of the steps in flight are lost."""
+CLEAR_TOKENS = 256
+MAX_ENTRIES = 4096
+"""The oldest are forgotten beyond this."""
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """One request's deaths.
+
+    deaths: of the engine, while the request was in a step in flight.
+    trial: tokens to make apart from others, after the last death.
+    tokens: of its answer at the last death.
+    made: of these, in the life that ended so.
+    is_alone: nobody else was in the steps in flight then.
+    is_killer: it was found to be the killer.
+    """
+
+    deaths: int
+    trial: int
+    tokens: int
+    made: int
+    is_alone: bool = False
+    is_killer: bool = False
+
+
+class Blame:
+    """Judge of the requests that the engine's last life left.
+
+    path: of the step log; "" keeps nothing. The counts are in `path`.counts.
+    rows: most rows of a step.
+    found: called once for each killer.
+    OSError where the files cannot be used.
+    """
+
+    def __init__(self, path: str = "", rows: int = 0, found: Callable[[], None] = lambda: None):
+        self._steps = StepLog(path, rows)
+        self._file = Path(f"{path}.counts") if path else None
+        self._found = found
+        self._fatal = self._steps.read()
+        self._judged: set[int] = set()  # in this life
+        self._changed = False
+        self._entries: dict[int, Entry] = {}
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+            if self._file:
+                self._entries = msgspec.msgpack.decode(self._file.read_bytes(), type=dict[int, Entry])
+
+    def launched(self, rows: list[Row], sequence: Callable[[int], Sequence], is_first: bool) -> None:
+        """Note a step before its launch. See StepLog.write."""
+        self._steps.write(rows, sequence, is_first)
+
+    def idle(self) -> None:
+        """No step is in flight: a death is nobody's fault."""
+        self._steps.clear()
+
+    def judge(self, request: Request, tokens: int) -> Entry | None:
+        """Return the deaths of a request that continues with so many tokens of its answer, None without a trial.
+
+        Raises EngineKiller if it is the killer.
+        """
+        name = name_of(request)
+        entry = self._entries.get(name)
+        if name in self._fatal and name not in self._judged:
+            self._judged.add(name)
+            entry = self._entries[name] = self._blame(entry, tokens)
+            self._changed = True
+            if entry.is_killer:
+                self._found()
+                logs.event(log, "a request ends: the engine died of it", level=logging.ERROR, id=request.request_id,
+                           deaths=entry.deaths, tokens=tokens)
+        if entry is None:
+            return None
+        if entry.is_killer:
+            raise EngineKiller(
+                f"the engine died {entry.deaths} times while it ran this request, the last two times with no other")
+        return entry if tokens - entry.tokens < entry.trial else None
+
+    def save(self) -> None:
+        """Write what `judge` has changed. A full disk is logged: the next life then judges by the old counts."""
+        if not self._changed or self._file is None:
+            return
+        self._changed = False
+        while len(self._entries) > MAX_ENTRIES:
+            del self._entries[next(iter(self._entries))]
+        new = self._file.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.msgpack.encode(self._entries))
+            os.replace(new, self._file)
+        except OSError as error:
+            logs.event(log, "deaths of the engine cannot be noted", level=logging.ERROR, error=str(error))
+
+    def _blame(self, entry: Entry | None, tokens: int) -> Entry:
+        """Return the entry after one more death."""
+        is_alone = len(self._fatal) == 1
+        if entry is None:
+            return Entry(1, TRIAL_TOKENS, tokens, tokens, is_alone)
+        made = tokens - entry.tokens
+        if made >= CLEAR_TOKENS:
+            return Entry(1, TRIAL_TOKENS, tokens, made, is_alone)
+        trial = entry.trial if made < entry.trial else made + TRIAL_TOKENS
+        near = made <= NEAR_TOKENS or abs(made - entry.made) <= TRIAL_TOKENS
+        deaths = entry.deaths + 1
+        return Entry(deaths, trial, tokens, made, is_alone,
+                     is_killer=is_alone and entry.is_alone and near and deaths >= MIN_DEATHS)

@@ -1,0 +1,62 @@
+"""The memory of what is kept of streams that ended, in a real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from npuserve.v1 import generate_pb2 as pb
+from tests.benches import bench
+from tests.e2e.server import Server, request, serving
+from tests.e2e.test_deaths import front_ends
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+MIB = 1 << 20
+IDS = list(range(3, 503))
+
+
+def memory(pid: int) -> int:
+    """Resident bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def streams(server: Server, count: int) -> list[str]:
+    """Have streams of one token answered, each of which names 1000 token ids; their resume tokens."""
+    ask = request("Once", 1, allowed_token_ids=IDS, logit_bias=dict.fromkeys(IDS, 0.5))
+
+    def one(_: int) -> str:
+        call = server.stub.StreamGenerate(ask, timeout=100)
+        token: str = dict(call.initial_metadata())["x-resume-token"]
+        assert list(call)[-1].HasField("finish")
+        return token
+
+    with ThreadPoolExecutor(32) as threads:
+        return list(threads.map(one, range(count)))
+
+
+def test_resume_store_of_requests_with_many_ids_stays_small() -> None:
+    """1,500 records: 110 MiB as objects of the interpreter, 15 MiB encoded."""
+    with serving("--dtype", "float32", "--resume-seconds", "600") as server:
+        engine, (front_end,) = bench("kills").engine_of(server.process.pid), front_ends(server)
+        tokens = streams(server, 200)
+        before = memory(engine), memory(front_end)
+        streams(server, 1500)
+        grown = [(memory(pid) - had) / MIB for pid, had in zip((engine, front_end), before, strict=True)]
+        assert max(grown) < 50, f"MiB more in the engine and the front end: {grown}"
+        os.kill(engine, signal.SIGKILL)
+        ask, until = pb.ResumeStreamRequest(resume_token=tokens[0]), time.monotonic() + 60
+        while True:
+            try:
+                parts = list(server.stub.ResumeStream(ask, timeout=60))
+                break
+            except grpc.RpcError as error:  # while there is no engine
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        assert parts[-1].finish.usage.generated_tokens == 1
