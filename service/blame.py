@@ -2,9 +2,9 @@
 
 - A request that was in a fatal step gets one death more. In the next life it is on trial: it makes TRIAL_TOKENS tokens
   apart from all others (quarantine.py) before it runs beside them again.
-- A request that was alone in two fatal steps in a row, of three deaths or more, and died at the same place, is the
-  killer: near the same token of its answer, or after about as many tokens of each life. A killer among up to
-  MAX_TRIAL_STEPS // TRIAL_TOKENS requests is so found with the third death: in company, alone, alone.
+- A request is the killer if it was alone in two fatal steps in a row, at the same place, and has MIN_DEATHS deaths. The
+  same place is near the same token of the answer, or after about as many tokens of each life. A killer among up to
+  MAX_TRIAL_STEPS // TRIAL_TOKENS requests is found at the third death: in company, alone, alone.
 - A request that passed its trial, and was in a fatal step nevertheless, has a longer trial: as many tokens as it had
   made in that life, and some more. So a request that kills after that many tokens in each life is found, too.
 - A request that made CLEAR_TOKENS tokens since its last death begins anew.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from npuserve.npu.step import Row
+from npuserve.npu.step import Step
 from npuserve.service import logs
 from npuserve.service.errors import EngineKiller
 from npuserve.service.messages import Request
@@ -33,7 +33,7 @@ from npuserve.service.step_log import StepLog, name_of
 log = logging.getLogger(__name__)
 
 MIN_DEATHS = 3
-"""Of the engine, before a request is failed for them."""
+"""Deaths of the engine before a request is failed for them."""
 NEAR_TOKENS = 2 * TRIAL_TOKENS
 """Two deaths this many tokens apart count as at the same place: tokens of the steps in flight are lost."""
 CLEAR_TOKENS = 256
@@ -64,13 +64,13 @@ class Blame:
     """Judge of the requests that the engine's last life left.
 
     path: of the step log; "" keeps nothing. The counts are in `path`.counts.
-    rows: most rows of a step.
+    rows, places: see StepLog.
     found: called once for each killer.
     OSError where the files cannot be used.
     """
 
-    def __init__(self, path: str = "", rows: int = 0, found: Callable[[], None] = lambda: None):
-        self._steps = StepLog(path, rows)
+    def __init__(self, path: str = "", rows: int = 0, places: int = 0, found: Callable[[], None] = lambda: None):
+        self._steps = StepLog(path, rows, places)
         self._file = Path(f"{path}.counts") if path else None
         self._found = found
         self._fatal = self._steps.read()
@@ -81,16 +81,16 @@ class Blame:
             if self._file:
                 self._entries = msgspec.msgpack.decode(self._file.read_bytes(), type=dict[int, Entry])
 
-    def launched(self, rows: list[Row], sequence: Callable[[int], Sequence], is_first: bool) -> None:
+    def launched(self, step: Step, sequence: Callable[[int], Sequence], is_first: bool) -> None:
         """Note a step before its launch. See StepLog.write."""
-        self._steps.write(rows, sequence, is_first)
+        self._steps.write(step, sequence, is_first)
 
     def idle(self) -> None:
         """No step is in flight: a death is nobody's fault."""
         self._steps.clear()
 
     def judge(self, request: Request, tokens: int) -> Entry | None:
-        """Return the deaths of a request that continues with so many tokens of its answer, None without a trial.
+        """Return the deaths of a request that continues after `tokens` of its answer; None if it has no trial.
 
         Raises EngineKiller if it is the killer.
         """

@@ -179,7 +179,7 @@ class Engine:
             self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], those))
 
     def launch(self, step: Step) -> None:
-        self._blame.launched(step.rows, self._scheduler.sequence, not self._flying)
+        self._blame.launched(step, self._scheduler.sequence, not self._flying)
         handle = self._runner.launch(step)
         self._flying.append((step, handle, self._metrics.launched(step)))
         self._idle = False

@@ -100,7 +100,8 @@ def build(args: EngineArgs) -> Engine:
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
         parameters=runner.parameters, deterministic=runner.deterministic)
     records = restored(config, model, args.folder)
-    blame = Blame(f"{args.address}.steps", config.max_num_seqs, found=lambda: child.report("killer"))
+    blame = Blame(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
+                  found=lambda: child.report("killer"))
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
                     Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0,
                     blame=blame)

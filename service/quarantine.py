@@ -1,7 +1,8 @@
 """Requests on trial: they may have killed the engine before, and run apart from others for some tokens.
 
-While a request is on trial, only one group of them runs. Those with the most deaths come first, in groups so small that
-the trial of all takes about MAX_TRIAL_STEPS steps, and no group is more than half of them: so each death leaves fewer.
+While requests are on trial, only one group of them runs. Requests with the most deaths come first. Groups are as small
+as possible while all trials together take about MAX_TRIAL_STEPS steps. A group has at most half of the requests, so that
+each death leaves fewer.
 The usual trial of TRIAL_TOKENS tokens runs each of up to MAX_TRIAL_STEPS // TRIAL_TOKENS requests alone. A request that
 has made its tokens waits until the others have made theirs.
 """
@@ -29,7 +30,7 @@ class Quarantine:
         return bool(self._left)
 
     def add(self, sequence_id: int, deaths: int, tokens: int) -> None:
-        """Put a request on trial for so many tokens."""
+        """Put a request on trial until it has made `tokens` more."""
         self._deaths[sequence_id], self._left[sequence_id] = deaths, tokens
 
     def made(self, sequence_id: int) -> None:

@@ -20,16 +20,16 @@ from npuserve.service.messages import MAX_RESTORE_BYTES, EndedRecord, ModelInfo,
 
 MAX_RECORDS = 4096
 MAX_BYTES = 64 << 20
-"""Of records that ended, so that they stay few however many end within resume_seconds. The oldest go first."""
+"""Limits of the records that ended, however many end within resume_seconds. The oldest are dropped first."""
 MAX_RECORD_BYTES = 8 << 20
-"""Of one record. A stream that may come to more has no resume token."""
+"""Limit of one record. A stream whose record may exceed it has no resume token."""
 FILE = "streams.msgpack"
 # msgpack's largest forms: of a token id, of a floating-point number, and of a list's or string's head.
 _ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
 _RECORD_BYTES = 4096
 """For the fields that hold no list: names are at most 128 characters, keys' names and the fields' heads beside them."""
 _OVERHEAD_BYTES = 512
-"""Of memory, for a record that ended, beside its data."""
+"""Memory that a record takes beside its data."""
 
 
 def new_token() -> str:
@@ -87,8 +87,10 @@ def restore_messages(live: Iterable[tuple[int, Record]], ended: Callable[[], lis
 
 
 class Records:
-    """By resume token: the live ones, and for `seconds` those that ended or were left, in that order. 0: none at all.
-    Those that ended are kept encoded, so that their size is known. `now` is time.monotonic() seconds."""
+    """Records by resume token: the live ones, and for `seconds` the ones that ended or were left. 0: none at all.
+
+    Records that ended are kept encoded, so that their size is known. `now` is time.monotonic() seconds.
+    """
 
     def __init__(self, seconds: float, most: int = MAX_RECORDS, most_bytes: int = MAX_BYTES):
         self.live: dict[str, Record] = {}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from npuserve.service.blame import CLEAR_TOKENS, Blame
 from npuserve.service.block_manager import BlockManager
 from npuserve.service.errors import EngineKiller
 from npuserve.service.messages import Request
 from npuserve.service.quarantine import MAX_TRIAL_STEPS, TRIAL_TOKENS, Quarantine
 from npuserve.service.scheduler import Scheduler
+from npuserve.service.step_log import StepLog, name_of
 from tests.service.scheduler_model import FakeDevice
 
 ANSWER = 24
@@ -84,7 +88,7 @@ class Hunt:
             self.found += 1
 
         self.lives += 1
-        blame = Blame(self.path, self.seats, found)
+        blame = Blame(self.path, self.seats, 100, found)
         scheduler = Scheduler(BlockManager(2048, 4), max_num_seqs=self.seats, max_num_batched_tokens=self.budget,
                               max_queue=100, aging_seconds=10)
         device = FakeDevice(2048, 4, salts := {})
@@ -108,7 +112,7 @@ class Hunt:
             step = scheduler.schedule(float(now))
             scheduler.check_integrity()
             if step.rows:
-                blame.launched(step.rows, scheduler.sequence, not flying)
+                blame.launched(step, scheduler.sequence, not flying)
                 if any(self.kills(numbers[row.request_id], row, began[numbers[row.request_id]]) for row in step.rows):
                     return
                 flying.append((step, device.run(step)))
@@ -154,16 +158,13 @@ def test_killer_after_some_tokens_of_each_life_is_found(tokens: int) -> None:
 
 def killed(path: str, among: int, request: Request, tokens: int, others: int = 0) -> None:
     """One life in which the request makes `tokens` and is then in a fatal step with others."""
-    from types import SimpleNamespace
-
-    from npuserve.npu.step import Row
-
-    blame = Blame(path, 8)
+    blame = Blame(path, 8, 8)
     blame.judge(request, tokens - among)
     blame.save()
     rows = [Row(n, [1], 1, [], True) for n in range(others + 1)]
     requests = [request, *(Request(f"other {n}", [1], 9, 0.0) for n in range(others))]
-    blame.launched(rows, lambda n: SimpleNamespace(request=requests[n]), True)  # type: ignore[arg-type, return-value]
+    new = [NewRequest(row.request_id, [1], [], SamplingParams()) for row in rows]
+    blame.launched(Step(rows, new), lambda n: SimpleNamespace(request=requests[n]), True)  # type: ignore[arg-type, return-value]
 
 
 def test_deaths_at_random_places_blame_nobody(tmp_path: object) -> None:
@@ -171,7 +172,7 @@ def test_deaths_at_random_places_blame_nobody(tmp_path: object) -> None:
     path, request, tokens = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0), 0
     for made in (40, 90, 55, 130, 20, 77):
         killed(path, made, request, tokens := tokens + made)
-    trial = Blame(path, 8).judge(request, tokens)
+    trial = Blame(path, 8, 8).judge(request, tokens)
     assert trial
     assert trial.deaths == 6
 
@@ -181,7 +182,7 @@ def test_tokens_clear_deaths(tmp_path: object) -> None:
     killed(path, 5, request, 5)
     killed(path, 2, request, 7)
     killed(path, CLEAR_TOKENS, request, 7 + CLEAR_TOKENS)
-    trial = Blame(path, 8).judge(request, 7 + CLEAR_TOKENS)
+    trial = Blame(path, 8, 8).judge(request, 7 + CLEAR_TOKENS)
     assert trial
     assert trial.deaths == 1
 
@@ -190,24 +191,24 @@ def test_two_lives_in_a_step_of_several_make_no_killer(tmp_path: object) -> None
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     for _ in range(5):
         killed(path, 0, request, 3, others=1)
-    assert Blame(path, 8).judge(request, 3)
+    assert Blame(path, 8, 8).judge(request, 3)
     for _ in range(2):
         killed(path, 0, request, 3)
     with pytest.raises(EngineKiller, match="died 7 times"):
-        Blame(path, 8).judge(request, 3)
+        Blame(path, 8, 8).judge(request, 3)
 
 
 def test_a_death_while_idle_blames_nobody(tmp_path: object) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     killed(path, 0, request, 3)
-    Blame(path, 8).idle()
-    assert Blame(path, 8).judge(request, 3) is None
+    Blame(path, 8, 8).idle()
+    assert Blame(path, 8, 8).judge(request, 3) is None
 
 
 def test_a_second_restore_in_one_life_counts_once(tmp_path: object) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     killed(path, 0, request, 3)
-    blame = Blame(path, 8)
+    blame = Blame(path, 8, 8)
     for _ in range(4):
         trial = blame.judge(request, 3)
         assert trial
@@ -217,10 +218,50 @@ def test_a_second_restore_in_one_life_counts_once(tmp_path: object) -> None:
 def test_a_full_disk_is_logged_and_the_engine_starts(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     killed(path, 0, request, 3)
-    blame = Blame(path, 8)
+    blame = Blame(path, 8, 8)
     blame.judge(request, 3)
-    import os
-
     os.mkdir(f"{path}.new")  # in the way of the new file
     blame.save()
     assert "cannot be noted" in caplog.text
+
+
+def test_step_log_of_the_last_life_is_gone_with_the_first_step_or_pause(tmp_path: object) -> None:
+    """Sequence ids begin anew in each life, and must not lead to names of the last one."""
+    path, first, second = f"{tmp_path}/steps", Request("a", [1], 9, 0.0), Request("b", [1], 9, 0.0)
+    killed(path, 0, first, 3, others=2)
+    log = StepLog(path, 8, 8)
+    assert name_of(first) in log.read()
+    assert len(log.read()) == 3
+    log.clear()
+    assert log.read() == frozenset()
+    killed(path, 0, second, 3)
+    assert StepLog(path, 8, 8).read() == {name_of(second)}
+
+
+def test_step_log_holds_the_steps_in_flight_alone(tmp_path: object) -> None:
+    log, requests = StepLog(f"{tmp_path}/steps", 8, 4), [Request(f"r{n}", [1], 9, 0.0) for n in range(12)]
+
+    def step(*ids: int, new: tuple[int, ...] = (), ended: tuple[int, ...] = (), is_first: bool = False) -> list[str]:
+        rows = [Row(n, [1], 1, [], True) for n in ids]
+        begun = [NewRequest(n, [1], [], SamplingParams()) for n in new]
+        log.write(Step(rows, begun, list(ended)), lambda n: SimpleNamespace(request=requests[n]), is_first)  # type: ignore[arg-type, return-value]
+        names = {name_of(request): request.request_id for request in requests}
+        return sorted(names[name] for name in StepLog(f"{tmp_path}/steps", 8, 4).read())
+
+    assert step(0, 1, new=(0, 1), is_first=True) == ["r0", "r1"]
+    assert step(0, 2, new=(2,)) == ["r0", "r1", "r2"]
+    assert step(0, 2, ended=(1,)) == ["r0", "r2"]
+    assert step(2) == ["r0", "r2"]
+    assert step(2) == ["r2"]
+    assert step(3, new=(3,), is_first=True) == ["r3"]
+    for n in range(4, 12):  # places are given again
+        assert step(n, new=(n,), ended=(n - 1,)) == [f"r{n}"]
+
+
+def test_step_log_of_another_size_or_without_a_file(tmp_path: object) -> None:
+    killed(f"{tmp_path}/steps", 0, Request("a", [1], 9, 0.0), 3)
+    assert StepLog(f"{tmp_path}/steps", 9, 8).read() == frozenset()
+    log = StepLog("", 0, 0)
+    log.write(Step([Row(1, [1], 1, [], True)]), lambda n: pytest.fail("not asked"), True)
+    log.clear()
+    assert log.read() == frozenset()
