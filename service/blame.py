@@ -5,8 +5,9 @@
 - A request is the killer if it was alone in two fatal steps in a row, at the same place, and has MIN_DEATHS deaths. The
   same place is near the same token of the answer, or after about as many tokens of each life. A killer among up to
   MAX_TRIAL_STEPS // TRIAL_TOKENS requests is found at the third death: in company, alone, alone.
-- A request that passed its trial, and was in a fatal step nevertheless, has a longer trial: as many tokens as it had
-  made in that life, and some more. So a request that kills after that many tokens in each life is found, too.
+- A request that passed its trial in two lives, and was in a fatal step nevertheless, has a longer trial: as many tokens
+  as it made in the last life, and TRIAL_TOKENS more. So a request that kills after that many tokens of each life is
+  found, too. After one such life the killer may be another request, and the trial stays short.
 - A request that made CLEAR_TOKENS tokens since its last death begins anew.
 
 The counts are in a file beside the step log, which is replaced as a whole once in a life.
@@ -49,6 +50,7 @@ class Entry(msgspec.Struct, array_like=True):
     tokens: of its answer at the last death.
     made: of these, in the life that ended so.
     is_alone: nobody else was in the steps in flight then.
+    has_passed: it had passed a trial before one of the deaths.
     is_killer: it was found to be the killer.
     """
 
@@ -57,6 +59,7 @@ class Entry(msgspec.Struct, array_like=True):
     tokens: int
     made: int
     is_alone: bool = False
+    has_passed: bool = False
     is_killer: bool = False
 
 
@@ -133,8 +136,9 @@ class Blame:
         made = tokens - entry.tokens
         if made >= CLEAR_TOKENS:
             return Entry(1, TRIAL_TOKENS, tokens, made, is_alone)
-        trial = entry.trial if made < entry.trial else made + TRIAL_TOKENS
+        passes = made >= entry.trial
+        trial = made + TRIAL_TOKENS if passes and entry.has_passed else entry.trial
         near = made <= NEAR_TOKENS or abs(made - entry.made) <= TRIAL_TOKENS
         deaths = entry.deaths + 1
-        return Entry(deaths, trial, tokens, made, is_alone,
+        return Entry(deaths, trial, tokens, made, is_alone, entry.has_passed or passes,
                      is_killer=is_alone and entry.is_alone and near and deaths >= MIN_DEATHS)

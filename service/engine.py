@@ -282,8 +282,8 @@ class Engine:
 
     def _restore(self, frontend: bytes, message: Restore) -> None:
         now = time.monotonic()
-        for record in message.ended:
-            self.ledger.records.restore(record, now)
+        for kept in message.ended:
+            self.ledger.records.restore(kept, now)
         for key, record in message.live:
             origin = frontend, key
             try:

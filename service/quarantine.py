@@ -1,10 +1,9 @@
 """Requests on trial: they may have killed the engine before, and run apart from others for some tokens.
 
 While requests are on trial, only one group of them runs. Requests with the most deaths come first. Groups are as small
-as possible while all trials together take about MAX_TRIAL_STEPS steps. A group has at most half of the requests, so that
-each death leaves fewer.
-The usual trial of TRIAL_TOKENS tokens runs each of up to MAX_TRIAL_STEPS // TRIAL_TOKENS requests alone. A request that
-has made its tokens waits until the others have made theirs.
+as possible while all trials together take about MAX_TRIAL_STEPS steps. A group has at most half of the requests, so
+that each death leaves fewer. The usual trial of TRIAL_TOKENS tokens runs each request alone, where there are at most
+MAX_TRIAL_STEPS // TRIAL_TOKENS of them. A request that has made its tokens waits until the others have made theirs.
 """
 
 from __future__ import annotations
