@@ -241,7 +241,8 @@ class EngineClient:
                 self._lose()
                 self._connected, self.epoch, self.model_info = connection, epoch, model
                 self._deferred = []
-                self._restoring = asyncio.ensure_future(self._restore(connection))
+                waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
+                self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
                 self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
             case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connected:
@@ -285,9 +286,8 @@ class EngineClient:
         metrics.streams_continued_total.labels("client").inc()
         found.set_result(stream)
 
-    async def _restore(self, connection: _Connection) -> None:
+    async def _restore(self, connection: _Connection, waiting: list[Stream]) -> None:
         """Hand over what there was before this engine, or this connection to it; then send what was deferred."""
-        waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
         for stream in waiting:
             stream.resubmit()
         if count := sum(stream.live for stream in waiting):

@@ -1,9 +1,10 @@
 """A child of the supervisor that a reader can follow: NAME JOURNAL BEHAVIOUR...
 
 It writes what it lives through to the journal, a JSON array a line. The n-th life takes the n-th behaviour, later
-ones the last: live, live:SECONDS (how long it takes to leave), deaf (to SIGTERM and orders), exit:CODE, hang (after its
-first beats), step:SECONDS (stands still for so long after its first beats, then dies), drain:SECONDS (asks its parent
-for it, once the engine has been started).
+ones the last: live, live:SECONDS (how long it takes to leave), deaf (to SIGTERM and orders), exit:CODE, killer (reports
+that the request was found of which its last lives died, then exits), hang (after its first beats), step:SECONDS (stands
+still for so long after its first beats, then dies), drain:SECONDS (asks its parent for it, once the engine has been
+started).
 """
 
 import contextlib
@@ -39,8 +40,10 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
 note("started", pid=os.getpid(), session=os.getsid(0), arguments=arguments, metrics=folder,
      spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
-if behaviour == "exit":
-    os._exit(int(argument))
+if behaviour == "killer":
+    print(json.dumps({"event": "killer"}), flush=True)
+if behaviour in ("exit", "killer"):
+    os._exit(int(argument or 1))
 
 
 def listen() -> None:

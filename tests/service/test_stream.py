@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from npuserve.npu.step import SamplingParams
 from npuserve.service import stream as stream_module
 from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
-from npuserve.service.messages import Cancel, Finish, Output, Record, Request, Restore, Timing
+from npuserve.service.messages import (
+    MAX_RESTORE_BYTES,
+    Cancel,
+    Finish,
+    Output,
+    Record,
+    Request,
+    Restore,
+    Submit,
+    Timing,
+    encode,
+)
 from npuserve.service.stream import Stream
 from tests.service import fake_engine
 from tests.service.fake_engine import FakeEngine, until
@@ -222,6 +233,47 @@ async def test_what_may_be_resumed_is_handed_to_the_next_engine() -> None:
         ended = engine.got(Restore)[-1].ended
         assert [(record.token, record.is_finished) for record in ended] == [("d", True), ("l", False)]
         assert msgspec.msgpack.decode(ended[1].data, type=Record).token_ids == left.record.token_ids
+        await client.close()
+
+
+async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
+    async with fake_engine.engine() as engine:
+        from npuserve.service.engine_client import EngineClient
+
+        old: list[Stream] = []
+        new: list[Stream] = []
+
+        def changed(state: str) -> None:
+            """With the second engine, before anything is handed over."""
+            if state == "ready" and old:
+                new.append(client.submit(request(5, "new")))
+                old[11].close()
+
+        engine.hold.clear()
+        client = EngineClient(engine.address, changed, resume_seconds=60.0)
+        client.start()
+        await until(lambda: client.state == "ready")
+        old += [client.submit(Request(f"old {i}", [0] * 9000, 3, float(i))) for i in range(12)]
+        for i in range(40):
+            client._records.end(Record(asked(f"ended {i}", 0, 3, f"t{i}"), [1] * 9000), time.monotonic())
+        await until(lambda: engine.live == 12)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        engine.received.clear()
+        engine.start()
+        await until(lambda: engine.got(Submit))
+        parts = engine.got(Restore)
+        assert [record.request.request_id for part in parts for _, record in part.live] == [
+            f"old {i}" for i in range(11)]
+        assert [one.token for part in parts for one in part.ended] == [f"t{i}" for i in range(40)]
+        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert len(parts) > 5
+        assert max(len(encode(part)) for part in parts) < MAX_RESTORE_BYTES + 50_000
+        assert engine.received.index(parts[-1]) < engine.received.index(engine.got(Submit)[0])
+        engine.hold.set()
+        for stream in [*old[:11], *new]:
+            assert len(await ids_of(stream)) == stream.request.max_tokens
+            stream.close()
         await client.close()
 
 

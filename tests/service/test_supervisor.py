@@ -266,6 +266,14 @@ def test_gives_up_after_quick_deaths_in_a_row(supervise: Callable[..., Run]) -> 
     assert not run.alive()
 
 
+def test_supervisor_deaths_of_a_request_that_was_found_do_not_count(supervise: Callable[..., Run]) -> None:
+    """Four deaths, then one more of the life that found the killer, twice; five in a row end the server."""
+    run = supervise(engine="exit:3 exit:3 exit:3 exit:3 killer exit:3 exit:3 exit:3 killer exit:3")
+    assert run.process.wait(30) == 1
+    assert len(run.journal("engine", "started")) == 13
+    assert [line["pause"] for line in run.said("engine died")][4] == 0.01
+
+
 @pytest.mark.parametrize(("children", "code"), [({"engine": "exit:2"}, 2), ({"front": "exit:2"}, 2),
                                                 ({"engine": "exit:4"}, 4)])
 def test_what_no_restart_mends_stops_everything(
