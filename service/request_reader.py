@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict, deque
 
-import grpc.aio
 
 from npuserve.service import metrics
 from npuserve.service.call import Context
@@ -67,7 +66,7 @@ class RequestReader:
             data = reading.result()
         finally:
             reading.cancel()
-        if data is grpc.aio.EOF:
+        if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
         self._heavy.pop(owner, None)
         if len(data) > HEAVY_BYTES:

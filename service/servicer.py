@@ -40,6 +40,7 @@ from npuserve.service.engine_client import EngineClient
 from npuserve.service.errors import Unavailable
 from npuserve.service.model_folder import ModelFolder, Range
 from npuserve.service.preparation import Kind, Preparation
+from npuserve.service.prompt_size import check_prompt_size
 from npuserve.service.records import is_resumable, new_token
 from npuserve.service.stream import Stream
 from npuserve.service.validation import Ask
@@ -118,10 +119,11 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "Tokenize"):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
-            validation.check_prompt_size(request, folder.tokenizer, self._max_model_len)
+            check_prompt_size(request, folder.tokenizer, self._max_model_len)
             policy = validation.Policy(chat_special_tokens=self._config.chat_special_tokens)
             response = await self._prepare(
-                context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len, policy)
+                context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len,
+                policy)
         return response
 
     async def Detokenize(
@@ -203,7 +205,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
         folder, info = self._require_folder(), self._engine.require()
         if message.ByteSize() > INLINE_BYTES:
-            validation.check_prompt_size(message, folder.tokenizer, info.max_model_len)
+            check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = whose.limits.within(self._config)
         policy = validation.Policy(Range(*priorities), self._config.chat_special_tokens)
         ask = await self._prepare(
