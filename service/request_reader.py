@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict, deque
 
-
 from npuserve.service import metrics
 from npuserve.service.call import Context
 from npuserve.service.errors import QueueFull
