@@ -1,5 +1,5 @@
-// Products with weights in panels: what a unit does. How many units there are: split.h; where the results go:
-// epilogue.h. The form of the weights is a parameter: see Plain below and Compact of compact.cpp.
+// Products with weights in panels: the work of one unit. split.h cuts a product into units, epilogue.h stores results.
+// The form of the weights is a template parameter: Plain below, or Compact of compact.cpp.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// The product by which blocks of panels meet many rows, words of it to one of Dot: where there is no instruction for
-// bfloat16, panels and x become float32 once for all of them.
+// Product of blocks of panels with many rows, and how many of its words make one of Dot. Without an instruction for
+// bfloat16, panels and x are widened to float32 once for all rows.
 template <class Dot>
 struct Inner {
     typedef Dot type;
@@ -114,11 +114,11 @@ INLINE void with_tile(int r, int p, const Function &f) {
     with_panels<R, widest_tile(R)>(p, f);
 }
 
-// Panels of words as they are, of a product by Dot. A form of weights has:
+// Panels of plain words. A form of weights has:
 //
-//   EXPANDS      true if a block always becomes words of Inner, in memory of its own, before it is multiplied
-//   expands      true if it does for the rows of this split
-//   block        words of a block for them, at most
+//   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied
+//   expands      true if they are expanded for the rows of this split
+//   block        maximum words of a block for this split
 //   panel_bytes  bytes of a panel
 //   at, bytes    address of a panel's block from word `first` on, bytes of a block of so many words
 //   expand       writes that block to `out` as words of Inner
@@ -169,9 +169,9 @@ struct Room {
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
 };
 
-// Runs a unit of a product. take(row, rows, column, accumulators, stride, n) stores the n columns from there on of some
-// rows, `stride` accumulators apart. Where Take::PAIRED, panel p of the first half of the columns and that of the
-// second are neighbours in a tile, and take gets the accumulators of both. memory: as much as Room says.
+// A unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose
+// accumulators are `stride` apart. With Take::PAIRED, panel p of the first half of the columns and panel p of the second
+// half are neighbours in a tile, and `take` gets both accumulators. memory: Room::bytes() of them, aligned to 64.
 template <class Of, class Take>
 struct Unit {
     typedef typename Of::Dot Dot;
@@ -297,7 +297,7 @@ struct Unit {
     }
 
     INLINE int64_t tile_panels(int64_t panel) const { return std::min<int64_t>(split.tile_panels, end - panel); }
-    // Of the panels of a tile, row after row.
+    // Return the accumulators of a tile's panels, row after row.
     INLINE Acc *acc_of(int64_t panel) const { return acc + (panel - first) * rows; }
 
     INLINE void put(int64_t panel, int p, Acc *from) const {

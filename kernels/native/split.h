@@ -26,8 +26,8 @@ constexpr int MANY_ROWS = TILE_ACC < 6 ? TILE_ACC : 6;
 constexpr int MAX_PANELS = 4;
 constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_ACC); }
 
-// Groups of panels times groups of rows. Either all rows are one tile (`once`), and each weight is read from memory
-// into registers, or the rows of a unit are cut into tiles of about the same size, which share the panels in the cache.
+// Groups of panels times groups of rows. With `once` all rows are one tile, and each weight is read from memory into
+// registers. Otherwise the rows of a unit are cut into tiles of about the same size, which share panels in the cache.
 struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
