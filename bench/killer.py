@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from kills import Answer, asks, stream
 
 KINDS = ("crash-prefill", "hang-prefill", "crash-decode", "hang-decode")
 MARK = 511
@@ -111,8 +112,6 @@ def faulty_server(model: str, flags: Sequence[str]) -> Iterator[Any]:
 
 def innocents(count: int, tokens: int) -> list[Any]:
     """Requests of all sorts, each of which makes more than two thirds of `tokens`."""
-    from kills import asks
-
     wanted = asks(count, tokens)
     for number, ask in enumerate(wanted):
         ask.stopping.ignore_eos = True
@@ -125,7 +124,6 @@ def run_once(server: Any, kind: str, wanted: Sequence[Any], alone: Sequence[Any]
     """One faulty request among the innocent ones. wrong: what is not as promised; lives: engines that died."""
     from google.rpc import error_details_pb2
     from grpc_status import rpc_status
-    from kills import Answer, stream
 
     from npuserve.v1 import generate_pb2 as pb
     from npuserve.v1 import inference_service_pb2_grpc as rpc
@@ -176,8 +174,6 @@ def run_once(server: Any, kind: str, wanted: Sequence[Any], alone: Sequence[Any]
 def measure(kinds: Sequence[str], runs: int, streams: int, tokens: int, model: str = "",
             flags: Sequence[str] = ()) -> list[dict[str, Any]]:
     """All runs, in order; a kind's runs end with the first that finds the server down."""
-    from kills import stream
-
     from npuserve.v1 import inference_service_pb2_grpc as rpc
 
     wanted, found = innocents(streams, tokens), []

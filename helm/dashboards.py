@@ -144,8 +144,9 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
             "Tokens of the requests that ended: what the load is made of."),
         Panel("Errors and refusals", {
             "{{rpc}} {{code}}": rate("requests_total", "rpc, code", *ERRORS),
-            "refused: {{why}}": rate("queue_rejections_total", "why")}, "reqps",
-            "Calls that ended in an error of the server, and requests refused at the queue by reason."),
+            "refused: {{why}}": rate("queue_rejections_total", "why"),
+            "not prepared: {{kind}}, {{why}}": rate("preparation_rejections_total", "kind, why")}, "reqps",
+            "Calls that ended in an error of the server, and requests refused at the queue or before it, by reason."),
     ]),
     Row("Latency", [
         Panel("Time to first token", quantiles("time_to_first_token_seconds", 0.5, 0.95, 0.99) | TTFT_TARGET, "s",

@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "greedy": ((0,), ("8x151936+0",)),
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
-OTHERS = {"paged_attention", "keep_ids"}
+OTHERS = {"paged_attention", "keep_ids", "penalize", "logprobs"}
 
 
 @pytest.fixture(params=ISAS)

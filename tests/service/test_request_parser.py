@@ -80,7 +80,7 @@ async def test_request_with_invalid_utf8_is_refused_by_field(
     """Every text field of every method."""
     caplog.set_level(logging.INFO)
     seen: set[str] = set()
-    async with running(make_folder(tmp_path / "m")) as server:
+    async with running(make_folder(tmp_path / "m"), administrator=True) as server:
         for method in METHODS:
             for path, data in texts(method.input_type):
                 seen.add(path)
@@ -105,7 +105,7 @@ async def test_request_with_invalid_utf8_is_refused_by_field(
 async def test_malformed_protobuf_is_refused_by_every_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(make_folder(tmp_path / "m"), health_port=0) as server:
+    async with running(make_folder(tmp_path / "m"), health_port=0, administrator=True) as server:
         for method in METHODS:
             before = counted(method.name)
             for data in (b"\xff\xff\xff", b"\x0a\xff\xff\xff\x7fabc", b"\x0b"):
