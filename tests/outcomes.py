@@ -30,6 +30,9 @@ ALLOWED = {
     r"a CANN is installed here": "the test is about machines without one",
     r"needs Linux 6\.12 on x86_64 or aarch64": "older kernels have no slices to request",
     r"no mount namespaces here: .*": "a container without the right to unshare",
+    r"no right to make a namespace of processes": "the same",
+    r"core files have a place elsewhere": "a setting of the kernel",
+    r"this processor has the bfloat16 instruction": "the test is about processors without it",
     r"this system makes no large pages of a file in memory": "a setting of the kernel",
 }
 """Regular expression of a whole reason -> why the skip is accepted. Never a tool that can be installed."""
