@@ -269,7 +269,8 @@ def test_cpu_without_native_kernels_has_no_choice(wanted, name):
 
 
 @needs_native
-@pytest.mark.skipif("avx512_bf16" in (native.library().isas if native.available() else ()), reason="this processor has the bfloat16 instruction")
+@pytest.mark.skipif("avx512_bf16" in (native.library().isas if native.available() else ()),
+                    reason="this processor has the bfloat16 instruction")
 def test_cpu_gemm_that_processor_lacks_is_a_backend_error():
     with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fp32"):
         CpuBackend().choose_kernels(Wanted(gemm="bf16"), 0)
