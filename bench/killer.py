@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -90,6 +91,7 @@ def engine() -> int:
     Runner.launch, Runner.collect = launch_with_faults, collect_with_faults  # type: ignore[method-assign]
     code = engine_process.main()
     sys.stdout.flush()
+    logging.shutdown()
     os._exit(code)
 
 

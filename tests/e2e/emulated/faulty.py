@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import sys
 import threading
@@ -91,5 +92,6 @@ if __name__ == "__main__":
     if kind == "engine":
         code = engine(Path(rest[0]))
         sys.stdout.flush()
+        logging.shutdown()
         os._exit(code)  # as the engine process does it
     sys.exit(serve(rest[0], rest[1:]) if kind == "serve" else frontend())
