@@ -26,18 +26,16 @@ import asyncio
 import logging
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 from kills import Answer, asks, stream
+from serving import serving
 
 KINDS = ("crash-prefill", "hang-prefill", "crash-decode", "hang-decode")
 MARK = 511
@@ -93,23 +91,6 @@ def engine() -> int:
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
-
-
-@contextmanager
-def faulty_server(model: str, flags: Sequence[str]) -> Iterator[Any]:
-    """A `Serving` of the server with the faults."""
-    from serving import Serving, stop
-
-    with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:
-        log = Path(folder, "log")
-        command = [sys.executable, __file__, "serve", *([model] if model else []), *flags,
-                   "--hang-seconds", "5", "--port", "0", "--metrics-port", "0", "--log-format", "json"]
-        with log.open("w") as out:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            yield Serving(process, log)
-        finally:
-            stop(process)
 
 
 def innocents(count: int, tokens: int) -> list[Any]:
@@ -180,7 +161,7 @@ def measure(kinds: Sequence[str], runs: int, streams: int, tokens: int, model: s
 
     wanted, found = innocents(streams, tokens), []
     for kind in kinds:
-        with faulty_server(model, flags) as server:
+        with serving(model, [*flags, "--hang-seconds", "5"], (__file__,)) as server:
             with grpc.insecure_channel(server.target) as channel, ThreadPoolExecutor(8) as threads:
                 stub = rpc.InferenceServiceStub(channel)
                 alone = list(threads.map(lambda ask, stub=stub: stream(stub, ask), wanted))

@@ -90,11 +90,16 @@ def percentile(histogram: dict[float, float], share: float) -> float:
 
 
 @contextlib.contextmanager
-def serving(model: str, flags: Sequence[str]) -> Iterator[Serving]:
-    """`npuserve serve` with JSON logs, once it is ready."""
+def serving(
+    model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.service.cli")
+) -> Iterator[Serving]:
+    """Run `npuserve serve` with JSON logs, once it is ready.
+
+    program: what Python runs with the command `serve`.
+    """
     with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:
         log = Path(folder, "log")
-        command = [sys.executable, "-m", "npuserve.service.cli", "serve", *([model] if model else []), *flags,
+        command = [sys.executable, *program, "serve", *([model] if model else []), *flags,
                    "--port", "0", "--metrics-port", "0", "--log-format", "json"]
         with log.open("w") as out:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
