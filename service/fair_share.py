@@ -1,6 +1,7 @@
 """The queue: whose turn it is among clients, and which of a client's requests is next.
 
 Requests that wait stand in lines, one for each client, in order of their turns (sequence.py): by priority and waiting.
+Those that ran before stand in a line of their own, in order of rank: by age alone, as they were preempted.
 
     client a   ▢▢▢▢▢▢    the client is served for whom the fewest tokens were computed, give or take what the priority
     client b   ▢▢        of its next request is worth; of it, that request. One that ran before had its turn, and is
@@ -39,7 +40,6 @@ REMEMBERED = 1024
 """Clients without requests whose time is later than the queue's."""
 PRIORITY_TOKENS = 16
 """Tokens that a step of priority is worth: a request of 100 tokens is 6 steps."""
-_turn = attrgetter("turn")
 
 
 class Account:
@@ -99,14 +99,14 @@ class FairQueue:
             account.time = max(account.time, self._time)
         account.waiting += 1
         self._length += 1
-        insort(self._lines.setdefault(self._owner(sequence), []), sequence, key=_turn)
+        insort(self._lines.setdefault(self._owner(sequence), []), sequence, key=_place)
 
     def remove(self, sequence: Sequence) -> None:
         sequence.account.waiting -= 1
         self._length -= 1
         owner = self._owner(sequence)
         line = self._lines[owner]
-        del line[bisect_left(line, sequence.turn, key=_turn)]
+        del line[bisect_left(line, _place(sequence), key=_place)]
         if not line:
             del self._lines[owner]
 
@@ -157,9 +157,9 @@ class FairQueue:
         if len(standing) != self._length:
             yield f"{len(standing)} sequences stand in lines, {self._length} were counted"
         for owner, line in self._lines.items():
-            turns = [s.turn for s in line]
-            if not line or turns != sorted(set(turns)):
-                yield f"a line is empty or not in order of turns: {turns}"
+            places = [_place(s) for s in line]
+            if not line or places != sorted(set(places)):
+                yield f"a line is empty or not in order: {places}"
             if any(self._owner(s) is not owner for s in line):
                 yield f"a sequence stands in another's line: {[s.id for s in line]}"
         for account in self._accounts.values():
@@ -174,6 +174,11 @@ class FairQueue:
 
     def _passing(self, admits: Callable[[int], bool]) -> dict[Account, list[Sequence]]:
         return {owner: found for owner, line in self._lines.items() if (found := [s for s in line if admits(s.id)])}
+
+
+def _place(sequence: Sequence) -> tuple[float, int]:
+    """Its place in its line."""
+    return sequence.rank if sequence.had_turn else sequence.turn
 
 
 def _start(account: Account, line: list[Sequence]) -> float:

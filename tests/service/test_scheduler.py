@@ -285,6 +285,18 @@ def test_a_preempted_request_is_the_next() -> None:
     house.check_answer(second)
 
 
+def test_of_the_preempted_the_oldest_is_the_next_whatever_the_priority() -> None:
+    house = House(num_blocks=37, block_size=1, max_num_seqs=8, budget=16, aging=0.001)
+    sequences = [house.add([0], 24, sampling=SamplingParams(ending_ids=(0, 4))) for _ in range(3)]
+    house.tick()
+    for prompt, priority in ([0, 0], 0), ([0], 0), ([0], -2):
+        sequences.append(house.add(prompt, 24, sampling=SamplingParams(ending_ids=(0, 4)), priority=priority))
+    house.finish()  # each of its steps checks that nobody was preempted for one of a later rank
+    assert house.scheduler.preemptions
+    for sequence in sequences:
+        house.check_answer(sequence)
+
+
 def test_a_preempted_request_samples_only_when_it_has_caught_up() -> None:
     house = crowded(prefix_cache=False, budget=4)
     house.add([1, 1, 1], 8)
