@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from tests.outcomes import VARIABLE, Recorder
 
+pytest_plugins = ["tests.selection"]
+
 # Before anything imports torch: workers of pytest-xdist run side by side, and so do the servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")

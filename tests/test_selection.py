@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("a", range(2))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(4))
+def test_three(a, b, c): print(a, b, c)
+
+@pytest.mark.parametrize("a", range(5))
+def test_one(a): pass
+
+def test_none(): pass
+
+@pytest.mark.full
+def test_long(): pass
+"""
+
+
+def cases(folder: Path, *arguments: str) -> list[str]:
+    """The names of the tests of TESTS that pytest collects with these arguments."""
+
+    found: list[str] = []
+
+    class Names:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            found.extend(item.name for item in session.items)
+
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = full: with --full alone\n")
+    file = folder / f"test_{folder.name}.py"
+    file.write_text(TESTS)
+    pytest.main(
+        ["--collect-only", "-qq", "-W", "ignore", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini"),
+         *(argument.replace("FILE", str(file)) for argument in arguments or ["FILE"])],
+        plugins=[selection, Names()],
+    )
+    return found
+
+
+def test_every_pair_of_values_is_in_a_case(tmp_path: Path) -> None:
+    names = cases(tmp_path)
+    three = [tuple(map(int, name[11:-1].split("-"))) for name in names if name.startswith("test_three")]
+    assert 12 <= len(three) < 24
+    for i, j in (0, 1), (0, 2), (1, 2):
+        sizes = (4, 3, 2)
+        assert {(case[i], case[j]) for case in three} == set(product(range(sizes[i]), range(sizes[j])))
+
+
+def test_one_parameter_has_all_its_cases(tmp_path: Path) -> None:
+    names = cases(tmp_path)
+    assert sum(name.startswith("test_one") for name in names) == 5
+    assert "test_none" in names
+    assert "test_long" not in names
+
+
+def test_full_runs_all(tmp_path: Path) -> None:
+    assert len(cases(tmp_path, "--full", "FILE")) == 24 + 5 + 1 + 1
+
+
+def test_a_test_that_is_named_runs_whole(tmp_path: Path) -> None:
+    assert len(cases(tmp_path, "FILE::test_three", "FILE::test_one")) == 24 + 5
+    assert cases(tmp_path, "FILE::test_long") == ["test_long"]
+
+
+def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
+    for c, b, a in product(range(4), range(3), range(2)):
+        assert cases(tmp_path, f"FILE::test_three[{c}-{b}-{a}]") == [f"test_three[{c}-{b}-{a}]"]
