@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ class Serving:
         born = list(children(process.pid).items())
         self.processes = {f"{name} {sum(other == name for _, other in born[:place])}": pid
                           for place, (pid, name) in enumerate(born)}
+
+    @property
+    def metrics_address(self) -> tuple[str, int]:
+        """Host and port of its metrics page."""
+        parts = urllib.parse.urlsplit(self._page)
+        return parts.hostname or "", parts.port or 0
 
     def lines(self) -> list[dict[str, Any]]:
         """Of its log, as far as they are JSON."""
