@@ -11,8 +11,8 @@ A caller's name is never a metric's label, and a key is nowhere but in the call 
 
 from __future__ import annotations
 
+import inspect
 import logging
-import re
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from npuserve.service.call import Context, call
+from npuserve.service.call import Context, Delayed, call, peer_name, refusal_pace, refuse_later
 from npuserve.service.errors import PermissionDenied, ServeError, Unauthenticated
 
 if TYPE_CHECKING:
     from npuserve.service.config import ServerConfig
     from npuserve.service.keys import Keys
+    from npuserve.service.refusal_pace import RefusalPace
     from npuserve.service.watched import Watched
 
 CERTIFICATE = "cert:"
@@ -104,25 +105,44 @@ def certificate_names(context: Context) -> list[str]:
     return [CERTIFICATE + name.decode(errors="replace") for name in context.peer_identities() or ()]
 
 
-def peer_name(peer: str) -> str:
-    """gRPC's name of a peer without the port: `ipv4:10.0.0.7`, `ipv6:[fe80::1]`, else `local`."""
-    match = re.fullmatch(r"(ipv4:[0-9.]+|ipv6:(?:\[|%5B).*(?:\]|%5D)):\d+", peer)
-    return match[1].replace("%5B", "[").replace("%5D", "]") if match else "local"
-
-
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Lets pass who has a right to the call, and notes who it is.
 
-    keys: None where none is asked for. admin_names: of the client certificates that may call AdminService.
+    keys: None where none is asked for. admin_names: of the client certificates that may call AdminService. pace: of the
+        refusals that the calls of this server end with.
     """
 
-    def __init__(self, keys: Watched[Keys] | None, admin_names: Collection[str] = ()):
+    def __init__(
+        self, keys: Watched[Keys] | None, admin_names: Collection[str] = (), pace: RefusalPace | None = None
+    ):
         self._keys = keys
+        self._pace = pace
         self._admins = {CERTIFICATE + name for name in admin_names}
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
+        handler = await self._checked(continuation, details)
+        if self._pace is None or handler is None:
+            return handler
+        refusal_pace.set(self._pace)
+        inner = handler.stream_unary or handler.stream_stream
+        if inspect.isasyncgenfunction(inner):  # reflection's, whose messages are a few bytes
+            return handler
+
+        async def paced(messages: object, context: Context) -> Any:
+            try:
+                return await inner(messages, context)
+            except Delayed as error:
+                refusal = error
+            await refuse_later(context, refusal)
+
+        return handler._replace(**{"stream_unary" if handler.stream_unary else "stream_stream": paced})
+
+    async def _checked(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Return the handler of a call, or one that refuses it; None for a method that there is not."""
         handler = await continuation(details)
         method: str = details.method  # type: ignore[attr-defined]
         if handler is None or method.startswith(OPEN):

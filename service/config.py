@@ -61,6 +61,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 256
     max_requests_per_client: int = 0
     max_preparing: int = 512
+    max_refusals_per_second: int = 100
     max_buffered_tokens: int = 512
     slow_reader_seconds: float = 300.0
     stream_interval: int = 1
@@ -106,6 +107,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
             "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
             "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_preparing": (1, 1 << 20),
+            "max_refusals_per_second": (0, 1 << 20),
             "max_connections": (1, 1 << 20), "max_message_size": (0, MAX_MESSAGE_BYTES),
             "max_buffered_tokens": (1, 1 << 20),
             "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),

@@ -44,6 +44,7 @@ from npuserve.service.heartbeat import Pulse
 from npuserve.service.intake import Intake
 from npuserve.service.model_folder import ModelFolder, open_folder
 from npuserve.service.preparation import Preparation
+from npuserve.service.refusal_pace import RefusalPace
 from npuserve.service.request_parser import ParsingServer
 from npuserve.service.request_reader import WINDOW_BYTES, RequestReader
 from npuserve.service.servicer import InferenceServicer
@@ -68,8 +69,12 @@ says 1 s."""
 POLLER_SECONDS = 0.003
 """The slice of gRPC's thread: longer than the usual one, so that it waits until a step's messages are written."""
 
+SWITCH_SECONDS = 0.0005
+"""After which a thread that prepares a request hands the interpreter to the event loop. By default each of a loop's
+rounds waits 5 ms for it."""
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 256 << 10
+READ_BYTES = 64 << 10
 MIN_STREAMS = 256
 """Calls that a connection may have under way, where `max_num_seqs` and `max_queue` are small."""
 METADATA_BYTES = 8 << 10
@@ -118,6 +123,7 @@ class Frontend:
         self._admin = AdminServicer(config, self._engine, time.monotonic())
         self._health = Health()
         self._connections = Connections()
+        self._pace = RefusalPace(config.max_refusals_per_second)
         self._largest = _largest_message(config, args.folder)
         self._intake, self._health_intake, self._reflection_intake = (
             Intake(RequestReader(self._largest), self._preparation, self._limit) for _ in range(3))
@@ -204,7 +210,7 @@ class Frontend:
             stopping.cancel()
 
     def _server(self) -> grpc.aio.Server:
-        guard = Guard(self._keys, self._config.admin_names)
+        guard = Guard(self._keys, self._config.admin_names, self._pace)
         server = aio_server.server([guard], _options(self._config, self._largest))
         parsing = ParsingServer(server, self._intake.message, self._connections.begin)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, parsing)
@@ -306,6 +312,8 @@ def _options(config: ServerConfig, largest: int) -> list[tuple[str, int]]:
         # Of a message that nobody reads yet, gRPC holds this much; probing would enlarge it.
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
+        # By default a connection that has sent large messages keeps a buffer of 1.5 MiB.
+        ("grpc.experimental.tcp_max_read_buffer_size", READ_BYTES),
         ("grpc.max_concurrent_streams", max(MIN_STREAMS, 2 * (config.max_num_seqs + config.max_queue))),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.max_metadata_size", METADATA_BYTES),
@@ -402,6 +410,7 @@ def main() -> int:
     process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, f"frontend-{args.index}")
     _return_large_blocks()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         # Not asyncio.run, whose end waits for the threads that still tokenize.
         asyncio.new_event_loop().run_until_complete(serve(args))

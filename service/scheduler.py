@@ -32,10 +32,10 @@ groups is of unpaused requests alone, and only they have seats.
 Preemption. A running request that needs one more block preempts a paused one, else the request of the last rank among
 the running, itself included. As ranks are constant, no two running requests evict each other in turn, and the first of
 the running always goes on: it is never a victim, and alone it fits. No priority evicts an older request. A preempted
-request had its turn and is the next, the oldest of them first. An admission preempts the paused alone: their blocks are as good as free, so
-nobody waits for a slow reader. A victim with a step in flight gets no further row until its ids are here, and is
-preempted then. A request that is no longer paused runs on if it still has its blocks and there is a seat; otherwise it
-is preempted.
+request had its turn and is the next, the oldest of them first. An admission preempts the paused alone: their blocks are
+as good as free, so nobody waits for a slow reader. A victim with a step in flight gets no further row until its ids are
+here, and is preempted then. A request that is no longer paused runs on if it still has its blocks and there is a seat;
+otherwise it is preempted.
 
 Deadlines. A request ends a margin before its deadline, with what it has made; the margin follows the measured gap
 between tokens. A request without a token ends when its prompt cannot be computed in time, as far as steps were measured

@@ -62,6 +62,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "max_queue": "requests that may wait; more are refused",
         "max_requests_per_client": "requests that a client may have at once, by API key or address; 0: no limit",
         "max_preparing": "requests of a front end that may wait to be tokenized, small and large ones each",
+        "max_refusals_per_second": "calls of an address that a front end refuses in a second; more wait; 0: no limit",
         "max_buffered_tokens": "tokens that a slow reader leaves unread before its request pauses",
         "slow_reader_seconds": "after which a stream whose reader takes nothing is cancelled",
         "stream_interval": "tokens to a message of a stream, but for the first and the last ones",

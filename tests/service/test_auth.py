@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from npuserve.service import metrics
-from npuserve.service.auth import peer_name
+from npuserve.service.call import peer_name
 from npuserve.service.cli import main
 from npuserve.service.messages import Submit
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
