@@ -125,10 +125,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await self._checked(continuation, details)
         if self._pace is None or handler is None:
             return handler
-        refusal_pace.set(self._pace)
         inner = handler.stream_unary or handler.stream_stream
         if inspect.isasyncgenfunction(inner):  # reflection's, whose messages are a few bytes
             return handler
+        refusal_pace.set(self._pace)
 
         async def paced(messages: object, context: Context) -> Any:
             try:

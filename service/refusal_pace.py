@@ -1,7 +1,7 @@
 """How fast a client is told that its calls are refused.
 
 A refusal costs a front end about a millisecond, and a client needs a few bytes for the next one. So refusals of one
-address are answered at most RATE times a second, after a burst, and the call that is refused waits until then: it
+address are answered at most `rate` times a second, after a burst, and the call that is refused waits until then: it
 holds its place among the streams of its connection, which are limited. Calls that are served are never delayed.
 
 The rule is the generic cell rate algorithm (ITU-T I.371) with delay in place of loss.
