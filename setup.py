@@ -37,10 +37,13 @@ LINK_FLAGS = ("-Wl,-z,defs",) if sys.platform == "linux" else ()
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mprefer-vector-width=512")
 X86 = {
+    "avx512_amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
     "avx512_vnni": AVX512,
     "avx2": ("-mavx2", "-mfma"),
 }
+if sys.platform != "linux":
+    del X86["avx512_amx"]  # Linux is asked for its registers
 PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}
 ISAS = {"x86_64": X86 | PORTABLE}.get(platform.machine(), PORTABLE)
 """Instruction set -> its flags. A compiler that does not know them builds the others."""

@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "machine": {
         "threads": "CPU threads of the engine; 0: as many as there are cores",
-        "cpu_gemm": "how the CPU multiplies bfloat16: by its instruction or widened to fp32; auto: measured",
+        "cpu_gemm": "how the CPU multiplies bfloat16: amx and bf16 by its instructions, fp32 widened; auto: measured",
         "cpu_weights": "how the CPU holds bfloat16 weights: compact is 12.25 bits a number; auto: measured",
         "tensor_parallel_size": "devices that share the model; above 1 is reserved",
         "kernel_sampling": "every how many steps each kernel is timed; 0: never",

@@ -2,7 +2,7 @@
 //
 //   read  p: memory [T, bytes], of each piece the exclusive or of its words [T] int32   n: T, bytes, a multiple of 512
 //   peak  p: operations done [T] int64; a product and its sum are two                   n: T, iterations
-#include "vec.h"
+#include "amx.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -110,11 +110,36 @@ struct Peak {
     }
 };
 
+#if defined(__AMX_TILE__)
+// Products of two tiles of x with two of panels.
+template <class Dot>
+struct PeakTiles {
+    static int64_t units(const Call &call) { return call.rows; }
+    static void run(const Call &call, int64_t unit) {
+        int64_t iterations = call.op.n[1];
+        char *zeros = static_cast<char *>(scratch(TILE_BYTES));
+        std::memset(zeros, 0, TILE_BYTES);
+        TileRegisters registers(TILE_ROWS);
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        tile_load<4>(zeros, 64), tile_load<5>(zeros, 64), tile_load<6>(zeros, 64), tile_load<7>(zeros, 64);
+        for (int64_t i = 0; i < iterations; i++)
+            tile_dot<Dot, 0, 4, 6>(), tile_dot<Dot, 1, 4, 7>(), tile_dot<Dot, 2, 5, 6>(), tile_dot<Dot, 3, 5, 7>();
+        tile_store<0>(zeros, 64), tile_store<1>(zeros, 64), tile_store<2>(zeros, 64), tile_store<3>(zeros, 64);
+        call.op.at<int64_t>(0)[unit] = iterations * 4 * TILE_ROWS * LANES * TILE_WORDS * Dot::PER_WORD * 2;
+    }
+};
+typedef PeakTiles<DotBFloat16> PeakOfBFloat16;
+typedef PeakTiles<DotInt8> PeakOfInt8;
+#else
+typedef Peak<PeakBFloat16> PeakOfBFloat16;
+typedef Peak<PeakInt8> PeakOfInt8;
+#endif
+
 extern const Kernel CEILINGS[] = {
     KERNEL("read/int8", Read),
     KERNEL("peak/float32", Peak<PeakFloat32>),
-    KERNEL("peak/bfloat16", Peak<PeakBFloat16>),
-    KERNEL("peak/int8", Peak<PeakInt8>),
+    KERNEL("peak/bfloat16", PeakOfBFloat16),
+    KERNEL("peak/int8", PeakOfInt8),
     {nullptr, nullptr, nullptr},
 };
 

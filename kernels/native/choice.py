@@ -1,8 +1,9 @@
 """The choice of what the CPU kernels run on, by what this processor is measured to do.
 
-The instruction set. Two sets may differ by the bfloat16 instruction alone. With it, two products are one instruction.
-Without it, numbers are widened to float32 in registers, and two products are two instructions (FMA). Processors differ
-in which is faster. The whole process runs on one set, so that a row's numbers are the same in every batch.
+The instruction set. Sets of one width differ in how they multiply bfloat16: by tiles of registers (AMX), which also
+multiply int8, by a vector instruction for two products, or widened to float32 in registers, where two products are two
+instructions (FMA). Processors differ in which is faster. The whole process runs on one set, so that a row's numbers are
+the same in every batch.
 
 The form of bfloat16 weights: plain, or compact (compact.cpp). Compact weights are a quarter less to read, and are taken
 apart for each product. Both forms give the same numbers.
@@ -22,7 +23,7 @@ from npuserve.kernels import native
 from npuserve.kernels.measure import cache_bytes
 from npuserve.kernels.native.packed import PackedWeight
 
-Gemm = Literal["auto", "bf16", "fp32"]
+Gemm = Literal["auto", "amx", "bf16", "fp32"]
 Form = Literal["auto", "plain", "compact"]
 
 Rates = Mapping[str, Mapping[str, float]]
@@ -32,7 +33,10 @@ two."""
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 
 BF16_ISA = "avx512_bf16"
-"""The instruction set whose kernels multiply bfloat16 by an instruction for it."""
+"""The instruction set whose kernels multiply bfloat16 by a vector instruction for it."""
+
+AMX_ISA = "avx512_amx"
+"""The instruction set whose kernels multiply bfloat16 and int8 by tiles of registers."""
 
 FASTER = 1.25
 """Ratio of rates from which a narrower set is taken. On an equal rate the wider one is faster, since it needs fewer
@@ -55,7 +59,7 @@ class CpuKernels:
     """What the CPU kernels of this process run on.
 
     isa: the instruction set.
-    gemm: how it multiplies bfloat16. "bf16": by an instruction for it; "fp32": widened.
+    gemm: how it multiplies bfloat16. "amx": by tiles; "bf16": by a vector instruction for it; "fp32": widened.
     gflops: the rates by which `isa` was chosen.
     weights: "plain" or "compact".
     plain_ms, compact_ms: milliseconds of a product of one row with `measured_bytes` of plain weights, and with the same
@@ -85,8 +89,8 @@ AUTO = Wanted()
 
 
 def gemm_of(isa: str) -> str:
-    """Return how the kernels of an instruction set multiply bfloat16: "bf16" or "fp32"."""
-    return "bf16" if isa == BF16_ISA else "fp32"
+    """Return how the kernels of an instruction set multiply bfloat16: "amx", "bf16" or "fp32"."""
+    return {BF16_ISA: "bf16", AMX_ISA: "amx"}.get(isa, "fp32")
 
 
 def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:
@@ -143,7 +147,7 @@ def _require(isas: Sequence[str], wanted: Gemm) -> None:
 
 
 def _is_faster(other: str, chosen: str, rates: Rates) -> bool:
-    """Compare sets of one width by bfloat16, in which alone they differ; others must be faster in everything."""
+    """Compare sets of one width by bfloat16; others must be faster in everything."""
     same_width = other.partition("_")[0] == chosen.partition("_")[0]
     return all(rates[other][kind] >= FASTER * rates[chosen][kind] for kind in (["bf16"] if same_width else KINDS))
 

@@ -74,11 +74,9 @@ INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec 
 #endif
 }
 
-// Calls put(word, part, numbers) for the words of a block, without its exceptions.
+// Calls put(word, part, numbers) for the words of groups, without exceptions.
 template <class Put>
-INLINE void each_word(const char *block, int64_t words, const Put &put) {
-    ivec table = spread_table(block);
-    const char *group = block + sizeof(Header);
+INLINE void each_group(const char *group, ivec table, int64_t words, const Put &put) {
     for (int64_t w = 0; w < words; w += GROUP_WORDS, group += GROUP_BYTES)
         EACH(i) {
             ivec first, second;
@@ -87,6 +85,12 @@ INLINE void each_word(const char *block, int64_t words, const Put &put) {
             expand_part<1>(group, table, i, first, second);
             put(w + 2, i, first), put(w + 3, i, second);
         }
+}
+
+// The same for the words of a block.
+template <class Put>
+INLINE void each_word(const char *block, int64_t words, const Put &put) {
+    each_group(block + sizeof(Header), spread_table(block), words, put);
 }
 
 // The words of a block as they are without packing.
@@ -157,6 +161,30 @@ bool compress(const char *plain, int64_t words, char *block) {
     std::memcpy(block, &head, sizeof head);
     return true;
 }
+
+#if defined(__AMX_TILE__)
+struct Compact;
+template <>
+struct StepsOf<Compact> {
+    static constexpr bool EXPANDS = true;
+    static INLINE void expand_step(const char *panel, int64_t step, int64_t words, char *to) {
+        constexpr int64_t STEPS = BLOCK_WORDS / TILE_WORDS, AHEAD = 2048;
+        const char *block = panel + step / STEPS * BLOCK_BYTES;
+        int64_t within = step % STEPS, count = std::min(TILE_WORDS, words - step * TILE_WORDS);
+        const char *group = block + sizeof(Header) + within * (TILE_WORDS / GROUP_WORDS) * GROUP_BYTES;
+        for (int64_t line = 0; line < 13; line++) __builtin_prefetch(group + AHEAD + line * 64, 0, 2);
+        each_group(group, spread_table(block), count, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
+            *reinterpret_cast<ivec_u *>(to + word * WORD_BYTES + i * WIDTH * 4) = numbers;
+        });
+        if (count < TILE_WORDS) std::memset(to + count * WORD_BYTES, 0, size_t((TILE_WORDS - count) * WORD_BYTES));
+        const Header &head = header(block);
+        for (uint32_t e = 0; __builtin_expect(e < head.exceptions, 0); e++) {
+            int64_t place = head.exception[e].place - within * TILE_BYTES / 2;
+            if (place >= 0 && place < TILE_BYTES / 2) to[place * 2 + 1] = char(head.exception[e].upper);
+        }
+    }
+};
+#endif
 
 // A tile of packed panels that no other rows meet.
 struct CompactTile : OnceTile<DotBFloat16> {

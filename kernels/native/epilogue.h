@@ -1,6 +1,7 @@
 // What becomes of the accumulators of a product: outputs, gated outputs, or the largest of them.
 #pragma once
 
+#include "amx_product.h"
 #include "product.h"
 
 namespace npuserve {
@@ -66,13 +67,30 @@ struct Int8s {
 
 template <class Of>
 Split split_of(const Call &call, bool paired = false) {
-    return Split(call.rows, words_of<typename Of::Dot>(call.op.n[1]), call.op.n[2], call.threads, paired);
+    int64_t words = words_of<typename Of::Dot>(call.op.n[1]);
+#if defined(__AMX_TILE__)
+    if (BY_TILES<typename Of::Dot>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
+#endif
+    return Split(call.rows, words, call.op.n[2], call.threads, paired);
 }
+
+// The work of a unit, and its memory.
+#if defined(__AMX_TILE__)
+template <class Of>
+using RoomOf = std::conditional_t<BY_TILES<typename Of::Dot>, TileRoom<Of>, Room<Of>>;
+template <class Of, class Take>
+using UnitOf = std::conditional_t<BY_TILES<typename Of::Dot>, TileUnit<Of, Take>, Unit<Of, Take>>;
+#else
+template <class Of>
+using RoomOf = Room<Of>;
+template <class Of, class Take>
+using UnitOf = Unit<Of, Take>;
+#endif
 
 template <class Of, class Take>
 INLINE void run_product(const Call &call, const Split &split, int64_t unit, const Take &take) {
-    char *memory = static_cast<char *>(scratch(size_t(Room<Of>(call, split).bytes())));
-    Unit<Of, Take>(call, split, unit, take, memory).run();
+    char *memory = static_cast<char *>(scratch(size_t(RoomOf<Of>(call, split).bytes())));
+    UnitOf<Of, Take>(call, split, unit, take, memory).run();
 }
 
 template <class Of>
@@ -159,11 +177,11 @@ struct LinearArgmax {
         Split split = split_of<Of>(call);
         int64_t row = unit % split.row_groups * split.rows_per_unit;
         int64_t rows = std::min(split.rows_per_unit, call.rows - row);
-        float *best = static_cast<float *>(scratch(size_t(rows * LANES * 8 + Room<Of>(call, split).bytes())));
+        float *best = static_cast<float *>(scratch(size_t(rows * LANES * 8 + RoomOf<Of>(call, split).bytes())));
         int32_t *ids = reinterpret_cast<int32_t *>(best + rows * LANES);
         for (int64_t i = 0; i < rows * LANES; i++) best[i] = -INFINITY, ids[i] = INT32_MAX;
         KeepLargest<Of> keep{Of(op), best, ids, op.n[3], row};
-        Unit<Of, KeepLargest<Of>>(call, split, unit, keep, reinterpret_cast<char *>(ids + rows * LANES)).run();
+        UnitOf<Of, KeepLargest<Of>>(call, split, unit, keep, reinterpret_cast<char *>(ids + rows * LANES)).run();
         for (int64_t r = 0; r < rows; r++) {
             float largest = -INFINITY;
             int32_t id = INT32_MAX;

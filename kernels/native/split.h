@@ -33,6 +33,8 @@ struct Split {
     int tile_rows, tile_panels;
     bool once, few;
 
+    Split() {}
+
     Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired = false) {
         panels = ceil_div<int64_t>(columns, LANES);
         once = rows <= ONCE_ROWS;
@@ -60,6 +62,26 @@ struct Split {
         panel_groups = ceil_div(panels, panels_per_unit);
         row_groups = ceil_div(rows, rows_per_unit);
     }
+#if defined(__AMX_TILE__)
+    // For pairs of tiles of 16 rows, which meet two panels (amx_product.h).
+    static Split of_tiles(int64_t rows, int64_t words, int64_t columns, int threads) {
+        Split made;
+        made.panels = ceil_div<int64_t>(columns, LANES), made.tile_panels = 2;
+        int64_t tiles = ceil_div<int64_t>(made.panels, 2);
+        if (rows <= NARROW_ROWS) {
+            made.rows_per_unit = rows;
+            made.panels_per_unit = 2 * std::max<int64_t>(1, UNIT_BYTES / (2 * words * 64));
+        } else {
+            int64_t cuts = ceil_div<int64_t>(rows, 256);
+            made.rows_per_unit = ceil_div<int64_t>(ceil_div(rows, cuts), 32) * 32;
+            made.panels_per_unit = 2 * std::clamp<int64_t>(tiles * cuts / (4 * threads), 1, 8);
+        }
+        made.rows_per_unit = std::max<int64_t>(made.rows_per_unit, 1);
+        made.panel_groups = ceil_div(made.panels, made.panels_per_unit);
+        made.row_groups = ceil_div(rows, made.rows_per_unit);
+        return made;
+    }
+#endif
     int64_t units() const { return panel_groups * row_groups; }
     static int tile_panels_of(int rows, bool paired) {
         return paired ? std::max(2, widest_tile(rows) / 2 * 2) : widest_tile(rows);

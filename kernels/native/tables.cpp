@@ -2,6 +2,12 @@
 // processor has.
 #include <cstring>
 
+#if defined(HAS_avx512_amx)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "pool.h"
 
 namespace npuserve {
@@ -10,6 +16,9 @@ namespace npuserve {
     namespace isa {                 \
     extern const KernelTable TABLE; \
     }
+#if defined(HAS_avx512_amx)
+DECLARE(avx512_amx)
+#endif
 #if defined(HAS_avx512_bf16)
 DECLARE(avx512_bf16)
 #endif
@@ -22,6 +31,9 @@ DECLARE(avx2)
 DECLARE(portable)
 
 const KernelTable *const TABLES[] = {
+#if defined(HAS_avx512_amx)
+    &avx512_amx::TABLE,
+#endif
 #if defined(HAS_avx512_bf16)
     &avx512_bf16::TABLE,
 #endif
@@ -35,11 +47,26 @@ const KernelTable *const TABLES[] = {
     nullptr,
 };
 
+#if defined(HAS_avx512_amx)
+// True if the processor has AMX with bfloat16 and int8, and the system lets this process use its registers.
+static bool has_amx() {
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, ALL = BF16 | TILE | INT8;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: Linux 5.16
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
 bool supported(const char *isa) {
 #if defined(HAS_avx512_bf16) || defined(HAS_avx512_vnni)
     bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512vnni");
+#if defined(HAS_avx512_amx)
+    static const bool amx = vnni && __builtin_cpu_supports("avx512bf16") && has_amx();
+    if (std::strcmp(isa, "avx512_amx") == 0) return amx;
+#endif
     if (std::strcmp(isa, "avx512_bf16") == 0) return vnni && __builtin_cpu_supports("avx512bf16");
     if (std::strcmp(isa, "avx512_vnni") == 0) return vnni;
 #endif

@@ -69,7 +69,7 @@ struct DotInt8 {
     static constexpr int PER_WORD = 4;
     typedef I Acc;
     static INLINE Acc start() { return Acc{}; }
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
     // The instruction multiplies unsigned by signed bytes: x is copied plus 128, and the epilogue subtracts 128 times
     // the sum of the weights.
     static constexpr int X_OFFSET = 128;

@@ -18,6 +18,9 @@ from npuserve.kernels.native.packed import PackedWeight, compacts
 BOTH = ["avx512_bf16", "avx512_vnni", "avx2", "portable"]
 """Instruction sets of a processor with the bfloat16 instruction."""
 
+AMX = ["avx512_amx", *BOTH]
+"""Those of one with AMX too."""
+
 ISAS = native.library().isas if native.available() else []
 needs_library = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 needs_two = pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have one instruction set here")
@@ -47,8 +50,17 @@ def test_choose_isa_by_rates(found: choice.Rates, expected: str) -> None:
     assert choose_isa(BOTH, found) == expected
 
 
+@pytest.mark.parametrize(("amx", "bf16", "expected"), [
+    (3000, 110, "avx512_amx"),  # Granite Rapids
+    (100, 200, "avx512_bf16"), (50, 60, "avx512_vnni"), (100, 100, "avx512_amx")])
+def test_choose_isa_by_rates_of_tiles(amx: float, bf16: float, expected: str) -> None:
+    found = {"avx512_amx": {"bf16": amx, "fp32": 100.0, "int8": 2 * amx}, **rates(bf16)}
+    assert choose_isa(AMX, found) == expected
+
+
 @pytest.mark.parametrize(("wanted", "isas", "expected"), [
-    ("bf16", BOTH, "avx512_bf16"), ("fp32", BOTH, "avx512_vnni"), ("fp32", BOTH[2:], "avx2"),
+    ("amx", AMX, "avx512_amx"), ("bf16", AMX, "avx512_bf16"), ("bf16", BOTH, "avx512_bf16"),
+    ("fp32", BOTH, "avx512_vnni"), ("fp32", BOTH[2:], "avx2"),
     ("fp32", ["portable"], "portable"),
 ])
 @pytest.mark.parametrize("bf16", [46, 200])

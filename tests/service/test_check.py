@@ -76,7 +76,9 @@ def test_the_native_kernels_run_on_the_best_that_the_processor_has(folder: Path,
     isas = ["portable"]
     if platform.machine() == "x86_64":
         flags = set(Path("/proc/cpuinfo").read_text().split())
-        isas = [*["avx512_bf16"] * (flags >= {*AVX512, "avx512_bf16"}), *["avx512_vnni"] * (flags >= AVX512),
+        amx = {*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+        isas = [*["avx512_amx"] * (flags >= amx),
+                *["avx512_bf16"] * (flags >= {*AVX512, "avx512_bf16"}), *["avx512_vnni"] * (flags >= AVX512),
                 *["avx2"] * (flags >= {"avx2", "fma"}), "portable"]
     found = report["native"]["isas"]
     assert found == [isa for isa in isas if isa in found]  # not every compiler knows all

@@ -1,0 +1,75 @@
+// The tile registers of AMX: eight, each of up to 16 rows of 64 bytes.
+//
+// tile_dot adds to 16 rows by 16 columns what one word of 16 rows of x makes with 16 words of a panel. The processor
+// defines the order of the additions (Intel's manual, TDPBF16PS): of each number the products of even and of odd places
+// are summed apart, each rounded to float32, and denormal numbers are 0. A row's sums depend on no other row.
+#pragma once
+
+#include <type_traits>
+
+#include "tile.h"
+
+#if defined(__AMX_TILE__)
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+constexpr int TILE_ROWS = 16;
+constexpr int64_t TILE_WORDS = 16;           // words along K that a product takes at once
+constexpr int64_t TILE_BYTES = 64 * TILE_WORDS;  // of a panel's words
+
+// Tiles 0 to 3 are sums, 4 and 5 hold rows of x, all six of `rows` rows; 6 and 7 hold words of panels. The registers are
+// released at the end, so that the system has nothing of them to keep when it switches threads.
+class TileRegisters {
+  public:
+    explicit TileRegisters(int rows) {
+        struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        static_assert(sizeof config == 64, "as the processor reads it");
+        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = uint8_t(i < 6 ? rows : TILE_ROWS);
+        asm volatile("ldtilecfg %0" : : "m"(config));
+    }
+    ~TileRegisters() { asm volatile("tilerelease"); }
+    TileRegisters(const TileRegisters &) = delete;
+    TileRegisters &operator=(const TileRegisters &) = delete;
+};
+
+// T is the number of a register. The assembler's own names, since the compilers' intrinsics take no template parameters.
+template <int T>
+INLINE void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(T));
+}
+template <int T>
+INLINE void tile_load(const void *from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
+}
+template <int T>
+INLINE void tile_store(void *to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(T) : "memory");
+}
+
+// True if products of Dot are made by tiles.
+template <class Dot>
+constexpr bool BY_TILES = false;
+template <>
+constexpr bool BY_TILES<DotBFloat16> = true;
+template <>
+constexpr bool BY_TILES<DotInt8> = true;
+
+// Tile C += rows of x in tile A times words of a panel in tile B.
+template <class Dot, int C, int A, int B>
+INLINE void tile_dot() {
+    static_assert(BY_TILES<Dot>, "bfloat16 or int8");
+    if constexpr (std::is_same<Dot, DotInt8>::value)
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+    else
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve
+
+#endif
