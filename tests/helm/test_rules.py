@@ -13,18 +13,19 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from tests.helm.chart import find, needs_helm, render, template
+from tests.helm.chart import Loader, find, needs_helm, render, template
 from tests.helm.test_dashboards import sampled, selectors
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "helm/npuserve/rules/npuserve.yaml"
 CASES = Path(__file__).with_name("rules.test.yaml")
+TESTS: list[dict[str, Any]] = yaml.load(CASES.read_text(encoding="utf-8"), Loader)["tests"]
 OPERATIONS = ROOT / "docs/operations.md"
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
     """kind: alert or record."""
-    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    groups = yaml.load(RULES.read_text(encoding="utf-8"), Loader)["groups"]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
 
@@ -70,7 +71,7 @@ def seconds(time: str) -> int:
 @pytest.mark.parametrize("name", ALERTS)
 def test_alert_is_tested_at_the_evaluation_at_which_it_fires_and_at_the_one_before(name: str) -> None:
     found = []
-    for case in yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]:
+    for case in TESTS:
         checks = {seconds(check["eval_time"]): len(check["exp_alerts"]) for check in case["alert_rule_test"]
                   if check["alertname"] == name}
         found += [time for time, count in checks.items() for before in (time - 30, time - 60)
@@ -80,7 +81,7 @@ def test_alert_is_tested_at_the_evaluation_at_which_it_fires_and_at_the_one_befo
 
 def test_alert_on_refusals_is_tested_all_the_time_that_one_burst_is_in_its_range() -> None:
     """A burst at 5m30 was once enough from 7m30 to 10m."""
-    (case,) = [case for case in yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
+    (case,) = [case for case in TESTS
                if "a queue that refuses" in case["name"]]
     times = [seconds(check["eval_time"]) for check in case["alert_rule_test"]]
     assert max(b - a for a, b in pairwise(time for time in times if 330 <= time <= 660)) <= 60

@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from npuserve.service.config import ConfigError, ServerConfig
-from tests.helm.chart import CHART, Object, merged, needs_helm, refused, template
+from tests.helm.chart import CHART, Loader, Object, merged, needs_helm, refused, template
 
 SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
+
+DEFAULTS: Object = yaml.load((CHART / "values.yaml").read_text(), Loader)
 
 NONSENSE: list[tuple[str, Object]] = [
     ("replica", {"replica": 3}),
@@ -181,9 +183,13 @@ NONSENSE_IDS = [f"{field} {json.dumps(values)}" for field, values in NONSENSE]
 
 @pytest.mark.parametrize(("field", "values"), NONSENSE, ids=NONSENSE_IDS)
 def test_schema_refuses_nonsense_by_its_field(field: str, values: Object):
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    found = set()
-    for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(merged(defaults, values)):
+    assert field in refused_by_schema(values)
+
+
+def refused_by_schema(values: Object) -> set[str]:
+    """Return the dotted paths of the values that the schema's errors name."""
+    found: set[str] = set()
+    for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(merged(DEFAULTS, values)):
         path = ".".join(map(str, error.absolute_path))
         names: set[str] = set()
         if error.validator == "additionalProperties":
@@ -193,10 +199,37 @@ def test_schema_refuses_nonsense_by_its_field(field: str, values: Object):
         elif error.validator == "required":
             names = set(error.validator_value) - set(error.instance)
         found |= {f"{path}.{name}".lstrip(".") for name in names} or {path}
-    assert field in found
+    return found
+
+
+def batches() -> list[tuple[set[str], Object]]:
+    """Return NONSENSE in few parts: all their fields, and values that hold each value and that the schema refuses by
+    all the fields."""
+    made: list[tuple[set[str], Object]] = []
+    for field, values in NONSENSE:
+        for index, (fields, others) in enumerate(made):
+            both = merged(others, values)
+            if both == merged(values, others) and refused_by_schema(both) >= fields | {field} != fields:
+                made[index] = (fields | {field}, both)
+                break
+        else:
+            made.append(({field}, values))
+    return made
 
 
 @needs_helm
+def test_helm_refuses_nonsense_by_all_its_fields():
+    """Helm names every error of the schema, so that one run of it checks many fields."""
+    found = batches()
+    assert {field for fields, _ in found for field in fields} == {field for field, _ in NONSENSE}
+    for fields, values in found:
+        done = template(values)
+        assert done.returncode != 0
+        assert refused(done.stderr) >= fields, done.stderr
+
+
+@needs_helm
+@pytest.mark.full
 @pytest.mark.parametrize(("field", "values"), NONSENSE, ids=NONSENSE_IDS)
 def test_helm_refuses_nonsense_by_its_field(field: str, values: Object):
     done = template(values)
