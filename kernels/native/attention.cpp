@@ -1,7 +1,7 @@
 // Attention over the paged KV cache.
 //
 // Per layer, with w numbers to a word (cache.h) and Dp the head's size rounded up to 16:
-//     keys    [blocks, Hkv, D / w, block_size, w]              words along the head, panels of 16 along the tokens
+//     keys    [blocks, Hkv, block_size / 16, D / w, 16, w]     words along the head, panels of 16 along the tokens
 //     values  [blocks, Hkv, block_size / w, Dp, w]             words along tokens, panels along the head
 //     scales  [blocks, Hkv, block_size] bfloat16               of the keys and of the values, where they are int8
 //
@@ -202,7 +202,7 @@ struct Attention {
         else
             for (int64_t i = 0; i < runs; i++)
                 scores<Dot, Tiles, PER_WORD>(
-                    s, work, keys[i], s.key_stride<C>(), from, count, seen,
+                    s, work, keys[i], s.key_stride<C>(), s.key_panel<C>(), from, count, seen,
                     !few ? none : i + 1 < runs ? keys_ahead(s, keys[i + 1]) : values_ahead(s, values[0]));
         for (int64_t i = 0; i < runs; i++)
             C::value_scales(value_scales[i], keys[i].tokens, work.value_scales + keys[i].first);
@@ -251,7 +251,7 @@ struct Attention {
             next.spread(s.padded_dim * seen.tokens * C::WORD / PER_WORD, made * ManyTiles::count(count - from));
             for (int64_t i = 0; i < made; i++)
                 scores<typename G::Dot, ManyTiles, G::PER_WORD>(
-                    s, work, gathered[i], G::STRIDE, from, count, seen, ByTile{&next});
+                    s, work, gathered[i], G::STRIDE, G::Dot::PANEL, from, count, seen, ByTile{&next});
         }
     }
     // Meanwhile the keys of the next split, which begins at a token, are fetched.
@@ -281,13 +281,14 @@ struct Attention {
     }
 
     template <class By, class Height, int64_t PER, class Fetch>
-    static ONE_COPY void scores(const Shape &s, const Work &work, const Run &keys, int64_t stride, int64_t from,
-                                int64_t count, const Seen &seen, const Fetch &ahead) {
+    static ONE_COPY void scores(const Shape &s, const Work &work, const Run &keys, int64_t stride,
+                                int64_t panel_stride, int64_t from, int64_t count, const Seen &seen,
+                                const Fetch &ahead) {
         int64_t dim_bytes = s.dim * int64_t(sizeof(X));
         for_tiles<Height>(
             count - from, ceil_div<int64_t>(keys.tokens, LANES),
             Scores<C, By, Fetch>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
-                                 dim_bytes, s.dim / PER, stride, keys, work.scores + from * SPLIT, seen, 0, 0, ahead});
+                                 dim_bytes, s.dim / PER, stride, panel_stride, keys, work.scores + from * SPLIT, seen, 0, 0, ahead});
     }
     template <class By, class Height, int64_t PER, class Fetch>
     static ONE_COPY void weighted(const Shape &s, const Work &work, const Run *values, int64_t begin, int64_t end,
@@ -301,7 +302,7 @@ struct Attention {
     }
 
     static Ahead keys_ahead(const Shape &s, const Run &run) {
-        return {run.at, s.key_stride<C>(), s.dim / PER_WORD, ceil_div<int64_t>(run.tokens, LANES) * Dot::PANEL};
+        return {run.at, s.key_panel<C>(), ceil_div<int64_t>(run.tokens, LANES), s.key_panel<C>()};
     }
     static Ahead values_ahead(const Shape &s, const Run &run) {
         return {run.at, s.value_stride<C>(), ceil_div<int64_t>(run.tokens, PER_WORD), s.value_stride<C>()};

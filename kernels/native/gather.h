@@ -137,7 +137,7 @@ struct Gather {
             C::copy_scales(from[i].scales, from[i].tokens, scales + from[i].first);
             for (int64_t token = 0; token < from[i].tokens; token += LANES) {
                 int64_t panel = (from[i].first + token) / LANES;
-                const char *w = from[i].at + token * C::WORD;
+                const char *w = from[i].at + token / LANES * s.key_panel<C>();
                 char *at = room + panel / GROUP * size + panel % GROUP * Dot::PANEL;
                 for (int64_t k = 0; k < words; k++) By::put(w + k * stride, at + k * By::STEPS * STRIDE, STRIDE);
             }

@@ -2,7 +2,7 @@
 
 Per layer, with w numbers to a word and Dp the head's size rounded up to a panel:
 
-    keys    [blocks, Hkv, D / w, block_size, w]
+    keys    [blocks, Hkv, block_size / 16, D / w, 16, w]
     values  [blocks, Hkv, block_size / w, Dp, w]
     scales  [blocks, Hkv, block_size]                of either, in an int8 cache
 """
@@ -26,7 +26,7 @@ PER_WORD = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
 def key_shape(blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     """block_size: a multiple of 16; head_dim: even."""
     w = PER_WORD[dtype]
-    return blocks, kv_heads, head_dim // w, block_size, w
+    return blocks, kv_heads, block_size // LANES, head_dim // w, LANES, w
 
 
 def value_shape(blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def scale_shape(blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
 
 
 def block_size(keys: Tensor) -> int:
-    return keys.shape[3]
+    return keys.shape[2] * LANES
 
 
 def parts(keys: Cache, values: Cache) -> tuple[str, tuple[Tensor, Tensor], list[Tensor]]:
@@ -77,12 +77,12 @@ def _reordered(cache: Cache, numbers: Callable[[Tensor], Tensor]) -> Cache:
 def _pack_keys(keys: Tensor) -> Tensor:
     blocks, size, heads, dim = keys.shape
     w = PER_WORD[keys.dtype]
-    return keys.view(blocks, size, heads, dim // w, w).permute(0, 2, 3, 1, 4).contiguous()
+    return keys.view(blocks, size // LANES, LANES, heads, dim // w, w).permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
 def _unpack_keys(keys: Tensor) -> Tensor:
-    blocks, heads, words, size, w = keys.shape
-    return keys.permute(0, 3, 1, 2, 4).reshape(blocks, size, heads, words * w)
+    blocks, heads, panels, words, _, w = keys.shape
+    return keys.permute(0, 2, 4, 1, 3, 5).reshape(blocks, panels * LANES, heads, words * w)
 
 
 def _pack_values(values: Tensor) -> Tensor:
@@ -101,12 +101,12 @@ def read_slots(keys: Tensor, values: Tensor, slots: Tensor, head_dim: int) -> tu
     """Copies of the keys and values at slots [n] int64, block * block_size + offset: each [n, Hkv, D]."""
     w = keys.shape[-1]
     block, offset = slots // block_size(keys), slots % block_size(keys)
-    return keys[block, :, :, offset].flatten(2), values[block, :, offset // w, :head_dim, offset % w]
+    return keys[block, :, offset // LANES, :, offset % LANES].flatten(2), values[block, :, offset // w, :head_dim, offset % w]
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
     """What `read_slots` then reads: new_keys, new_values [n, Hkv, D]."""
     w = keys.shape[-1]
     block, offset = slots // block_size(keys), slots % block_size(keys)
-    keys[block, :, :, offset] = new_keys.unflatten(-1, (-1, w))
+    keys[block, :, offset // LANES, :, offset % LANES] = new_keys.unflatten(-1, (-1, w))
     values[block, :, offset // w, : new_values.shape[-1], offset % w] = new_values

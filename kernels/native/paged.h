@@ -33,18 +33,22 @@ struct Shape {
     // Where a token's key begins in the cache C, and its value, the token a multiple of the numbers to a word.
     template <class C>
     const char *key(int64_t row, int64_t head, int64_t token) const {
-        return op.at<char>(1) + place(row, head, token) * (dim / C::PER_WORD) * key_stride<C>() +
-               token % block_size * C::WORD;
+        return op.at<char>(1) + place(row, head, token) * (block_size / LANES) * key_panel<C>() +
+               token % block_size / LANES * key_panel<C>() + token % LANES * C::WORD;
     }
     template <class C>
     const char *value(int64_t row, int64_t head, int64_t token) const {
         return op.at<char>(2) +
                (place(row, head, token) * block_size + token % block_size) / C::PER_WORD * value_stride<C>();
     }
-    // Bytes from one word of a block's keys, and of its values, to the next.
+    // Bytes of a panel of keys, and from one word of keys and of values to the next.
     template <class C>
-    int64_t key_stride() const {
-        return block_size * C::WORD;
+    int64_t key_panel() const {
+        return dim / C::PER_WORD * key_stride<C>();
+    }
+    template <class C>
+    static constexpr int64_t key_stride() {
+        return LANES * C::WORD;
     }
     template <class C>
     int64_t value_stride() const {

@@ -57,8 +57,9 @@ struct QkNormRopeKvWrite {
 
         Place(const Op &op, int64_t head, int64_t dim, int64_t slot) {
             int64_t block_size = op.n[4], place = slot / block_size * op.n[2] + head, offset = slot % block_size;
-            key_stride = block_size * C::WORD, value_stride = ceil_div<int64_t>(dim, LANES) * LANES * C::WORD;
-            key = op.at<char>(6) + place * (dim / PER_WORD) * key_stride + offset * C::WORD;
+            key_stride = LANES * C::WORD, value_stride = ceil_div<int64_t>(dim, LANES) * LANES * C::WORD;
+            int64_t panel = place * (block_size / LANES) + offset / LANES;
+            key = op.at<char>(6) + panel * (dim / PER_WORD) * key_stride + offset % LANES * C::WORD;
             value = op.at<char>(7) + (place * block_size + offset) / PER_WORD * value_stride;
             scale = place * block_size + offset, part = offset % PER_WORD;
         }
@@ -88,8 +89,8 @@ struct QkNormRopeKvWrite {
         };
         fetch(first);
         for (int64_t t = first, n; t < end; t += n) {
-            // Tokens [t, t + n), which lie side by side in a block.
-            for (n = 1; t + n < end && slots[t + n] == slots[t] + n && slots[t + n] % op.n[4];) n++;
+            // Tokens [t, t + n), which lie side by side in a panel.
+            for (n = 1; t + n < end && slots[t + n] == slots[t] + n && slots[t + n] % LANES;) n++;
             fetch(t + n);
             for (int64_t i = 0; i < n; i++) {
                 const T *in = op.at<T>(0) + (t + i) * row_size;

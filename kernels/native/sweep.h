@@ -91,21 +91,21 @@ struct Ahead {
     }
 };
 
-// acc += x . w over `words` words of P panels side by side.
+// acc += x . w over `words` words of P panels, panel_stride bytes apart.
 template <class Dot, int R, int P, class Fetch>
 INLINE void meet(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
-                 int64_t words, Fetch &ahead) {
+                 int64_t panel_stride, int64_t words, Fetch &ahead) {
     for (int64_t k = 0; k < words; k++) {
         const char *panels = w + k * w_stride, *row = x + k * Dot::X_BYTES;
         if constexpr (Dot::TAKES_MUCH) {
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {
-                auto v = Dot::get(panels + p * Dot::PANEL);
+                auto v = Dot::get(panels + p * panel_stride);
                 _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
                     Dot::step(acc[r][p], v, Dot::take(row + r * x_stride));
             }
         } else {
             typename Dot::W v[P];
-            _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) v[p] = Dot::get(panels + p * Dot::PANEL);
+            _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) v[p] = Dot::get(panels + p * panel_stride);
             _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
                 auto word = Dot::take(row + r * x_stride);
                 _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) Dot::step(acc[r][p], v[p], word);
@@ -120,7 +120,7 @@ template <class C, class Dot, class Fetch>
 struct Scores {
     const char *q;
     const float *q_scales;
-    int64_t row_bytes, words, stride;
+    int64_t row_bytes, words, stride, panel_stride;
     Run keys;
     float *scores;
     Seen seen;
@@ -138,7 +138,8 @@ struct Scores {
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
         Fetch next = ahead;
         next.begin_tile();
-        meet<Dot, R, P>(acc, q + row * row_bytes, row_bytes, keys.at + panel * Dot::PANEL, stride, words, next);
+        meet<Dot, R, P>(acc, q + row * row_bytes, row_bytes, keys.at + panel * panel_stride, stride, panel_stride, words,
+                        next);
         ahead = next;
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
@@ -179,7 +180,7 @@ struct Weighted {
         for (int64_t i = begin; i < end && values[i].first < see; i++) {
             int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), PER_WORD);
             meet<Dot, R, P>(acc, x + values[i].first / PER_WORD * Dot::X_BYTES, row_bytes,
-                            values[i].at + panel * Dot::PANEL, stride, words, next);
+                            values[i].at + panel * Dot::PANEL, stride, Dot::PANEL, words, next);
         }
         ahead = next;
         for (int r = 0; r < R; r++)
