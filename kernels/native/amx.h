@@ -18,18 +18,27 @@ constexpr int TILE_ROWS = 16;
 constexpr int64_t TILE_WORDS = 16;           // words along K that a product takes at once
 constexpr int64_t TILE_BYTES = 64 * TILE_WORDS;  // of a panel's words
 
-// Tiles 0 to 3 are sums, 4 and 5 hold rows of x, all six of `rows` rows; 6 and 7 hold words of panels. The registers are
-// released at the end, so that the system has nothing of them to keep when it switches threads.
+// Calls function(std::integral_constant<int, i>) for 0 <= i < N.
+template <int N, class Function>
+INLINE void each(const Function &function) {
+    if constexpr (N > 1) each<N - 1>(function);
+    function(std::integral_constant<int, N - 1>());
+}
+
+// Tiles 0 to 3 are sums, 4 and 5 hold rows of x, all six of `rows` rows; 6 and 7 hold words of panels. Tiles 5 and 7
+// hold `words` words of each row and panel, the others 16. The registers are released at the end, so that the system has
+// nothing of them to keep when it switches threads.
 class TileRegisters {
   public:
-    explicit TileRegisters(int rows) {
+    explicit TileRegisters(int rows, int words = TILE_WORDS) {
         struct {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
         } config;
         static_assert(sizeof config == 64, "as the processor reads it");
-        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = uint8_t(i < 6 ? rows : TILE_ROWS);
+        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = uint8_t(i < 6 ? rows : TILE_WORDS);
+        config.row_bytes[5] = uint16_t(words * 4), config.rows[7] = uint8_t(words);
         asm volatile("ldtilecfg %0" : : "m"(config));
     }
     ~TileRegisters() { asm volatile("tilerelease"); }

@@ -11,13 +11,6 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Calls function(std::integral_constant<int, i>) for 0 <= i < N.
-template <int N, class Function>
-INLINE void each(const Function &function) {
-    if constexpr (N > 1) each<N - 1>(function);
-    function(std::integral_constant<int, N - 1>());
-}
-
 // Fetches `lines` lines of each run of bytes into the second cache, `stride` bytes after those of the step before.
 template <int P>
 struct Fetch {

@@ -19,6 +19,7 @@
 //   attention_merge  the same, of either; the pointers before context_lens and after partial are null
 #include <algorithm>
 
+#include "amx_attention.h"
 #include "gather.h"
 
 namespace npuserve {
@@ -31,6 +32,7 @@ struct Attention {
     typedef typename C::X X;
     typedef typename C::Dot Dot;
     typedef std::conditional_t<GATHERS, FewTiles, Sweep<Dot>> Tiles;
+    typedef AttentionTiles<C> Amx;
     static constexpr int64_t PER_WORD = C::PER_WORD;
     static constexpr float LOG2E = 1.44269504f;
 
@@ -53,13 +55,13 @@ struct Attention {
         float *value_scales;   // [SPLIT]
         uint32_t *last_word;   // [Dp]
         uint16_t *key_scales;  // [SPLIT], of gathered keys
-        char *room;            // of gathered keys or values
+        char *room;            // of gathered keys or values, or of copied values
 
         explicit Work(const Shape &s) {
-            int64_t rows = s.item_queries * s.group + (GATHERS ? MOST_PADDING : 0), size = int64_t(sizeof(X));
+            int64_t rows = s.item_queries * s.group + (GATHERS ? MOST_PADDING : Amx::PADDING), size = int64_t(sizeof(X));
             int64_t of_row = s.dim * size + SPLIT * (size + 4) + s.padded_dim * 8 + 6 * 4;
-            int64_t gathered = GATHERS ? SPLIT * 2 + Gather<C>::bytes(s) : 0;
-            int64_t bytes = rows * of_row + SPLIT * 4 + s.padded_dim * 4 + gathered + 16 * 64;
+            int64_t copied = GATHERS ? Gather<C>::bytes(s) : Amx::bytes(s);
+            int64_t bytes = rows * of_row + SPLIT * (4 + 2) + s.padded_dim * 4 + copied + 16 * 64;
             at = static_cast<char *>(scratch(size_t(bytes)));
             take(q, rows * s.dim + 64 / size);
             take(scores, rows * SPLIT);
@@ -72,7 +74,8 @@ struct Attention {
                 take(*made, rows);
             take(value_scales, SPLIT);
             take(last_word, s.padded_dim);
-            if (GATHERS) take(key_scales, SPLIT), take(room, Gather<C>::bytes(s));
+            if (GATHERS) take(key_scales, SPLIT);
+            take(room, copied);
         }
 
         // Rows that fill up the last tile are 0.
@@ -138,6 +141,7 @@ struct Attention {
             work.q_scales[i] = C::query(s.op.at<T>(0) + place * s.dim, s.dim, work.q + i * s.dim);
         }
         if (GATHERS) work.pad(s, count);
+        Amx tiles(s, count);
         bool first = !part.cut;
         for (int64_t split = part.split; split < part.end; split++) {
             int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
@@ -148,7 +152,7 @@ struct Attention {
                 Part next(s, rows, call.threads, following);
                 if (!next.empty()) after = next.keys(s, next.split);
             }
-            attend(s, work, item, part.head, split, from, count, after, first ? work.total : work.sum,
+            attend(s, work, tiles, item, part.head, split, from, count, after, first ? work.total : work.sum,
                    first ? work.total_largest : work.largest, first ? work.total_mass : work.mass);
             for (int64_t i = first ? count : from; i < count; i++) {
                 float *sum = work.sum + i * s.padded_dim;
@@ -170,10 +174,11 @@ struct Attention {
     }
 
     // sum, largest and mass of rows [from, count) over one split.
-    static void attend(const Shape &s, const Work &work, const Item &item, int64_t head, int64_t split, int64_t from,
+    static void attend(const Shape &s, const Work &work, const Amx &tiles, const Item &item, int64_t head, int64_t split, int64_t from,
                        int64_t count, const Ahead &after, float *sum, float *largest_of, float *mass_of) {
         int64_t begin = split * SPLIT, tokens = std::min(SPLIT, item.position + count / s.group - begin);
         int64_t padded = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD;
+        int64_t weighed = std::max(padded, ceil_div(tokens, Amx::TOKENS) * Amx::TOKENS);
         int64_t whole = C::ABSORBS ? padded : tokens / PER_WORD * PER_WORD;
         Run keys[SPLIT_PANELS], values[SPLIT_PANELS + 1];
         const uint16_t *value_scales[SPLIT_PANELS];
@@ -197,7 +202,9 @@ struct Attention {
         // So few rows wait for memory: while they meet a block, what they meet next is fetched.
         bool few = count - from <= FEW;
         Ahead none;
-        if (GATHERS && !few)
+        if constexpr (Amx::USED)
+            tiles.scores(work.q, keys, runs, from, count, seen, work.scores);
+        else if (GATHERS && !few)
             gathered_scores(s, work, keys, runs, values, value_runs, from, count, seen);
         else
             for (int64_t i = 0; i < runs; i++)
@@ -225,9 +232,14 @@ struct Attention {
                 mass = mass + weights.add(full, p);
                 t += LANES;
             }
-            for (; t < padded; t += LANES) weights.add(t, zero());
-            work.weight_scales[i] = weights.end(padded);
+            for (; t < weighed; t += LANES) weights.add(t, zero());
+            work.weight_scales[i] = weights.end(weighed);
             largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
+        }
+        if constexpr (Amx::USED) {
+            const char *made[SPLIT / Amx::TOKENS];
+            int64_t steps = tiles.values(values, value_runs, work.room, made);
+            return tiles.weighted(work.weights, made, steps, from, count, seen, sum);
         }
         float *to = sum + from * s.padded_dim;
         if (GATHERS && !few)
