@@ -101,7 +101,8 @@ def read_slots(keys: Tensor, values: Tensor, slots: Tensor, head_dim: int) -> tu
     """Copies of the keys and values at slots [n] int64, block * block_size + offset: each [n, Hkv, D]."""
     w = keys.shape[-1]
     block, offset = slots // block_size(keys), slots % block_size(keys)
-    return keys[block, :, offset // LANES, :, offset % LANES].flatten(2), values[block, :, offset // w, :head_dim, offset % w]
+    read_keys = keys[block, :, offset // LANES, :, offset % LANES].flatten(2)
+    return read_keys, values[block, :, offset // w, :head_dim, offset % w]
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
