@@ -2,7 +2,8 @@
 
 By default a test function with two parameters or more runs only as many of its cases as it takes for every pair of
 values of two parameters to be in one of them (pairwise testing: most defects need no more than two values at once;
-Kuhn, Wallace and Gallo 2004). A test marked `full` does not run at all. What the command line names by `::` runs whole.
+Kuhn, Wallace and Gallo 2004). A test or a case marked `full` does not run at all. What the command line names by `::`
+runs whole.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for (_, function), group in groups.items():
         if function in named:
             chosen.update(group)
-        elif group[0].get_closest_marker("full") is None:
-            chosen.update(pairwise(group))
+        else:
+            chosen.update(pairwise([item for item in group if item.get_closest_marker("full") is None]))
     chosen.update(item for item in items if item.name in named)
     if left := [item for item in items if item not in chosen]:
         config.hook.pytest_deselected(items=left)

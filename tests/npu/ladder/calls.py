@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,12 @@ def uses(files: dict[str, Path], root: Path = ROOT) -> list[Use]:
     names = Names(trees)
     return [use for name, tree in trees.items()
             for use in _File(names, tree, files[name].relative_to(root).as_posix()).uses()]
+
+
+@functools.cache
+def our_uses() -> list[Use]:
+    """Return the uses of torch_npu in this repository."""
+    return uses(sources())
 
 
 class _File:

@@ -77,6 +77,8 @@ class Names:
         """Arguments that parameters of our functions are bound to."""
         self._bases: dict[int, list[ast.expr]] = {}  # of the class, by the id of its __init__'s scope
         self._ahead: set[tuple[int, int]] = set()  # being resolved
+        self._paths: dict[ast.AST, str | None] = {}
+        self._returns: dict[ast.AST, list[ast.expr]] = {}
         for name, tree in trees.items():
             self._enter(tree, self.modules[name])
         for tree in trees.values():
@@ -173,8 +175,10 @@ class Names:
 
     def path(self, node: ast.AST) -> str | None:
         """Of torch_npu, that the expression means."""
-        found = self._meaning(node, self.scopes[node])
-        return found if isinstance(found, str) and found.startswith(API) else None
+        if node not in self._paths:
+            found = self._meaning(node, self.scopes[node])
+            self._paths[node] = found if isinstance(found, str) and found.startswith(API) else None
+        return self._paths[node]
 
     def _meaning(self, node: ast.AST, scope: Scope) -> Meaning:
         key = id(node), id(scope)
@@ -258,9 +262,11 @@ class Names:
     def _returned(self, function: Bound) -> Meaning:
         node = function.value
         assert isinstance(node, FunctionNode)
-        values = [annotated(node.returns)] if node.returns else []
-        values += [n.value for n in own(node) if isinstance(n, (ast.Return, ast.Yield)) and n.value]
-        return self._first(Bound(value, function.scope) for value in values)
+        if node not in self._returns:
+            values = [annotated(node.returns)] if node.returns else []
+            values += [n.value for n in own(node) if isinstance(n, (ast.Return, ast.Yield)) and n.value]
+            self._returns[node] = values
+        return self._first(Bound(value, function.scope) for value in self._returns[node])
 
 
 def annotated(node: ast.expr) -> ast.expr:

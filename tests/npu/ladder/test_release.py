@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.npu.ladder.__main__ import TAG, wheel_file
-from tests.npu.ladder.calls import Use, sources, uses
+from tests.npu.ladder.calls import Use, our_uses
 from tests.npu.ladder.release import EMULATED, VERSIONS, Release, problems
 from tests.npu.ladder.wheel import Wheel
 
-OURS = uses(sources())
 RELEASES = {version: Release.load(version) for version in VERSIONS}
 SCORE = "npu::npu_score"
 MADE = Release("2.13.0", "", "", {
@@ -24,12 +23,12 @@ MADE = Release("2.13.0", "", "", {
 
 
 def test_all_our_calls_fit_every_version() -> None:
-    wrong = [problem for release in RELEASES.values() for problem in problems(OURS, release, RELEASES[EMULATED])]
+    wrong = [problem for release in RELEASES.values() for problem in problems(our_uses(), release, RELEASES[EMULATED])]
     assert not wrong
 
 
 def test_the_data_hold_no_more_than_is_used() -> None:
-    used = {use.path.split(".")[0] if use.path.startswith("npu::") else use.path for use in OURS}
+    used = {use.path.split(".")[0] if use.path.startswith("npu::") else use.path for use in our_uses()}
     for release in RELEASES.values():
         assert {*release.operators, *release.python} == used, "run python -m tests.npu.ladder write"
         assert release.wheel == f"torch_npu-{release.version}-{TAG}.whl"
@@ -40,7 +39,7 @@ def test_the_data_hold_no_more_than_is_used() -> None:
 def test_the_data_are_those_of_the_wheel(version: str) -> None:
     if not wheel_file(version).exists():
         pytest.skip(f"{wheel_file(version).name} is not there; python -m tests.npu.ladder check downloads it")
-    assert Release.of(Wheel(wheel_file(version)), (use.path for use in OURS)) == RELEASES[version]
+    assert Release.of(Wheel(wheel_file(version)), (use.path for use in our_uses())) == RELEASES[version]
 
 
 def call(path: str, *positional: str, results: int | None = None, **keywords: str) -> Use:
@@ -136,7 +135,7 @@ def mutants(use: Use) -> list[Use]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_of_our_calls_made_wrong_is_told(version: str) -> None:
     release = RELEASES[version]
-    for use in OURS:
+    for use in our_uses():
         arguments = release.python.get(use.path) or ""
         for wrong in mutants(use):
             if arguments != "native" and "**" not in arguments and "*args" not in arguments:

@@ -7,12 +7,11 @@ import importlib.util
 import pytest
 import torch
 
-from tests.npu.ladder.calls import Use, sources, uses
+from tests.npu.ladder.calls import Use, our_uses
 from tests.npu.ladder.record import Calls, Recorded, recorded
 from tests.npu.ladder.release import EMULATED, VERSIONS, Release, operator, problems
 from tests.npu.ladder.table import PAGE, page
 
-OURS = uses(sources())
 RELEASES = [Release.load(version) for version in VERSIONS]
 
 
@@ -39,7 +38,7 @@ def test_what_was_read_from_the_wheel_is_what_torch_npu_registers(run: Recorded)
 
 
 def test_no_operator_runs_that_the_sources_do_not_show(run: Recorded) -> None:
-    seen = {operator(use.path) for use in OURS}
+    seen = {operator(use.path) for use in our_uses()}
     ran = {operator(path) for path in run.operators if path.startswith("npu::")}
     assert ran <= seen
     assert {"npu::npu_rms_norm", "npu::npu_swiglu"} <= ran
@@ -56,7 +55,7 @@ def test_what_ran_fits_every_version(run: Recorded) -> None:
 
 
 def test_the_page_is_what_the_sources_make(run: Recorded) -> None:
-    new = page(OURS, run, RELEASES)
+    new = page(our_uses(), run, RELEASES)
     assert PAGE.read_text() == new, "run python -m tests.npu.ladder.table --write"
 
 
