@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from operator import attrgetter, ge
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -152,22 +153,23 @@ class FairQueue:
         return requests, int(tokens)
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with it, for integrity checks."""
-        standing = list(self)
-        if len(standing) != self._length:
-            yield f"{len(standing)} sequences stand in lines, {self._length} were counted"
+        """Yield what is wrong with it, for integrity checks, in one pass over the lines."""
+        waiting: Counter[Account] = Counter()
         for owner, line in self._lines.items():
             places = [_place(s) for s in line]
-            if not line or places != sorted(set(places)):
+            if not line or any(map(ge, places, places[1:])):
                 yield f"a line is empty or not in order: {places}"
             if any(self._owner(s) is not owner for s in line):
                 yield f"a sequence stands in another's line: {[s.id for s in line]}"
+            waiting.update(s.account for s in line)
+        if waiting.total() != self._length:
+            yield f"{waiting.total()} sequences stand in lines, {self._length} were counted"
         for account in self._accounts.values():
-            waiting = sum(s.account is account for s in standing)
-            if account.waiting != waiting or account.live < waiting:
-                yield f"a client has {account.live} live and {account.waiting} waiting, but {waiting} stand in lines"
-        if strangers := [s.id for s in standing if self._accounts.get(s.account.client) is not s.account]:
-            yield f"the clients of {strangers} have no accounts"
+            standing = waiting.get(account, 0)
+            if account.waiting != standing or account.live < standing:
+                yield f"a client has {account.live} live and {account.waiting} waiting, but {standing} stand in lines"
+        if strangers := [a.client for a in waiting if self._accounts.get(a.client) is not a]:
+            yield f"the clients {strangers} have no accounts"
 
     def _owner(self, sequence: Sequence) -> Account:
         return self._again if sequence.had_turn else sequence.account
