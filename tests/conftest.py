@@ -21,12 +21,14 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 # In CI the examples are the same at each run, so that a failure is the change's own.
-settings.register_profile("npuserve", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("npuserve")
+settings.register_profile("default", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("full", settings.get_profile("default"), max_examples=150)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record the outcomes where CI asks for them, in the process that has the reports of all workers."""
+    """Choose the number of examples. Record the outcomes where CI asks for them, in the process that has the reports of
+    all workers."""
+    settings.load_profile("full" if config.getoption("--full") else "default")
     if (file := os.environ.get(VARIABLE)) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(Path(file)))
 

@@ -44,7 +44,7 @@ def test_any_fields_at_all(server: Target, name: str) -> None:
     """Each answer is one of the documented codes; INTERNAL and UNKNOWN are bugs."""
 
     @given(message=METHODS[name][1])
-    @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @settings(suppress_health_check=[HealthCheck.too_slow])
     def each(message: Any) -> None:
         code = asked(server, name, message)
         assert code in CODES, (code, server.server.log[-2000:])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -236,7 +236,6 @@ def test_linear_of_ones_is_torchs_whole_number(way: Way, rows: int, k: int) -> N
     assert torch.equal(way(linear, x, weight, None), wide.float())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 70), k=st.integers(1, 300), n=st.integers(1, 300), seed=st.integers(0, 99),
     x_zeros=st.booleans(), w_zeros=st.booleans(), dtype=st.sampled_from(DTYPES), name=st.sampled_from(ways(linear)))

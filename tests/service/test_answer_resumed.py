@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
@@ -101,7 +101,6 @@ def joined(parts: Sequence[pb.StreamGenerateResponse]) -> tuple[str, list[int], 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "none"])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_resumed_after_any_message(kind: str, data: st.DataObject) -> None:
     """However far the engine is when the client comes back, and however often it goes."""
@@ -133,7 +132,6 @@ def test_resumed_after_any_message(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_resumed_at_any_token(kind: str, data: st.DataObject) -> None:
     """Also inside a character or a stop string: ids go on exactly there, and the text with the characters that the

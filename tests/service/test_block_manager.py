@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.block_manager import AUDIT_BLOCKS, BlockCounts, BlockManager, BlockTable, IntegrityError
@@ -258,7 +258,6 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 actions = st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]), st.integers(0, 9))
 
 
-@settings(max_examples=150, deadline=None)
 @given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), steps=st.lists(actions, max_size=40))
 def test_shared_blocks_hold_what_their_holders_think(
     num_blocks: int, size: int, steps: list[tuple[str, list[int], str, int]]

@@ -4,7 +4,7 @@ whose requests pause."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.deadlines import LEAST_MARGIN, RETRY, Deadlines, Pace
@@ -308,7 +308,6 @@ def test_a_pause_is_no_time_of_computing() -> None:
     assert house.scheduler._pace.gap < 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     asks=st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 30), st.integers(1, 12), st.integers(1, 200)), max_size=12),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.fake import FakeRunner
@@ -104,7 +104,6 @@ def scripts(draw: st.DrawFn) -> dict[int, list[m.ToEngine]]:
     return messages
 
 
-@settings(max_examples=150, deadline=None)
 @given(messages=scripts(), pool=st.sampled_from([9, 12, 64]), seats=st.sampled_from([8, 3, 1]),
        budget=st.sampled_from([64, 8, 3]))
 def test_the_same_answers_with_one_step_in_flight_and_with_two(

@@ -9,7 +9,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
@@ -125,7 +125,6 @@ class Hunt:
         pytest.fail("an engine that never comes to rest")
 
 
-@settings(max_examples=60, deadline=None)
 @given(count=st.integers(1, 40), killers=st.integers(0, 2), seed=st.integers(0, 1 << 20),
        budget=st.sampled_from([8, 24, 256]), seats=st.sampled_from([1, 5, 64]))
 def test_killers_alone_are_failed_and_each_after_three_deaths(

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
@@ -190,7 +190,6 @@ def test_restore_messages_leave_out_what_ends_meanwhile() -> None:
     assert [key for part in parts for key, _ in part.live] == list(range(first[-1] + 2, 50))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "restore", "find"]), st.sampled_from("abcd"),
                           st.integers(0, 5)), max_size=40))
 def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:

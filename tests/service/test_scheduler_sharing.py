@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
@@ -244,7 +244,6 @@ def requests(draw: st.DrawFn) -> Ask:
     return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), turns, fields
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     asks=st.lists(requests(), min_size=5, max_size=14), block_size=st.sampled_from([1, 2, 4]),
     pool=st.integers(LARGEST, LARGEST + 12), max_num_seqs=st.sampled_from([8, 6, 4, 1]),
