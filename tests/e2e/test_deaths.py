@@ -184,10 +184,10 @@ def test_a_killed_front_end(kills: ModuleType, tmp_path: Path, monkeypatch: pyte
     slow = tmp_path / "slow"
     monkeypatch.setenv(brittle.SLOW, str(slow))
     with serving("--dtype", "float32", "--frontends", "2", "--debuggable", **BRITTLE) as server:
-        asks = kills.asks(12, 300, seed=7)
+        asks = kills.asks(8, 300, seed=7)
         for ask in asks:
             ask.stopping.ignore_eos, ask.stopping.max_tokens = True, 330
-        with ThreadPoolExecutor(12) as threads:
+        with ThreadPoolExecutor(8) as threads:
             alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), asks))
         slow.touch()  # so that no stream ends before both are killed
         readers, calls, places = [], [], []

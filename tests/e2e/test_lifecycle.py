@@ -103,13 +103,13 @@ def test_engine_death_is_a_pause() -> None:
 
 
 def test_metrics_after_kills_keep_totals_in_as_many_files() -> None:
-    """Three deaths of the engine and of the front end, each after a request whose counts have reached the page."""
+    """Two deaths of the engine and of the front end, each after a request whose counts have reached the page."""
     with serving("--debuggable") as server:
         environment = Path(f"/proc/{children(server)['frontend']}/environ").read_bytes()
         found = re.search(rb"PROMETHEUS_MULTIPROC_DIR=([^\0]+)", environment)
         assert found
         folder = Path(found[1].decode())
-        files, rounds = [], 3
+        files, rounds = [], 2
         for number in range(1, rounds + 1):
             for name in ("engine_process", "frontend"):
                 until(lambda: is_serving(server))

@@ -139,7 +139,7 @@ def test_front_end_dies_while_the_certificate_is_broken_is_retried(
 def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first load takes longer than the limit, and says that it lasts."""
     monkeypatch.setenv(brittle.LOAD_LIMIT, "1")
-    load_file.write_text("slow:3")
+    load_file.write_text("slow:1.5")
     with serving(**BRITTLE) as server:
         assert "engine is still loading" in server.log
         assert "hangs while loading" not in server.log
@@ -314,6 +314,8 @@ def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -
         until(ended)
         assert adopted
         until(lambda: not adopted & {pid for pid, _ in descendants(supervisor)})
+        os.kill(supervisor, signal.SIGTERM)  # unshare passes no signal on
+        assert server.process.wait(30) == 0
 
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="no program setpriv")
