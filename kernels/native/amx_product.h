@@ -222,15 +222,17 @@ struct TileUnit {
             product_of_tiles<Dot, 1, P>(x, stride, panels, steps, begin == 0, sums, feed);
     }
 
+    // The outputs of two panels in a few rows are stored together, since they share lines of memory.
     INLINE void put(int64_t panel, int64_t from, int64_t to) const {
+        constexpr int64_t TOGETHER = 4;
         int p = int(std::min<int64_t>(2, to - panel));
-        for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
-            int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
-            int64_t n = std::min<int64_t>(LANES, call.op.n[2] - column);
-            for (int64_t tile = 0; tile < tiles; tile++) {
-                int64_t begin = tile * TILE_ROWS, again = begin - begin_of(tile);
-                const Acc *sums = reinterpret_cast<const Acc *>(acc_of(panel, from, p, tile)) + again * p + j;
-                take(row + begin, int(std::min<int64_t>(TILE_ROWS, rows - begin)), column, sums, p, n);
+        for (int64_t begin = 0; begin < rows; begin += TOGETHER) {
+            int64_t tile = begin / TILE_ROWS, within = begin - begin_of(tile);
+            const Acc *sums = reinterpret_cast<const Acc *>(acc_of(panel, from, p, tile)) + within * p;
+            for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
+                int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
+                take(row + begin, int(std::min(TOGETHER, rows - begin)), column, sums + j, p,
+                     std::min<int64_t>(LANES, call.op.n[2] - column));
             }
         }
     }

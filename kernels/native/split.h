@@ -70,9 +70,11 @@ struct Split {
         int64_t tiles = ceil_div<int64_t>(made.panels, 2);
         if (rows <= NARROW_ROWS) {
             made.rows_per_unit = rows;
-            made.panels_per_unit = 2 * std::max<int64_t>(1, UNIT_BYTES / (2 * words * 64));
+            // Long units, since each begins with panels that nothing has fetched.
+            int64_t most = TILE_UNIT_BYTES / (2 * words * 64);
+            made.panels_per_unit = 2 * std::max<int64_t>(1, std::min(most, tiles / (8 * threads)));
         } else {
-            int64_t cuts = ceil_div<int64_t>(rows, 256);
+            int64_t cuts = ceil_div(rows, TILE_UNIT_ROWS);
             made.rows_per_unit = ceil_div<int64_t>(ceil_div(rows, cuts), 32) * 32;
             made.panels_per_unit = 2 * std::clamp<int64_t>(tiles * cuts / (4 * threads), 1, 8);
         }
@@ -87,7 +89,8 @@ struct Split {
         return paired ? std::max(2, widest_tile(rows) / 2 * 2) : widest_tile(rows);
     }
 
-    static constexpr int64_t UNIT_BYTES = 64 << 10;
+    static constexpr int64_t UNIT_BYTES = 64 << 10, TILE_UNIT_BYTES = 256 << 10;
+    static constexpr int64_t TILE_UNIT_ROWS = 256;
     static constexpr int64_t UNITS_PER_THREAD = 16, LEAST_UNITS_PER_THREAD = 10;
     static constexpr int64_t NARROW_ROWS = 64;
     // Most rows of a unit, and tiles of panels: their accumulators and a block of x stay in the second cache.

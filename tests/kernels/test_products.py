@@ -1,0 +1,86 @@
+"""Products with packed weights: a row's bits are the same whatever is computed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.native.packed import PackedWeight
+
+ISAS = native.library().isas if native.available() else []
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+
+ROWS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 255, 257, 300)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with native.using(request.param):
+        yield request.param
+
+
+def linear(x: Tensor, weight: Tensor, compact: bool = False) -> Tensor:
+    """x [T, K], weight [N, K] -> [T, N], both of int8 or both of one float dtype; int8 gives exact sums as float32."""
+    (rows, k), n = x.shape, len(weight)
+    packed = PackedWeight.pack(weight, compact)
+    if x.dtype is torch.int8:
+        out = torch.empty(rows, n)
+        scales = torch.ones(rows), torch.ones(n), weight.sum(1, dtype=torch.int32)
+        tensors = [x, packed.words, None, out, None, *scales, None, None, None]
+        native.call("linear", ("linear_int8", torch.float32, tensors, [rows, k, n]))
+    else:
+        out = torch.empty(rows, n, dtype=x.dtype)
+        native.call("linear", (packed.op("linear"), x.dtype, [x, packed.words, None, out, None], [rows, k, n]))
+    return out
+
+
+def operands(k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x [300, k] and a weight [n, k]."""
+    generator = torch.Generator().manual_seed(k + n)
+    if dtype is torch.int8:
+        return tuple(torch.randint(-128, 128, (rows, k), generator=generator).to(dtype) for rows in (max(ROWS), n))
+    return tuple(torch.randn(rows, k, generator=generator).to(dtype) for rows in (max(ROWS), n))
+
+
+@pytest.mark.parametrize(("k", "n"), [(8, 5), (40, 33), (96, 48), (1096, 80), (2112, 49)])
+@pytest.mark.parametrize(("dtype", "compact"), [
+    (torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.int8, False)])
+def test_a_row_gives_the_same_bits_with_any_number_of_others(
+    isa: str, dtype: torch.dtype, compact: bool, k: int, n: int
+) -> None:
+    x, weight = operands(k, n, dtype)
+    together = linear(x, weight, compact)
+    exact = x.double() @ weight.double().T
+    scale = exact.abs().max().item()
+    precision = torch.finfo(together.dtype).eps * (k**0.5 if dtype is torch.float32 else 1)
+    assert (together.double() - exact).abs().max().item() <= scale * precision
+    for rows in ROWS:
+        first = x[len(x) - rows :].contiguous()
+        assert torch.equal(linear(first, weight, compact), together[len(x) - rows :]), rows
+
+
+@pytest.mark.skipif("avx512_amx" not in ISAS, reason="this processor has no AMX, or the compiler does not know it")
+@pytest.mark.parametrize("k", [32, 36, 40, 96, 200])
+def test_tiles_of_amx_add_as_intel_defines_it(k: int) -> None:
+    """Of each 32 numbers of K, products of even and of odd places are summed apart, then both are added to the sum."""
+    generator = torch.Generator().manual_seed(k)
+    x, weight = (torch.randn(rows, k // 2, generator=generator).bfloat16() for rows in (20, 18))
+    # The sums are zero, so that what is left shows how they were rounded.
+    order = torch.randperm(k // 2, generator=generator)
+    x, weight = torch.cat([x, x[:, order]], 1), torch.cat([weight, -weight[:, order]], 1)
+    sums = torch.zeros(20, 18)
+    for begin in range(0, k, 32):
+        parts = [torch.zeros(20, 18), torch.zeros(20, 18)]
+        for i in range(begin, min(begin + 32, k)):
+            # A product of two bfloat16 is a float32, so that its sum is rounded once, as by the instruction.
+            parts[i % 2] += x[:, i : i + 1].float() * weight[:, i].float()
+        sums += parts[0] + parts[1]
+    assert (sums != 0).any()
+    with native.using("avx512_amx"):
+        assert torch.equal(linear(x, weight), sums.bfloat16())
+        one = linear(x, weight, compact=k % 8 == 0)
+    assert torch.equal(one, sums.bfloat16())
