@@ -45,8 +45,21 @@ X86 = {
 if sys.platform != "linux":
     del X86["avx512_amx"]  # Linux is asked for its registers
 PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}
-ISAS = {"x86_64": X86 | PORTABLE}.get(platform.machine(), PORTABLE)
-"""Instruction set -> its flags. A compiler that does not know them builds the others."""
+UNSCHEDULED = "-fno-schedule-insns"  # GCC otherwise loads a tile's words so early that accumulators leave the registers
+AARCH64: dict[str, tuple[str, ...]] = {
+    "neon_bf16": (UNSCHEDULED, "-march=armv8.2-a+dotprod+i8mm+bf16"),
+    "neon_dotprod": (UNSCHEDULED, "-march=armv8.2-a+dotprod"),
+    "neon": (UNSCHEDULED,),
+}
+
+
+def isas_of(machine: str) -> dict[str, tuple[str, ...]]:
+    """Return the instruction sets of a machine, the widest first, and the flags of each."""
+    return {"x86_64": X86 | PORTABLE, "aarch64": AARCH64}.get(machine, PORTABLE)
+
+
+ISAS = isas_of(platform.machine())
+"""A compiler that does not know the flags of a set builds the others."""
 
 
 class BuildError(Exception):
@@ -116,21 +129,35 @@ def find_compiler() -> list[str]:
     raise BuildError(f"{' or '.join(map(shlex.join, named))} is no working C++17 compiler")
 
 
-def build(library: Path, folder: Path) -> list[str]:
-    """Compiles the sources in `folder` and returns the instruction sets that the library has. BuildError."""
-    compiler = find_compiler()
-    isas = {name: flags for name, flags in ISAS.items() if not flags or works(compiler, *flags)}
+def compile_objects(
+    compiler: list[str], folder: Path, isas: dict[str, tuple[str, ...]], into: str, extra: tuple[str, ...] = ()
+) -> list[str]:
+    """Compile the sources in `folder` for these instruction sets and return the object files.
+
+    into: folder of the object files.
+    extra: further flags of all sources.
+    Raises BuildError.
+    """
     defines = [f"-DHAS_{name}" for name in isas] + [f'-DNPUSERVE_SOURCE="{stamp(folder, isas)}"']
     units = [(folder / name, defines) for name in ONCE]
     for file in sorted(folder.glob("*.cpp"), key=lambda file: -file.stat().st_size):  # what takes longest comes first
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()]
-    with TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as threads:
-        objects = [f"{temporary}/{number}.o" for number in range(len(units))]
-        commands = [[*compiler, *FLAGS, *flags, "-c", str(file), "-o", made]
-                    for (file, flags), made in zip(units, objects, strict=True)]
+    objects = [f"{into}/{number}.o" for number in range(len(units))]
+    commands = [[*compiler, *FLAGS, *extra, *flags, "-c", str(file), "-o", made]
+                for (file, flags), made in zip(units, objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         for _ in threads.map(run, commands):
             pass
+    return objects
+
+
+def build(library: Path, folder: Path) -> list[str]:
+    """Compiles the sources in `folder` and returns the instruction sets that the library has. BuildError."""
+    compiler = find_compiler()
+    isas = {name: flags for name, flags in ISAS.items() if not flags or works(compiler, *flags)}
+    with TemporaryDirectory() as temporary:
+        objects = compile_objects(compiler, folder, isas, temporary)
         linked = Path(temporary, library.name)
         run([*compiler, "-shared", *FLAGS, *LINK_FLAGS, *objects, "-o", str(linked)])
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ struct OfWords : Dot {
     static INLINE auto take(const char *x) { return Dot::spread(word_at(x)); }
 };
 
-#if !defined(__AVX512BF16__)
+#if !BF16_DOT
 // bfloat16 (w) times bfloat16 (x) that is held in float32, so that its words need not be taken apart.
 struct DotWide : DotBFloat16 {
     static constexpr int64_t X_BYTES = 8;
@@ -61,6 +61,25 @@ struct DotInt16 {
     }
     static INLINE X take(const char *x) { return _mm256_set1_epi32(int32_t(word_at(x))); }
     static INLINE void step(Acc &acc, W w, X x) { EACH(i) acc.v[i] += (ivec)_mm256_madd_epi16(w.v[i], x); }
+#elif defined(__aarch64__)
+    struct W {
+        int16x8_t even[2], odd[2];
+    };
+    typedef int16x4_t X;
+    static INLINE W get(const char *w) {
+        int8x16x2_t v = vld2q_s8(reinterpret_cast<const int8_t *>(w));
+        return {{vmovl_s8(vget_low_s8(v.val[0])), vmovl_high_s8(v.val[0])},
+                {vmovl_s8(vget_low_s8(v.val[1])), vmovl_high_s8(v.val[1])}};
+    }
+    static INLINE X take(const char *x) { return (X)uint32x2_t{word_at(x), 0}; }
+    static INLINE void step(Acc &acc, W w, X x) {
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+            int32x4_t low = vmlal_lane_s16((int32x4_t)acc.v[2 * i], vget_low_s16(w.even[i]), x, 0);
+            int32x4_t high = vmlal_high_lane_s16((int32x4_t)acc.v[2 * i + 1], w.even[i], x, 0);
+            acc.v[2 * i] = (ivec)vmlal_lane_s16(low, vget_low_s16(w.odd[i]), x, 1);
+            acc.v[2 * i + 1] = (ivec)vmlal_high_lane_s16(high, w.odd[i], x, 1);
+        }
+    }
 #else
     struct W {
         ivec even[PARTS], odd[PARTS];
@@ -94,7 +113,7 @@ struct Product {
 };
 template <>
 struct Product<BFloat16> {
-#if defined(__AVX512BF16__)
+#if BF16_DOT
     typedef OfWords<DotBFloat16> Dot;
     typedef BFloat16 Held;
 #else

@@ -60,6 +60,14 @@ struct PeakBFloat16 {
         acc = (fvec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
     }
 };
+#elif BF16_DOT
+struct PeakBFloat16 {
+    typedef fvec Vector;
+    static constexpr int64_t PRODUCTS = 2 * WIDTH;
+    static INLINE void step(fvec &acc, ivec a, ivec b) {
+        acc = (fvec)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    }
+};
 #else
 typedef PeakFloat32 PeakBFloat16;
 #endif
@@ -73,6 +81,21 @@ struct PeakInt8 {
 #elif defined(__AVX2__)
     static constexpr int64_t PRODUCTS = 2 * WIDTH;
     static INLINE void step(ivec &acc, ivec a, ivec b) { acc += (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    static constexpr int64_t PRODUCTS = 8 * WIDTH;
+    static INLINE void step(ivec &acc, ivec a, ivec b) {
+        acc = (ivec)vmmlaq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b);
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    static constexpr int64_t PRODUCTS = 4 * WIDTH;
+    static INLINE void step(ivec &acc, ivec a, ivec b) {
+        acc = (ivec)vdotq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b);
+    }
+#elif defined(__aarch64__)
+    static constexpr int64_t PRODUCTS = WIDTH;
+    static INLINE void step(ivec &acc, ivec a, ivec b) {
+        acc = (ivec)vmlal_s16((int32x4_t)acc, vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+    }
 #else
     static constexpr int64_t PRODUCTS = WIDTH;
     static INLINE void step(ivec &acc, ivec a, ivec b) { acc += a * b; }

@@ -32,8 +32,8 @@ two."""
 
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 
-BF16_ISA = "avx512_bf16"
-"""The instruction set whose kernels multiply bfloat16 by a vector instruction for it."""
+BF16_ISAS = "avx512_bf16", "neon_bf16"
+"""The instruction sets whose kernels multiply bfloat16 by a vector instruction for it."""
 
 AMX_ISA = "avx512_amx"
 """The instruction set whose kernels multiply bfloat16 and int8 by tiles of registers."""
@@ -90,7 +90,7 @@ AUTO = Wanted()
 
 def gemm_of(isa: str) -> str:
     """Return how the kernels of an instruction set multiply bfloat16: "amx", "bf16" or "fp32"."""
-    return {BF16_ISA: "bf16", AMX_ISA: "amx"}.get(isa, "fp32")
+    return "bf16" if isa in BF16_ISAS else "amx" if isa == AMX_ISA else "fp32"
 
 
 def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:

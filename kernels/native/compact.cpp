@@ -66,6 +66,10 @@ INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec 
     __m256i upper = _mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
     first = (ivec)_mm256_unpacklo_epi8((__m256i)lower, upper);
     second = (ivec)_mm256_unpackhi_epi8((__m256i)lower, upper);
+#elif defined(__aarch64__)
+    uint8x16_t upper = vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+    first = (ivec)vzip1q_u8((uint8x16_t)lower, upper);
+    second = (ivec)vzip2q_u8((uint8x16_t)lower, upper);
 #else
     uint8_t t[16], c[16], l[16], out[32];
     std::memcpy(t, &table, 16), std::memcpy(c, &codes, 16), std::memcpy(l, &lower, 16);
@@ -243,6 +247,15 @@ struct CompactTile : OnceTile<DotBFloat16> {
     template <int R, int P, int J>
     INLINE void pair(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t at,
                      const ivec (&table)[P]) const {
+        if constexpr (BY_PANELS) {
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+                ivec both[2][PARTS];
+                EACH(i) expand_part<J>(block[p] + at, table[p], i, both[0][i], both[1][i]);
+                _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)
+                    panel_step<Dot>(acc, p, from + (2 * J + v) * X_BYTES, x_stride, both[v]);
+            }
+            return;
+        }
         ivec word[2][P][PARTS];
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
             EACH(i) expand_part<J>(block[p] + at, table[p], i, word[0][p][i], word[1][p][i]);

@@ -12,7 +12,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__) && !BF16_DOT
 constexpr bool GATHERS = true;
 #define ONE_COPY __attribute__((noinline))
 #else
@@ -90,7 +90,7 @@ struct Gathered {
     static INLINE void put(const char *w, char *to, int64_t) { std::memcpy(to, w, Dot::PANEL); }
 };
 
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__) && !BF16_DOT
 template <>
 struct Gathered<DotWide> {
     typedef OfWords<DotFloat32> To;

@@ -16,7 +16,7 @@ struct Inner {
     typedef Dot type;
     static constexpr int64_t WORDS = 1;
 };
-#if !defined(__AVX512BF16__)
+#if !BF16_DOT
 template <>
 struct Inner<DotBFloat16> {
     typedef DotFloat32 type;

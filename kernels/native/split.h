@@ -17,11 +17,7 @@ constexpr int TILE_ACC = MAX_ACC;
 constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;  // most rows of a tile that its panels meet alone
 // Most rows of a tile where panels meet several: if there are few rows, or many. Widening bfloat16 in registers is
 // shared by the rows of a tile.
-#if defined(__AVX512BF16__)
-constexpr int FEW_ROWS = 8;
-#else
-constexpr int FEW_ROWS = ONCE_ROWS;
-#endif
+constexpr int FEW_ROWS = BF16_DOT && ONCE_ROWS > 8 ? 8 : ONCE_ROWS;
 constexpr int MANY_ROWS = TILE_ACC < 6 ? TILE_ACC : 6;
 constexpr int MAX_PANELS = 4;
 constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_ACC); }

@@ -23,6 +23,12 @@ struct Sum {
             v[2 * i] += (dvec)_mm256_cvtps_pd(_mm256_castps256_ps128(part));
             v[2 * i + 1] += (dvec)_mm256_cvtps_pd(_mm256_extractf128_ps(part, 1));
         }
+#elif defined(__aarch64__)
+        EACH(i) {
+            float32x4_t part = (float32x4_t)x.v[i];
+            v[2 * i] += (dvec)vcvt_f64_f32(vget_low_f32(part));
+            v[2 * i + 1] += (dvec)vcvt_high_f64_f32(part);
+        }
 #else
         EACH(i) {
             for (int l = 0; l < WIDTH; l++) v[2 * i + l / (WIDTH / 2)][l % (WIDTH / 2)] += double(x.v[i][l]);

@@ -97,7 +97,7 @@ INLINE void meet(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
                  int64_t panel_stride, int64_t words, Fetch &ahead) {
     for (int64_t k = 0; k < words; k++) {
         const char *panels = w + k * w_stride, *row = x + k * Dot::X_BYTES;
-        if constexpr (Dot::TAKES_MUCH) {
+        if constexpr (Dot::TAKES_MUCH || BY_PANELS) {
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {
                 auto v = Dot::get(panels + p * panel_stride);
                 _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)

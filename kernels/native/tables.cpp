@@ -6,6 +6,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(HAS_neon)
+#include <sys/auxv.h>
 #endif
 
 #include "pool.h"
@@ -28,7 +30,17 @@ DECLARE(avx512_vnni)
 #if defined(HAS_avx2)
 DECLARE(avx2)
 #endif
+#if defined(HAS_neon_bf16)
+DECLARE(neon_bf16)
+#endif
+#if defined(HAS_neon_dotprod)
+DECLARE(neon_dotprod)
+#endif
+#if defined(HAS_neon)
+DECLARE(neon)
+#else
 DECLARE(portable)
+#endif
 
 const KernelTable *const TABLES[] = {
 #if defined(HAS_avx512_amx)
@@ -43,7 +55,17 @@ const KernelTable *const TABLES[] = {
 #if defined(HAS_avx2)
     &avx2::TABLE,
 #endif
+#if defined(HAS_neon_bf16)
+    &neon_bf16::TABLE,
+#endif
+#if defined(HAS_neon_dotprod)
+    &neon_dotprod::TABLE,
+#endif
+#if defined(HAS_neon)
+    &neon::TABLE,
+#else
     &portable::TABLE,
+#endif
     nullptr,
 };
 
@@ -72,6 +94,14 @@ bool supported(const char *isa) {
 #endif
 #if defined(HAS_avx2)
     if (std::strcmp(isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+#if defined(HAS_neon)
+    // Bits of the kernel's interface, which older headers lack.
+    constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
+    unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    if (std::strcmp(isa, "neon_bf16") == 0) return first & DOTPROD && second & I8MM && second & BF16;
+    if (std::strcmp(isa, "neon_dotprod") == 0) return first & DOTPROD;
+    if (std::strcmp(isa, "neon") == 0) return true;
 #endif
     return std::strcmp(isa, "portable") == 0;
 }

@@ -5,6 +5,8 @@
 // R and P are: so a row's numbers do not depend on the rows beside it.
 #pragma once
 
+#include <type_traits>
+
 #include "vec.h"
 
 namespace npuserve {
@@ -39,6 +41,21 @@ struct DotBFloat16 {
     static INLINE W get(const char *w) { return (__m512bh)load_words(w, 0); }
     static INLINE X spread(uint32_t x) { return (__m512bh)_mm512_set1_epi32(int32_t(x)); }
     static INLINE void step(Acc &acc, W w, X x) { acc.v[0] = (fvec)_mm512_dpbf16_ps((__m512)acc.v[0], w, x); }
+#elif BF16_DOT
+    struct W {
+        ivec v[PARTS];
+    };
+    typedef bfloat16x4_t X;  // the word in the first lane
+    static INLINE W get(const char *w) {
+        W r;
+        EACH(i) r.v[i] = load_words(w, i);
+        return r;
+    }
+    static INLINE X spread(uint32_t x) { return (X)uint32x2_t{x, 0}; }
+    // Not bfmmla, which rounds otherwise and takes two rows.
+    static INLINE void step(Acc &acc, W w, X x) {
+        EACH(i) acc.v[i] = (fvec)vbfdotq_lane_f32((float32x4_t)acc.v[i], (bfloat16x8_t)w.v[i], x, 0);
+    }
 #else
     struct W {
         F even, odd;
@@ -127,7 +144,11 @@ struct Steps {
     // The same of a word in registers.
     template <int>
     static INLINE W get(const ivec (&w)[PARTS]) {
+#if defined(__aarch64__)
+        return Dot::get(reinterpret_cast<const char *>(w));
+#else
         return (W)w[0];
+#endif
     }
     template <int>
     static INLINE X spread(const char *x) {
@@ -140,7 +161,7 @@ struct Steps {
     }
 };
 
-#if !defined(__AVX512BF16__)
+#if !BF16_DOT
 // The even number, then the odd one; x in float32.
 template <>
 struct Steps<DotBFloat16> {
@@ -228,6 +249,67 @@ struct Steps<DotInt8> {
         for (int64_t i = 0; i < count; i++) pairs[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = x[i];
     }
 };
+#elif defined(__ARM_FEATURE_DOTPROD)
+template <>
+struct Steps<DotInt8> {
+    static constexpr int COUNT = 1;
+    static constexpr int64_t X_BYTES = 4;
+    static constexpr bool COPIES = false;
+    struct W {
+        ivec v[PARTS];
+    };
+    typedef int8x8_t X;  // the word in the first lane
+    template <int>
+    static INLINE W get(const char *w) {
+        W r;
+        EACH(i) r.v[i] = load_words(w, i);
+        return r;
+    }
+    template <int>
+    static INLINE X spread(const char *x) {
+        return (X)uint32x2_t{word_at(x), 0};
+    }
+    static INLINE void step(I &acc, W w, X x) {
+        EACH(i) acc.v[i] = (ivec)vdotq_lane_s32((int32x4_t)acc.v[i], (int8x16_t)w.v[i], x, 0);
+    }
+    static void copy(const int8_t *x, int64_t count, char *to) { std::memcpy(to, x, size_t(count)); }
+};
+#elif defined(__aarch64__)
+// Bytes 0 and 2 of each word as 16 bits, then 1 and 3: of four words byte 0 or 1, then byte 2 or 3. x in that order.
+template <>
+struct Steps<DotInt8> {
+    static constexpr int COUNT = 2;
+    static constexpr int64_t X_BYTES = 8;
+    static constexpr bool COPIES = true;
+    struct W {
+        int16x8_t v[PARTS];
+    };
+    typedef int16x4_t X;
+    template <int S>
+    static INLINE W get(const char *w) {
+        W half;
+        EACH(i) {
+            int16x8_t v = (int16x8_t)load_words(w, i);
+            v = vshrq_n_s16(S ? v : vshlq_n_s16(v, 8), 8);
+            half.v[i] = vuzp1q_s16(v, vextq_s16(v, v, 1));
+        }
+        return half;
+    }
+    template <int S>
+    static INLINE X spread(const char *x) {
+        return (X)uint32x2_t{word_at(x + S * 4), 0};
+    }
+    static INLINE void step(I &acc, W w, X x) {
+        EACH(i) {
+            int32x4_t sum = vmlal_lane_s16((int32x4_t)acc.v[i], vget_low_s16(w.v[i]), x, 0);
+            acc.v[i] = (ivec)vmlal_high_lane_s16(sum, w.v[i], x, 1);
+        }
+    }
+    static void copy(const int8_t *x, int64_t count, char *to) {
+        int16_t *pairs = reinterpret_cast<int16_t *>(to);
+        for (int64_t i = 0; i < count; i++) pairs[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = x[i];
+    }
+};
 #else
 template <>
 struct Steps<DotInt8> {
@@ -255,9 +337,25 @@ struct Steps<DotInt8> {
 };
 #endif
 
-// The steps from S on of one word. w: of each panel its address, or the word itself in registers.
+// The steps from S on of one word of panel p. w: its address, or the word itself in registers.
+template <class Dot, int R, int P, int S = 0, class Word>
+INLINE void panel_step(typename Dot::Acc (&acc)[R][P], int p, const char *x, int64_t x_stride, const Word &w) {
+    typedef Steps<Dot> By;
+    typename By::W v = By::template get<S>(w);
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) By::step(acc[r][p], v, By::template spread<S>(x + r * x_stride));
+    if constexpr (S + 1 < By::COUNT) panel_step<Dot, R, P, S + 1>(acc, p, x, x_stride, w);
+}
+
+// One word of a panel takes so many registers that a tile takes one panel after the other.
+constexpr bool BY_PANELS = PARTS > 2;
+
+// The steps from S on of one word of all panels.
 template <class Dot, int R, int P, int S = 0, class Word>
 INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const Word (&w)[P]) {
+    if constexpr (BY_PANELS) {
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) panel_step<Dot>(acc, p, x, x_stride, w[p]);
+        return;
+    }
     typedef Steps<Dot> By;
     typename By::W v[P];
     _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) v[p] = By::template get<S>(w[p]);
@@ -268,6 +366,53 @@ INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
     if constexpr (S + 1 < By::COUNT) tile_step<Dot, R, P, S + 1>(acc, x, x_stride, w);
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// Whether a tile takes two words at once: smmla multiplies 8 bytes of two rows by 8 bytes of two columns. To bring those
+// bytes together costs as many instructions as it saves with fewer than four rows.
+template <class Dot, int R, int P>
+constexpr bool BY_WORD_PAIRS = std::is_same<Dot, DotInt8>::value && R >= 4 && P == 1;
+
+// The sums of `tile` over pairs of words; returns the number of words done. Integers: the order changes nothing.
+template <int R, int A, bool SOME>
+INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
+                               int64_t words, const char *const *ahead, int64_t ahead_stride) {
+    constexpr int PAIRS = (R + 1) / 2, LAST = R - 1;  // a last row that is alone is its own neighbour
+    int32x4_t sums[PAIRS][2 * PARTS];                 // of two rows: two columns of the first, two of the second
+    _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) EACH(i) {
+        int64x2_t a = (int64x2_t)acc[2 * q][0].v[i], b = (int64x2_t)acc[2 * q < LAST ? 2 * q + 1 : LAST][0].v[i];
+        sums[q][2 * i] = (int32x4_t)vzip1q_s64(a, b), sums[q][2 * i + 1] = (int32x4_t)vzip2q_s64(a, b);
+    }
+    int64_t k = 0;
+    for (; k + 2 <= words; k += 2) {
+        _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
+            if (!SOME || ahead[a]) {
+                __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
+                __builtin_prefetch(ahead[a] + (k + 1) * ahead_stride, 0, 2);
+            }
+        int8x16_t rows[PAIRS];
+        _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) {
+            const int8_t *first = reinterpret_cast<const int8_t *>(x + k * 4) + 2 * q * x_stride;
+            rows[q] = vcombine_s8(vld1_s8(first), vld1_s8(2 * q < LAST ? first + x_stride : first));
+        }
+        EACH(i) {
+            int32x4_t a = (int32x4_t)load_words(w + k * w_stride, i);
+            int32x4_t b = (int32x4_t)load_words(w + (k + 1) * w_stride, i);
+            int8x16_t low = (int8x16_t)vzip1q_s32(a, b), high = (int8x16_t)vzip2q_s32(a, b);
+            _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) {
+                sums[q][2 * i] = vmmlaq_s32(sums[q][2 * i], rows[q], low);
+                sums[q][2 * i + 1] = vmmlaq_s32(sums[q][2 * i + 1], rows[q], high);
+            }
+        }
+    }
+    _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) EACH(i) {
+        int64x2_t a = (int64x2_t)sums[q][2 * i], b = (int64x2_t)sums[q][2 * i + 1];
+        acc[2 * q][0].v[i] = (ivec)vzip1q_s64(a, b);
+        if (2 * q < LAST) acc[2 * q + 1][0].v[i] = (ivec)vzip2q_s64(a, b);
+    }
+    return k;
+}
+#endif
+
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
 // w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes from one to the following, which
 // are fetched into the second cache: what the first one waits for at once is too little for the memory's speed. With
@@ -275,7 +420,12 @@ INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
 template <class Dot, int R, int P, int A, bool SOME>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                  int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {
-    for (int64_t k = 0; k < words; k++) {
+    int64_t k = 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (BY_WORD_PAIRS<Dot, R, P>)
+        k = tile_word_pairs<R, A, SOME>(acc, x, x_stride, w[0], w_stride, words, ahead, ahead_stride);
+#endif
+    for (; k < words; k++) {
         _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
             if (!SOME || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
         const char *word[P];

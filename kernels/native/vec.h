@@ -16,6 +16,13 @@
 
 #define INLINE inline __attribute__((always_inline))
 
+// Whether the set has an instruction for products of pairs of bfloat16.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BF16_DOT 1
+#else
+#define BF16_DOT 0
+#endif
+
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
@@ -145,6 +152,12 @@ INLINE uint32_t at_least(F a, F b) {
 #elif defined(__AVX2__)
     EACH(i)
     bits |= uint32_t(_mm256_movemask_ps(_mm256_cmp_ps((__m256)a.v[i], (__m256)b.v[i], _CMP_GE_OQ))) << i * WIDTH;
+#elif defined(__aarch64__)
+    uint16x4_t larger[PARTS];
+    EACH(i) larger[i] = vmovn_u32(vcgeq_f32((float32x4_t)a.v[i], (float32x4_t)b.v[i]));
+    const uint8x8_t places = {1, 2, 4, 8, 16, 32, 64, 128};
+    bits = vaddv_u8(vand_u8(vmovn_u16(vcombine_u16(larger[0], larger[1])), places));
+    bits |= uint32_t(vaddv_u8(vand_u8(vmovn_u16(vcombine_u16(larger[2], larger[3])), places))) << 8;
 #else
     EACH(i) {
         ivec larger = a.v[i] >= b.v[i];
@@ -251,6 +264,8 @@ INLINE F widen(const uint16_t *p) {
 INLINE F round_bfloat16(F x) {
 #if defined(__AVX512BF16__)
     x.v[0] = widen((hvec)_mm512_cvtneps_pbh((__m512)x.v[0]));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    EACH(i) x.v[i] = (fvec)vcvtq_low_f32_bf16(vcvtq_low_bf16_f32((float32x4_t)x.v[i]));
 #else
     EACH(i) {
         uvec u = (uvec)x.v[i];
@@ -263,6 +278,11 @@ INLINE F round_bfloat16(F x) {
 INLINE void narrow(uint16_t *p, F x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x.v[0]));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    EACH(i) {
+        bfloat16x8_t numbers = vcvtq_low_bf16_f32((float32x4_t)x.v[i]);
+        std::memcpy(p + i * WIDTH, &numbers, WIDTH * 2);
+    }
 #else
     x = round_bfloat16(x);
     EACH(i) *reinterpret_cast<hvec_u *>(p + i * WIDTH) = __builtin_convertvector((uvec)x.v[i] >> 16, hvec);

@@ -21,6 +21,9 @@ BOTH = ["avx512_bf16", "avx512_vnni", "avx2", "portable"]
 AMX = ["avx512_amx", *BOTH]
 """Those of one with AMX too."""
 
+NEON = ["neon_bf16", "neon_dotprod", "neon"]
+"""Those of an Arm processor with the bfloat16 instruction."""
+
 ISAS = native.library().isas if native.available() else []
 needs_library = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 needs_two = pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have one instruction set here")
@@ -58,7 +61,18 @@ def test_choose_isa_by_rates_of_tiles(amx: float, bf16: float, expected: str) ->
     assert choose_isa(AMX, found) == expected
 
 
+@pytest.mark.parametrize(("bf16", "isas", "expected"), [
+    (60, NEON, "neon_bf16"), (29, NEON, "neon_bf16"), (20, NEON, "neon_dotprod"), (0, NEON[1:], "neon_dotprod"),
+    (0, NEON[2:], "neon")])
+def test_choose_isa_by_rates_of_neon(bf16: float, isas: list[str], expected: str) -> None:
+    found = {
+        "neon_bf16": {"bf16": bf16, "fp32": 30.0, "int8": 120.0},
+        "neon_dotprod": {"bf16": 30.0, "fp32": 30.0, "int8": 120.0}, "neon": {"bf16": 30.0, "fp32": 30.0, "int8": 30.0}}
+    assert choose_isa(isas, {isa: found[isa] for isa in isas}) == expected
+
+
 @pytest.mark.parametrize(("wanted", "isas", "expected"), [
+    ("bf16", NEON, "neon_bf16"), ("fp32", NEON, "neon_dotprod"), ("fp32", NEON[2:], "neon"),
     ("amx", AMX, "avx512_amx"), ("bf16", AMX, "avx512_bf16"), ("bf16", BOTH, "avx512_bf16"),
     ("fp32", BOTH, "avx512_vnni"), ("fp32", BOTH[2:], "avx2"),
     ("fp32", ["portable"], "portable"),

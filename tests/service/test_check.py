@@ -80,9 +80,13 @@ def test_the_native_kernels_run_on_the_best_that_the_processor_has(folder: Path,
         isas = [*["avx512_amx"] * (flags >= amx),
                 *["avx512_bf16"] * (flags >= {*AVX512, "avx512_bf16"}), *["avx512_vnni"] * (flags >= AVX512),
                 *["avx2"] * (flags >= {"avx2", "fma"}), "portable"]
+    elif platform.machine() == "aarch64":
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+        isas = [*["neon_bf16"] * (flags >= {"asimddp", "i8mm", "bf16"}),
+                *["neon_dotprod"] * ("asimddp" in flags), "neon"]
     found = report["native"]["isas"]
     assert found == [isa for isa in isas if isa in found]  # not every compiler knows all
-    assert found[-1] == "portable"
+    assert found[-1] == isas[-1]
     assert report["native"]["isa"] in found
 
 
@@ -103,7 +107,8 @@ def test_check_cpu_kernels_shows_choice_and_rates(
     assert f"\n            one thread on {first}: bf16 10 GFLOP/s, fp32 11 GFLOP/s, int8 12 GOP/s\n" in out
 
 
-@pytest.mark.skipif(choice.BF16_ISA in ISAS or not ISAS, reason="this processor has the bfloat16 instruction")
+@pytest.mark.skipif(
+    not ISAS or not {*ISAS}.isdisjoint(choice.BF16_ISAS), reason="this processor has the bfloat16 instruction")
 def test_check_gemm_that_processor_lacks_is_refused(folder: Path, capsys: Capture) -> None:
     code, report = checked(capsys, str(folder), "--device", "cpu", "--cpu-gemm", "bf16")
     assert code == 1
