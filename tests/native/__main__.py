@@ -1,0 +1,30 @@
+"""python -m tests.native MACHINE PROGRAM: build the golden test for x86_64 or aarch64.
+
+It holds every instruction set of the machine. The compiler is $CXX, as for the library. Warnings are errors.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import setup
+
+ROOT = Path(__file__).parents[2]
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized")  # of which headers of GCC have some
+
+
+def main(machine: str, program: str) -> None:
+    compiler, kernels = setup.find_compiler(), ROOT / setup.SOURCES
+    with TemporaryDirectory() as temporary:
+        objects = setup.compile_objects(compiler, kernels, setup.isas_of(machine), temporary, WARNINGS)
+        for source in sorted(Path(__file__).parent.glob("*.cpp")):
+            objects.append(f"{temporary}/{source.name}.o")
+            setup.run([*compiler, *setup.FLAGS, *WARNINGS, f"-I{kernels}", "-c", str(source), "-o", objects[-1]])
+        # Static: an emulator then needs no libraries of the machine.
+        setup.run([*compiler, "-static", *setup.FLAGS, *objects, "-o", program])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
