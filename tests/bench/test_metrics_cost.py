@@ -59,7 +59,7 @@ def test_metrics_cost_leaves_out_a_round_with_an_empty_window(script: ModuleType
 @pytest.mark.slow
 def test_metrics_cost_runs(tmp_path: Path) -> None:
     file = tmp_path / "cost.json"
-    done = subprocess.run([sys.executable, BENCH / "metrics_cost.py", "--rounds", "4", "--seconds", "0.1", "--streams",
+    done = subprocess.run([sys.executable, BENCH / "metrics_cost.py", "--rounds", "2", "--seconds", "0.1", "--streams",
                            "2", "--json", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())

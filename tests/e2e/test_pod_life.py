@@ -22,6 +22,7 @@ from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
 
 STREAMS = 32
+"""Those that run at SIGTERM."""
 HEALTH = health_pb2.HealthCheckResponse
 
 chart = pytest.importorskip("tests.helm.chart")
@@ -87,9 +88,9 @@ class Stream(threading.Thread):
         self.ended = time.monotonic()
 
 
-def start_streams(channel: grpc.Channel, one: bool = False) -> list[Stream]:
+def start_streams(channel: grpc.Channel, count: int, one: bool = False) -> list[Stream]:
     """Return streams that have their first tokens, and hundreds before them. one: each makes one call."""
-    streams = [Stream(channel, number, one) for number in range(STREAMS)]
+    streams = [Stream(channel, number, one) for number in range(count)]
     assert all(stream.taken.wait(60) for stream in streams)
     return streams
 
@@ -114,7 +115,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     assert container.probe("liveness")
     seen: list[tuple[float, int]] = []
     watching = watch(channel, seen)
-    earlier, last, signalled = start_streams(channel), [], []
+    earlier, last, signalled = start_streams(channel, 8), [], []
 
     def before_signal() -> None:
         """While preStop ran the pod served on. Now the balancers have heard, and the last calls are under way."""
@@ -124,7 +125,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
             stream.enough.set()
         for stream in earlier:
             stream.join(60)
-        last.extend(start_streams(channel, one=True))
+        last.extend(start_streams(channel, STREAMS, one=True))
         signalled.append(time.monotonic())
 
     began = time.monotonic()

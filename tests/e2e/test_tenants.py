@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from npuserve.service import client
+from npuserve.service import cli, client
 from npuserve.v1 import admin_service_pb2 as admin
 from npuserve.v1 import admin_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
@@ -26,13 +24,13 @@ SECRET = "The launch code of the red rocket is four seven one one and nobody els
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> dict[str, str]:
+def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Keys by name, and the path of their file: alice and bob are tenants, `urgent` may send any priority."""
     made = {"file": str(tmp_path / "keys.toml")}
     rights = {"alice": (), "bob": (), "urgent": ("--min-priority=-100",), "root": ("--admin",)}
     for name, options in rights.items():
-        command = (sys.executable, "-m", "npuserve.service.cli", "keys", "add", made["file"], name, *options)
-        made[name] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        assert cli.main(["keys", "add", made["file"], name, *options]) == 0
+        made[name] = capsys.readouterr().out.strip()
     return made
 
 
