@@ -41,9 +41,13 @@ def linear(x: Tensor, weight: Tensor, compact: bool = False) -> Tensor:
 def operands(k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x [300, k] and a weight [n, k]."""
     generator = torch.Generator().manual_seed(k + n)
-    if dtype is torch.int8:
-        return tuple(torch.randint(-128, 128, (rows, k), generator=generator).to(dtype) for rows in (max(ROWS), n))
-    return tuple(torch.randn(rows, k, generator=generator).to(dtype) for rows in (max(ROWS), n))
+
+    def numbers(rows: int) -> Tensor:
+        if dtype is torch.int8:
+            return torch.randint(-128, 128, (rows, k), generator=generator).to(dtype)
+        return torch.randn(rows, k, generator=generator).to(dtype)
+
+    return numbers(max(ROWS)), numbers(n)
 
 
 @pytest.mark.parametrize(("k", "n"), [(8, 5), (40, 33), (96, 48), (1096, 80), (2112, 49)])
