@@ -99,8 +99,8 @@ def is_current(library: Path, folder: Path) -> bool:
     return not any(works(compiler, *ISAS[isa]) for isa in missing)
 
 
-def run(command: list[str], source: str | None = None) -> None:
-    """source: for its stdin. BuildError if the command fails."""
+def run(command: list[str], source: str | None = None) -> str:
+    """Return what the command prints. source: for its stdin. BuildError if the command fails."""
     english = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(command, input=source, env=english, capture_output=True, text=True, errors="replace")
@@ -109,6 +109,7 @@ def run(command: list[str], source: str | None = None) -> None:
     if done.returncode:
         lines = done.stderr.splitlines() or [f"{command[0]} failed"]
         raise BuildError(next((line for line in lines if re.search("error|undefined", line)), lines[0]).strip())
+    return done.stdout
 
 
 def works(compiler: list[str], *flags: str) -> bool:
@@ -134,7 +135,8 @@ def compile_objects(
 ) -> list[str]:
     """Compile the sources in `folder` for these instruction sets and return the object files.
 
-    into: folder of the object files.
+    Objects are kept in the folder that NATIVE_OBJECTS names, where it is set, and used again for the same sources.
+    into: folder of the object files otherwise.
     extra: further flags of all sources.
     Raises BuildError.
     """
@@ -143,13 +145,27 @@ def compile_objects(
     for file in sorted(folder.glob("*.cpp"), key=lambda file: -file.stat().st_size):  # what takes longest comes first
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()]
-    objects = [f"{into}/{number}.o" for number in range(len(units))]
-    commands = [[*compiler, *FLAGS, *extra, *flags, "-c", str(file), "-o", made]
-                for (file, flags), made in zip(units, objects, strict=True)]
+    kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
+    common = hashlib.sha256(run([*compiler, "--version"]).encode())
+    for file in sorted(folder.glob("*.h")):
+        common.update(f"\0{file.name}\0".encode() + file.read_bytes())
+
+    def compiled(file: Path, flags: Iterable[str]) -> str:
+        """Return the path of the object of one source."""
+        command = [*compiler, *FLAGS, *extra, *flags, "-c"]
+        key = common.copy()
+        key.update(f"\0{command}\0".encode() + file.read_bytes())
+        made = kept / f"{file.stem}-{key.hexdigest()}.o"
+        if not made.exists():
+            part = Path(into, f"{made.stem}.part")
+            run([*command, str(file), "-o", str(part)])
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copy(part, complete := made.with_suffix(f".{os.getpid()}"))
+            complete.replace(made)
+        return str(made)
+
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for _ in threads.map(run, commands):
-            pass
-    return objects
+        return list(threads.map(lambda unit: compiled(*unit), units))
 
 
 def build(library: Path, folder: Path) -> list[str]:

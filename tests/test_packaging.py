@@ -362,6 +362,31 @@ def test_a_library_is_current_until_a_source_changes(setup_py: ModuleType, piece
 
 
 @pytest.mark.usefixtures("compiler")
+def test_build_with_kept_objects_compiles_what_changed_alone(
+    setup_py: ModuleType, pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NATIVE_OBJECTS", str(tmp_path / "objects"))
+    compiled: list[str] = []
+    run = setup_py.run
+    monkeypatch.setattr(setup_py, "run", lambda command, source=None: (
+        compiled.extend(Path(command[command.index("-c") + 1]).name for _ in range("-c" in command)),
+        run(command, source))[1])
+
+    def build() -> tuple[set[str], bytes]:
+        compiled.clear()
+        setup_py.build(tmp_path / "lib.so", pieces)
+        return set(compiled), (tmp_path / "lib.so").read_bytes()
+
+    names, first = build()
+    assert names == {file.name for file in pieces.glob("*.cpp")}
+    assert build() == (set(), first)
+    (pieces / "group.cpp").write_text((pieces / "group.cpp").read_text() + "\n// changed")
+    assert build()[0] >= {"group.cpp"}
+    (pieces / "group.h").write_text("#define NUMBER 2")
+    assert build()[0] == names
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("text", "said"), [
     ("int broken", "error: expected"),
     ("int missing(); namespace NPUSERVE_ISA { int number() { return missing(); } }", "undefined"),
