@@ -33,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(Path(file)))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers of `-n auto`: one more than the cores, since tests of servers mostly wait."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """A function that names a TCP port of 127.0.0.1 that nobody listens on."""

@@ -85,7 +85,7 @@ def test_nesting_is_refused(tmp_path: Path) -> None:
 
 def test_conversations_of_two_threads_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """One process each; the processes are used again."""
-    process = made(tmp_path, ENDLESS["a loop without output"], seconds=5)
+    process = made(tmp_path, ENDLESS["a loop without output"], seconds=3)
     process.start()
     ended: list[str] = []
 
