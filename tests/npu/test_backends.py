@@ -111,9 +111,9 @@ def test_rows_that_a_packed_weight_does_not_have_are_refused():
 
 
 @pytest.mark.parametrize(("dtype", "keys", "values"), [
-    (torch.float32, (5, 2, 10, 32, 1), (5, 2, 32, 16, 1)),
-    (torch.bfloat16, (5, 2, 5, 32, 2), (5, 2, 16, 16, 2)),
-    (torch.int8, (5, 2, 5, 32, 2), (5, 2, 16, 16, 2)),
+    (torch.float32, (5, 2, 2, 10, 16, 1), (5, 2, 32, 16, 1)),
+    (torch.bfloat16, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
+    (torch.int8, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
 ])
 def test_the_cache_is_as_the_kernels_take_it(cpu, dtype, keys, values):
     shapes = cpu.cache_shapes(5, 32, 2, 10, dtype)
