@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.kernels import native
-from npuserve.kernels.native.choice import KINDS
+from npuserve.kernels.native.choice import KINDS, gemm_of
 from npuserve.v1 import generate_pb2 as pb
 from tests.benches import bench
 from tests.e2e import brittle
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 BRITTLE = ("-m", "tests.e2e.brittle", "serve")
 ON_CPU = ("--device", "cpu", "--log-format", "text")
 ISAS = native.library().isas if native.available() else []
+GEMMS = list(dict.fromkeys(gemm_of(isa) for isa in ISAS))
+"""How bfloat16 can be multiplied here."""
 
 
 def write_rates(file: Path, fastest: str) -> None:
@@ -75,3 +77,23 @@ def test_weights_stay_plain_over_a_restart_when_asked_for() -> None:
         assert [kept for _, kept in chosen(server, 2)] == ["False", "True"]
         assert server.log.count("plain weights") == 2
         assert server.metric("npuserve_cpu_kernels_info", weights="plain") == 1
+
+
+@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_tokens_are_the_same_alone_among_32_rows_and_after_a_kill(gemm: str) -> None:
+    kills = bench("kills")
+    wanted = request("Once upon a time", 64, ignore_eos=True)
+    with serving(*ON_CPU, "--dtype", "bfloat16", "--cpu-gemm", gemm) as server:
+        alone = server.stub.Generate(wanted, timeout=60).token_ids
+        assert f"bfloat16 products by {gemm}," in server.log
+        others = [server.stub.Generate.future(request(f"{i} little dogs", 64, ignore_eos=True), timeout=60)
+                  for i in range(31)]
+        assert server.stub.Generate(wanted, timeout=60).token_ids == alone
+        assert {len(other.result().token_ids) for other in others} == {64}
+        stream = server.stub.StreamGenerate(wanted, timeout=60)
+        ids = list(next(stream).token_ids)
+        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        ids += [token for part in stream for token in part.token_ids]
+        assert ids == alone
+        assert len(chosen(server, 2)) == 2
