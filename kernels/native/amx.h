@@ -1,8 +1,9 @@
 // The tile registers of AMX: eight, each of up to 16 rows of 64 bytes.
 //
-// tile_dot adds to 16 rows by 16 columns what one word of 16 rows of x makes with 16 words of a panel. The processor
-// defines the order of the additions (Intel's manual, TDPBF16PS): of each number the products of even and of odd places
-// are summed apart, each rounded to float32, and denormal numbers are 0. A row's sums depend on no other row.
+// tile_dot multiplies 16 rows of x by 16 columns of a panel, over 16 words of K, and adds the products to 16 x 16 sums.
+// Intel's manual (TDPBF16PS) defines the order of the additions of bfloat16. Products of even places are summed, and
+// those of odd places. Both sums are then added to the accumulator. Each addition is rounded to float32, and denormal
+// numbers are 0. The sums of a row depend on no other row.
 #pragma once
 
 #include <type_traits>

@@ -12,7 +12,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// The products of an item's rows with a split. Of caches that have none, USED is false.
+// The products of an item's rows with a split. USED is false for a cache that has none.
 template <class C>
 struct AttentionTiles {
     static constexpr bool USED = false;
@@ -58,8 +58,8 @@ class AttentionTiles<PlainCache<BFloat16>> {
         }
     }
 
-    // The values of a split's first tokens, tile after tile: where they are, or a copy in `room` of those that two blocks
-    // share or that are no whole tile. Returns the number of tiles.
+    // The values of the tokens in `runs`, as tiles. A tile is read where it lies. If two blocks share it, or if the tokens
+    // end within it, it is a copy in `room`, filled up with zeros. Returns the number of tiles.
     int64_t values(const Run *runs, int64_t count, char *room, const char **tiles) const {
         int64_t stride = s.value_stride<C>(), made = 0;
         int64_t tokens = runs[count - 1].first + runs[count - 1].tokens;

@@ -11,7 +11,8 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Fetches `lines` lines of each run of bytes into the second cache, `stride` bytes after those of the step before.
+// Prefetches `lines` cache lines of each run at each step into the second cache. A step's lines begin `stride` bytes after
+// the previous step's.
 template <int P>
 struct Fetch {
     const char *const *runs;
@@ -24,7 +25,7 @@ struct Fetch {
     }
 };
 
-// While words of a step are multiplied, those of the next one are written to a ring of `kept` steps.
+// Expands the words of the next step while the current step is multiplied. The ring `to` holds `kept` steps.
 template <class Panels, int P>
 struct ExpandNext {
     const char *const *panels;
@@ -40,13 +41,13 @@ struct ExpandNext {
     }
 };
 
-// Sums of R times 16 rows of x and of P panels over so many steps of TILE_WORDS words.
+// Multiplies R x 16 rows of x by P panels, over `steps` steps of TILE_WORDS words.
 //
-//   x        the first row of each 16
-//   panels   the words of each panel
-//   begins   true if the sums begin here
-//   sums     of each 16 rows, row after row; those of P panels side by side
-//   feed     called with each step, which readies words to come and returns how far after `panels` the step's are
+//   x        address of the first row of each 16
+//   panels   address of each panel's words
+//   begins   true if the sums start from 0, false if they are loaded from `sums`
+//   sums     accumulators of each 16 rows: [16 rows][P panels][16] of float32 or int32
+//   feed     feed(step) prepares later words and returns the offset of this step's words from `panels`, in bytes
 template <class Dot, int R, int P, class Feed>
 __attribute__((noinline)) void product_of_tiles(const char *const (&x)[2], int64_t x_stride, const char *const *panels,
                                                 int64_t steps, bool begins, char *const (&sums)[2], const Feed &feed) {
@@ -85,9 +86,12 @@ struct StepsOf : PlainSteps<typename Panels::Dot> {};
 template <class Of>
 struct TileRoom {
     typedef typename Of::Dot Dot;
-    bool pads, expands;  // K ends within a step; panels are copied or expanded before they are multiplied
-    bool alone;          // a panel meets no other rows than those of one pair of tiles
-    int64_t steps, block, span;       // of K; most of a block; panels whose sums are kept at once
+    bool pads;                        // K ends within a step
+    bool expands;                     // panels are copied or expanded before they are multiplied
+    bool alone;                       // all rows are one pair of tiles
+    int64_t steps;                    // steps of K
+    int64_t block;                    // maximum steps of a block
+    int64_t span;                     // panels whose sums are kept at the same time
     int64_t x, panels, accumulators;  // bytes
 
     TileRoom(const Call &call, const Split &split) {
