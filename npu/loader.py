@@ -26,7 +26,7 @@ from torch import Tensor
 
 from npuserve.kernels.native import LANES
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model_config import ModelConfig, ModelError, check_downloaded
+from npuserve.npu.model_config import ModelConfig, ModelError, check_downloaded, check_links
 from npuserve.npu.weights import FLOATS, ModelWeights, Targets, allocate
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,11 @@ def load_weights(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that model.safetensors.index.json names. ModelError if they are absent."""
+    """Return model.safetensors, or the shards that model.safetensors.index.json names.
+
+    Raises ModelError if they are absent, or if `check_links` refuses a file of the folder.
+    """
+    check_links(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         check_downloaded([single])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,6 +150,7 @@ class ModelConfig:
     def from_folder(folder: Path | str, lm_head_dtype: HeadDtype = "auto") -> ModelConfig:
         """Read `folder`/config.json. Raises ModelError."""
         path = Path(folder) / "config.json"
+        check_links(Path(folder))
         check_downloaded([path])
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -215,6 +217,23 @@ def check_downloaded(files: Iterable[Path]) -> None:
         if pointer:
             raise ModelError(
                 f"{path}: is a Git LFS pointer, not the file itself; download it with: git -C {path.parent} lfs pull")
+
+
+def check_links(folder: Path) -> None:
+    """Raise ModelError for the first file of a model's folder that a symbolic link takes out of the folder.
+
+    A file of a snapshot in the Hugging Face cache may be a link into the blobs of its repository:
+    models--ORG--NAME/snapshots/REVISION/FILE -> models--ORG--NAME/blobs/HASH. The folder itself may be a link.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed, repository = [root], root.parent.parent
+    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
+        allowed.append(repository / "blobs")
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+        target = Path(os.path.realpath(path))  # unlike resolve(), it takes circular links
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise ModelError(f"{path}: is a symbolic link to {target}; a model's file must lie in its folder "
+                             f"({' or '.join(map(str, allowed))}): put a copy or a hard link there")
 
 
 def _refuse_unsupported(data: Mapping[str, Any], family: _Family) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from npuserve.npu import storyteller
-from npuserve.npu.model_config import ModelError, check_downloaded
+from npuserve.npu.model_config import ModelError, check_downloaded, check_links
 from npuserve.service import child, process_control
 from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
@@ -133,6 +133,7 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     from npuserve.service.tokenizer import load_tokenizer
 
     try:
+        check_links(folder)
         check_downloaded(sorted(folder.glob("*.json")))
     except ModelError as error:
         raise ConfigError(f"model: {error}") from None

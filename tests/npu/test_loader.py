@@ -158,6 +158,17 @@ def test_loader_with_a_number_beyond_the_dtype_refuses_it():
         loader._check_finite(numbers, torch.float16)
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_loader_with_weights_linked_from_outside_names_the_file(tmp_path, shards):
+    folder, outside = tmp_path / "model", tmp_path / "outside.safetensors"
+    saved(random_model("qwen3"), folder, **({"max_shard_size": "20KB"} if shards else {}))
+    config, weights = ModelConfig.from_folder(folder), max(folder.glob("*.safetensors"))
+    weights.rename(outside)
+    weights.symlink_to(outside)
+    with pytest.raises(ModelError, match=f"{weights.name}: is a symbolic link to {outside}; a model"):
+        load_weights(folder, config, torch.float32, CpuBackend())
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", "b.safetensors", "config.json"])
 def test_loader_with_a_git_lfs_pointer_names_the_file(tmp_path, file):
     saved(random_model("qwen3"), tmp_path)

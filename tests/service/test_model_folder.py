@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from npuserve.npu import storyteller
+from npuserve.npu.model_config import ModelConfig, ModelError
 from npuserve.service.config import ConfigError
 from npuserve.service.model_folder import fetch, open_folder, resolve
 from tests.real_models import BUILT_IN, model_folder
@@ -73,6 +76,62 @@ async def test_fetch_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match=r"^model: org/name cannot .* its download ended with code 1$"):
         await fetch("org/name")
+
+
+LINKED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+          "additional_chat_templates/tool_use.jinja", "model.safetensors.index.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_open_folder_with_a_link_out_of_the_folder_names_the_file(tmp_path: Path, name: str) -> None:
+    folder, secret = make_folder(tmp_path / "m"), tmp_path / "secret"
+    link = folder / name
+    secret.write_bytes(link.read_bytes() if link.exists() else b"{}")
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret)
+    said = re.escape(f"{link}: is a symbolic link to {secret}; a model's file must lie in its folder ({folder})")
+    with pytest.raises(ConfigError, match=said):
+        open_folder(folder, "m", "")
+    with pytest.raises(ModelError, match=said):
+        ModelConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize("target", ["../../models--org--other/blobs/0", "../../blobs-beside/0", "/etc/hostname"])
+def test_open_folder_in_the_hub_cache_refuses_links_beside_its_blobs(tmp_path: Path, target: str) -> None:
+    folder = make_folder(tmp_path / "models--org--name/snapshots" / ("0" * 40))
+    (folder / "chat_template.jinja").symlink_to(target)
+    blobs = re.escape(str(tmp_path / "models--org--name/blobs"))
+    with pytest.raises(ConfigError, match=rf"chat_template.jinja: is a symbolic link to .* or {blobs}\)"):
+        open_folder(folder, "m", "")
+
+
+def test_open_folder_takes_the_hub_caches_own_layout(tmp_path: Path) -> None:
+    """Links made by the hub's client, its cache reached through a link, as on a mounted volume."""
+    from huggingface_hub import file_download as hub
+
+    cache = tmp_path / "volume"
+    repository = cache / hub.repo_folder_name(repo_id="org/name", repo_type="model")
+    folder = make_folder(repository / "snapshots" / ("0" * 40))
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = file.rename(repository / "blobs" / f"{number:040x}")
+        hub._create_symlink(str(blob), str(file), new_blob=False)
+        assert os.readlink(file) == f"../../blobs/{blob.name}"
+    (tmp_path / "mounted").symlink_to(cache)
+    mounted = tmp_path / "mounted" / folder.relative_to(cache)
+    for name in (folder, mounted):
+        assert open_folder(name, "org/name", "").tokenizer
+
+
+def test_open_folder_takes_links_within_it(tmp_path: Path) -> None:
+    """A volume of a ConfigMap: FILE -> ..data/FILE, ..data -> ..TIME."""
+    folder = make_folder(tmp_path / "m" / "..2026_11_23")
+    (tmp_path / "m" / "..data").symlink_to(folder.name)
+    for file in folder.iterdir():
+        (tmp_path / "m" / file.name).symlink_to(Path("..data", file.name))
+    (tmp_path / "link").symlink_to("m")
+    assert open_folder(tmp_path / "link", "m", "").tokenizer
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
