@@ -23,8 +23,9 @@ This chart runs [npuserve](../../README.md), a gRPC service for Qwen3-class lang
 newer. It needs Helm 3.6 or newer. [operations.md](../../docs/operations.md) explains how to choose the values.
 
     helm install llm helm/npuserve -f helm/npuserve/values-ascend.yaml -f helm/npuserve/values-prod.yaml \\
-        --set image.repository=registry.example.com/npuserve --set model.hub.revision=COMMIT \\
-        --set tls.secretName=llm-tls --set apiKeys.secretName=llm-keys --set helmTest.apiKeySecretName=llm-test-key
+        --set image.repository=registry.example.com/npuserve --set image.digest=sha256:… \\
+        --set model.hub.revision=COMMIT --set tls.secretName=llm-tls --set apiKeys.secretName=llm-keys \\
+        --set helmTest.apiKeySecretName=llm-test-key
     helm test llm --logs
 
 `values-cpu.yaml`, `values-ascend.yaml` and `values-cuda.yaml` are presets for a kind of accelerator; `values-prod.yaml`

@@ -34,7 +34,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 PRODUCTION: Object = {
     "tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"}, "model": {"hub": {"revision": "v1"}},
-    "helmTest": {"apiKeySecretName": "llm-test-key"}}
+    "image": {"digest": "sha256:" + "0" * 64}, "helmTest": {"apiKeySecretName": "llm-test-key"}}
 """What values-prod.yaml needs from whoever installs the chart."""
 
 

@@ -17,6 +17,7 @@ from npuserve.service.health import LIVENESS, READINESS
 from tests.helm.chart import (
     CHART,
     PRESETS,
+    PRODUCTION,
     ROOT,
     Object,
     completed,
@@ -322,7 +323,7 @@ def test_production_renders_with_tls_and_keys_or_behind_a_gateway():
 
 def test_network_policy_admits_the_gateway_alone():
     peers = [{"podSelector": {"matchLabels": {"app": "gateway"}}}]
-    values = {"gateway": {"enabled": True, "from": peers}}
+    values = {"gateway": {"enabled": True, "from": peers}, "image": PRODUCTION["image"]}
     objects = render(values, ("cpu", "prod"), complete=False)
     rules = {rule["ports"][0]["port"]: rule for rule in find(objects, "NetworkPolicy")["spec"]["ingress"]}
     assert rules["grpc"]["from"] == peers

@@ -171,6 +171,8 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
         "production": True, **KEYED, "model": {"source": "hub", "hub": {"name": "a/b"}}}),
     ("model.hub.revision: production needs", {
         "production": True, "gateway": GATEWAY, "model": {"source": "init", "hub": {"name": "a/b"}}}),
+    ("image.digest: production needs", {"production": True, **KEYED}),
+    ("image.digest: production needs", {"production": True, "gateway": GATEWAY, "image": {"tag": "0.1.0-cpu"}}),
     ("networkPolicy.enabled: gateway.enabled needs it", {"gateway": GATEWAY, "networkPolicy": {"enabled": False}}),
     ("networkPolicy.grpcFrom: gateway.enabled admits", {
         "gateway": GATEWAY, "networkPolicy": {"grpcFrom": GATEWAY["from"]}}),

@@ -41,6 +41,9 @@
 {{- fail "model.hub.revision: production needs it, so that all replicas have the same model" }}
 {{- end }}
 {{- end }}
+{{- if not .Values.image.digest }}
+{{- fail "image.digest: production needs it, since a tag can be moved to another image" }}
+{{- end }}
 {{- end }}
 
 {{- with .Values.termination }}
