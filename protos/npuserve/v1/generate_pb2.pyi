@@ -534,8 +534,9 @@ class StreamGenerateResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
-        """When asked for, before the first token or beside it: many positions come in several messages, each below 1 MiB, of
-        which all but the last have no token (offset and num_tokens are 0). A stream resumed at token 0 repeats them all.
+        """When asked for, before the first token or beside it. Many positions come in several messages, each below 1 MiB. Only
+        the last of these may carry a token, the others have offset and num_tokens 0. A stream resumed at token 0 repeats
+        them all.
         """
 
     @_builtins.property
