@@ -20,7 +20,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -106,8 +106,14 @@ class Answer:
 
 
 def stream(stub: rpc.InferenceServiceStub, ask: pb.GenerateRequest) -> Answer:
+    """Send the request and return its whole answer."""
+    return read(stub.StreamGenerate(ask, timeout=600))
+
+
+def read(parts: Iterable[pb.StreamGenerateResponse]) -> Answer:
+    """Return the whole answer that a stream carries. Raises AssertionError if the stream has no finish."""
     answer = Answer()
-    for part in stub.StreamGenerate(ask, timeout=600):
+    for part in parts:
         answer.add(part)
     assert answer.finish is not None, "a stream without a finish"
     return answer

@@ -81,7 +81,10 @@ def test_only_the_request_that_kills_is_failed(kills: ModuleType) -> None:
         for ask in wanted:
             ask.stopping.ignore_eos = True
         alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
-        others = [threads.submit(kills.stream, server.stub, ask) for ask in wanted]
+        calls = [server.stub.StreamGenerate(ask, timeout=600) for ask in wanted]
+        for call in calls:
+            call.initial_metadata()  # arrives when the server has accepted the request; a dead engine accepts none
+        others = [threads.submit(kills.read, call) for call in calls]
         poison = server.stub.StreamGenerate(request([5, brittle.POISON, 6], 50, ignore_eos=True), timeout=100)
         reader = kills.Answer()
         with pytest.raises(grpc.RpcError) as failed:
