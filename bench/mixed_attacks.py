@@ -248,7 +248,7 @@ class Honest:
         self, stub: inference_service_pb2_grpc.InferenceServiceStub, number: int, request_id: str
     ) -> str:
         ask = pb.GenerateRequest(
-            text=PROMPTS[number % len(PROMPTS)], request_id=request_id,
+            text=PROMPTS[number % len(PROMPTS)], request_id=request_id or None,
             sampling=pb.SamplingParams(temperature=0.8, seed=number),
             stopping=pb.StoppingParams(max_tokens=TOKENS, ignore_eos=True))
         text, last = "", 0.0
