@@ -25,7 +25,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("kernels/native")
+SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
 ONCE = ("pool.cpp", "tables.cpp")
 """Every other source is compiled once for each instruction set."""

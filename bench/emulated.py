@@ -45,16 +45,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from npuserve.kernels.ascend import BLOCK, cached_head_dim
-from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service import client
-from npuserve.service.accept_tokens import prompts_of
+from npuserve.service.cli import client
+from npuserve.service.cli.acceptance.tokens import prompts_of
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:
     from npuserve.npu.backends.base import Backend
-    from npuserve.npu.model import Model
-    from npuserve.service.accept_tokens import Agreement
+    from npuserve.npu.execution.decoder import Model
+    from npuserve.service.cli.acceptance.tokens import Agreement
 
 BUDGET, SEATS = 48, 8
 """Of the emulated server: tokens a step, requests at once."""
@@ -232,12 +232,12 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
 
     from torch import Tensor
 
-    from npuserve.npu.acceptance import load, load_reference
     from npuserve.npu.backends import select
     from npuserve.npu.backends.cpu import CpuBackend
-    from npuserve.npu.teacher_forced import forced_logits
-    from npuserve.service.accept import least_share
-    from npuserve.service.accept_tokens import agreement
+    from npuserve.npu.diagnostics.acceptance import load, load_reference
+    from npuserve.npu.diagnostics.teacher_forced import forced_logits
+    from npuserve.service.cli.acceptance.accept import least_share
+    from npuserve.service.cli.acceptance.tokens import agreement
 
     asked, made = zip(*json.loads(file.read_text()), strict=True)
     sequences = [prompt + answer for prompt, answer in zip(asked, made, strict=True)]

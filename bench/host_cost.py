@@ -23,13 +23,13 @@ import torch
 from npuserve.npu import storyteller
 from npuserve.npu.backends.base import Pending, T
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.loader import load_weights
-from npuserve.npu.model_config import ModelConfig
-from npuserve.npu.runner import Runner
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import load_weights
 from npuserve.npu.step import SamplingParams, Step, StepResult
-from npuserve.service.block_manager import BlockManager
-from npuserve.service.messages import Request
-from npuserve.service.scheduler import Scheduler
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 WARM_UP = 20

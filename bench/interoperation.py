@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.quality import Bench, Way, held_out
-from tests.npu.quantized import save_quantized, scheme
+from tests.support.quantized import save_quantized, scheme
 
 
 @torch.inference_mode()

@@ -48,7 +48,8 @@ MAX_LIVES = 3
 
 def serve(arguments: list[str]) -> int:
     """`npuserve serve` with an engine that has the faults."""
-    from npuserve.service import logs, settings, supervisor
+    from npuserve.service import logs, settings
+    from npuserve.service.supervisor import supervisor
 
     parser = argparse.ArgumentParser()
     supervisor.add_arguments(parser)
@@ -59,8 +60,8 @@ def serve(arguments: list[str]) -> int:
 
 def engine() -> int:
     """The engine process with the faults."""
-    from npuserve.npu.runner import Runner
-    from npuserve.service import engine_process
+    from npuserve.npu.execution.runner import Runner
+    from npuserve.service.engine import process as engine_process
 
     faulty: dict[int, tuple[str, int]] = {}  # request -> (kind, tokens of the prompt)
     fatal: list[tuple[Any, str]] = []  # (handle of a step that fails, kind)

@@ -38,17 +38,17 @@ import msgspec
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.arguments import number
-from npuserve.service.block_manager import BlockManager
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.engine_process import load_model
-from npuserve.service.messages import Request
-from npuserve.service.model_folder import resolve
-from npuserve.service.scheduler import Scheduler
-from npuserve.service.sequence import Sequence
+from npuserve.service.engine.process import load_model
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.text.model_folder import resolve
 
 if TYPE_CHECKING:
-    from npuserve.npu.launched import Launched
-    from npuserve.npu.runner import Runner
+    from npuserve.npu.execution.in_flight import Launched
+    from npuserve.npu.execution.runner import Runner
 
 STREAM_PROMPT, LEAD = 16, 8
 """Tokens of a stream's prompt, and those that it gets before the long prompt comes."""

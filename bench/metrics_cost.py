@@ -15,7 +15,7 @@ the page is measured afterwards. What follows `--` are settings of the server.
 
 from __future__ import annotations
 
-import npuserve.service.bench_threads  # noqa: F401
+import npuserve.service.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -41,8 +41,8 @@ from typing import Any
 
 from serving import arguments
 
-from npuserve.service.bench_load import Load
-from npuserve.service.bench_workload import Ask, Prompts
+from npuserve.service.cli.bench.load import Load
+from npuserve.service.cli.bench.workload import Ask, Prompts
 from npuserve.service.config import ServerConfig
 
 PROMPT, OUTPUT = 32, 200
@@ -59,7 +59,9 @@ def child(module: str) -> None:
     """A child of the supervisor that counts from ON and does not from OFF."""
     from prometheus_client import Counter, Gauge, Histogram
 
-    from npuserve.service import engine_process, frontend, metrics
+    from npuserve.service import metrics
+    from npuserve.service.engine import process as engine_process
+    from npuserve.service.frontend import process as frontend
 
     counting = [(kind, name, getattr(kind, name)) for kind, names in (
         (Counter, ("inc",)), (Gauge, ("set", "inc")), (Histogram, ("observe",)), (metrics.Tally, ("observe", "flush")),
@@ -87,7 +89,8 @@ def child(module: str) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    from npuserve.service import logs, settings, supervisor
+    from npuserve.service import logs, settings
+    from npuserve.service.supervisor import supervisor
 
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)

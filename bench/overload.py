@@ -27,9 +27,9 @@ from typing import Any
 
 from serving import Serving, arguments, report, serving
 
-from npuserve.service import bench_report
-from npuserve.service.bench_load import Load, Outcome
-from npuserve.service.bench_workload import Ask, Prompts, fitted, read_trace
+from npuserve.service.cli.bench import report as bench_report
+from npuserve.service.cli.bench.load import Load, Outcome
+from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, read_trace
 
 TTFT, TPOT = 2.0, 0.2
 """Seconds that users accept: the server's own defaults of target_ttft_seconds and target_itl_seconds."""

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.loader import load_weights
-from npuserve.npu.model import Model
-from npuserve.npu.model_config import ModelConfig
-from npuserve.npu.quantize import quantize_checkpoint
-from npuserve.npu.rope import cos_sin_table
-from npuserve.npu.teacher_forced import forced_logits
-from npuserve.service.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
-from npuserve.service.tokenizer import load_tokenizer
+from npuserve.npu.diagnostics.teacher_forced import forced_logits
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.service.cli.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
+from npuserve.service.text.tokenizer import load_tokenizer
 
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "inspect", "logging", "textwrap", "typing")
 

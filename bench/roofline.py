@@ -3,8 +3,9 @@
     python bench/roofline.py [--model FOLDER] [--batch 1 16 64] [--context 1024] [--bandwidth 1.6e12]
     python bench/roofline.py --write     makes docs/ascend-roofline.md anew
 
-The decoder itself (npu/model.py) runs on tensors without memory, and kernels/costs.py says what each call costs. Its
-time is the bytes by the bandwidth: no launch, no kernel below the memory's speed, nothing found in a cache.
+The decoder itself (npu/execution/decoder.py) runs on tensors without memory, and kernels/bench/costs.py has the cost of
+each call. Its time is the bytes by the bandwidth: no launch, no kernel below the memory's speed, nothing found in a
+cache.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.kernels.costs import Cost, cost, nbytes
+from npuserve.kernels.bench.costs import Cost, cost, nbytes
 from npuserve.kernels.quantized import Int8, Scheme, Weight
-from npuserve.npu.backends.ascend import BACKEND
-from npuserve.npu.model import Model
-from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.backends.ascend.backend import BACKEND
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import allocate
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
-from npuserve.npu.weights import allocate
 
 PAGE = Path(__file__).parents[1] / "docs" / "ascend-roofline.md"
 QWEN3_14B = {
@@ -178,9 +179,9 @@ def page(config: ModelConfig, batches: Sequence[int], context: int, bandwidth: f
 INTRODUCTION = """# A decode step of Qwen3-14B on Ascend A2: the floor
 
 Made by `python bench/roofline.py --write`; a test compares. **A prediction: nothing here was measured.** The decoder
-of `npu/model.py` is walked kernel by kernel, each call counted by `kernels/costs.py` (every byte read and written
-once), at a context of 1024 tokens and 1.6 TB/s, one card. The floor is the bytes by the bandwidth: launches, kernels
-below the memory's speed and idle time come on top; what an L2 cache keeps of activations comes off.
+of `npu/execution/decoder.py` is walked kernel by kernel, each call counted by `kernels/bench/costs.py` (every byte read
+and written once), at a context of 1024 tokens and 1.6 TB/s, one card. The floor is the bytes by the bandwidth:
+launches, kernels below the memory's speed and idle time come on top; what an L2 cache keeps of activations comes off.
 
 bf16: 2 bytes a weight. w8a8: the decoder's projections in int8 with scales, activations quantized for each token by the
 kernel before the projection, or after attention within the projection's own; LM head, norms, keys and values stay bf16.

@@ -27,14 +27,14 @@ from pathlib import Path
 
 from serving import arguments
 
-from npuserve.npu.launched import Launched
+from npuserve.npu.execution.in_flight import Launched
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
-from npuserve.service.block_manager import BlockManager
-from npuserve.service.engine_process import load_model
-from npuserve.service.messages import Request
-from npuserve.service.model_folder import resolve
-from npuserve.service.scheduler import Scheduler
+from npuserve.service.engine.process import load_model
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.text.model_folder import resolve
 
 
 def engine(model: str, serve: list[str], streams: int, prompt: int, output: int, requests: int) -> float:

@@ -31,9 +31,9 @@ from typing import Any
 
 from serving import Serving, arguments, report, serving
 
-from npuserve.service import bench_report
-from npuserve.service.bench_load import Load, Outcome
-from npuserve.service.bench_workload import Ask, Prompts
+from npuserve.service.cli.bench import report as bench_report
+from npuserve.service.cli.bench.load import Load, Outcome
+from npuserve.service.cli.bench.workload import Ask, Prompts
 from npuserve.v1 import generate_pb2 as pb
 
 METHOD = "/npuserve.v1.InferenceService/StreamGenerate"

@@ -40,7 +40,7 @@ from hostile import BadRequests, FileCount, HealthProbe
 from serving import arguments, children, report, serving
 
 from npuserve.client import AsyncClient, ClientError, DeadlineExceeded, Overloaded, StreamLost
-from npuserve.service.bench_workload import Ask, Prompts, fitted, poisson, read_trace
+from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, prompt_pb2
 

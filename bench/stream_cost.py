@@ -15,7 +15,7 @@ cores slows it: what is served is then what a CPU engine with two threads would 
 
 from __future__ import annotations
 
-import npuserve.service.bench_threads  # noqa: F401
+import npuserve.service.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -36,20 +36,22 @@ from typing import Any
 
 import grpc.aio
 
-from npuserve.npu.fake import FakeRunner
 from npuserve.npu.step import Step, StepResult
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service import child, logs, supervisor
-from npuserve.service.bench_load import Load
-from npuserve.service.bench_workload import Ask, Prompts
-from npuserve.service.block_manager import BlockManager
+from npuserve.service import logs
+from npuserve.service.cli.bench.load import Load
+from npuserve.service.cli.bench.workload import Ask, Prompts
 from npuserve.service.config import ServerConfig
-from npuserve.service.engine import Engine
-from npuserve.service.engine_process import EngineArgs
-from npuserve.service.engine_socket import EngineSocket
-from npuserve.service.messages import ModelInfo
-from npuserve.service.scheduler import Scheduler
+from npuserve.service.engine.loop import Engine
+from npuserve.service.engine.process import EngineArgs
+from npuserve.service.ipc import child
+from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.supervisor import supervisor
 from npuserve.v1 import generate_pb2 as pb
+from tests.support.counting_runner import FakeRunner
 
 METHOD = "/npuserve.v1.InferenceService/StreamGenerate"
 VOCABULARY = 4096
@@ -124,7 +126,7 @@ def chunks_of(step_ms: float) -> int:
 
 
 def engine(step_ms: float, chunks: int) -> None:
-    """What npuserve.service.engine_process does, with a runner of ours."""
+    """What npuserve.service.engine.process does, with a runner of ours."""
     args = child.read_arguments(EngineArgs)
     logs.setup(args.config, "engine")
     child.listen()

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends import select
-from npuserve.npu.loader import load_weights
-from npuserve.npu.model import Model
-from npuserve.npu.model_config import ModelConfig
-from npuserve.npu.rope import cos_sin_table
-from npuserve.npu.teacher_forced import forced_logits
+from npuserve.npu.diagnostics.teacher_forced import forced_logits
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.rope import cos_sin_table
 
 TEXTS = ["Write a function that reverses a string in Python.", "What is the capital of France?",
          "Explain why the sky is blue.", "def quicksort(items):", "请介绍一下长城。"]

@@ -18,7 +18,7 @@ Exit code 1 if any of it fails. What follows `--` are settings of the server.
 
 from __future__ import annotations
 
-import npuserve.service.bench_threads  # noqa: F401
+import npuserve.service.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -45,8 +45,8 @@ import grpc
 from panels import ask, draw, fetch, values
 from serving import arguments, engine_of, stop
 
-from npuserve.service.bench_load import Load
-from npuserve.service.bench_workload import Ask, Prompts, fitted, poisson, read_trace
+from npuserve.service.cli.bench.load import Load
+from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from npuserve.v1 import prompt_pb2

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from npuserve.kernels.ascend import BLOCK
-from npuserve.npu.backends import acl_errors
+from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
-from npuserve.service import accept, accept_tokens
+from npuserve.service.cli.acceptance import accept
+from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.config import ServerConfig
 
 ROOT = Path(__file__).parents[1]

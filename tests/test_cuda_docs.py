@@ -7,8 +7,8 @@ import re
 import pytest
 
 from npuserve.npu.backends.base import Fault
-from npuserve.npu.backends.cuda import LEAST_CAPABILITY, CudaBackend
-from npuserve.npu.backends.cuda_graphs import MOST_TOKENS, token_buckets
+from npuserve.npu.backends.cuda.backend import LEAST_CAPABILITY, CudaBackend
+from npuserve.npu.backends.cuda.graphs import MOST_TOKENS, token_buckets
 from npuserve.service.config import ServerConfig
 from tests.test_ascend_docs import ROOT, names, numbers, row, rows, sources
 

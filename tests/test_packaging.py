@@ -33,7 +33,6 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PROJECT["tool"]["setuptools"]
 # Where packages may be; everything else (tests, bench, docs, helm) is not installed.
 SOURCES = {"client": "npuserve.client", "service": "npuserve.service", "npu": "npuserve.npu",
            "kernels": "npuserve.kernels", "protos/npuserve/v1": "npuserve.v1"}
@@ -44,7 +43,7 @@ LIBRARY = "npuserve/kernels/native/libnpuserve.so"
 
 def shipped() -> dict[str, Path]:
     """Path in the wheel -> file, of every file in the package folders but the native library and what it is made of."""
-    files = {}
+    files = {"npuserve/__init__.py": ROOT / "src" / "npuserve" / "__init__.py"}
     for folder, package in SOURCES.items():
         for file in (ROOT / folder).rglob("*"):
             native = file.parent == ROOT / "kernels" / "native" and file.suffix in (".cpp", ".h", ".so")
@@ -57,28 +56,33 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def test_the_list_of_packages_is_the_tree():
-    found = {}
+def packages() -> dict[str, Path]:
+    """Name -> folder, of each package that setuptools finds in src."""
+    from setuptools import find_packages
+
+    return {name: (ROOT / "src" / name.replace(".", "/")).resolve() for name in find_packages(str(ROOT / "src"))}
+
+
+def test_packages_found_are_the_folders_with_python_files():
+    found = {"npuserve": ROOT / "src" / "npuserve"}
     for folder, package in SOURCES.items():
         for path in {file.parent for file in (ROOT / folder).rglob("*.py")}:
             assert (path / "__init__.py").exists(), f"{path.relative_to(ROOT)} has no __init__.py"
-            name = ".".join([package, *path.relative_to(ROOT / folder).parts])
-            found[name] = path.relative_to(ROOT).as_posix()
-    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
-    assert SETUPTOOLS["package-dir"] == found
+            found[".".join([package, *path.relative_to(ROOT / folder).parts])] = path
+    assert packages() == found
 
 
 def test_the_tests_run_on_this_tree():
     """The editable install maps every package to its folder here; a plain one would be tested in its place."""
-    for package in SETUPTOOLS["packages"]:
+    for package, folder in packages().items():
         file = importlib.import_module(package).__file__
         assert file is not None
-        assert Path(file).parent == ROOT / SETUPTOOLS["package-dir"][package]
+        assert Path(file).resolve().parent == folder
 
 
 def copy_tree(target: Path, *without: str) -> Path:
     ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "node_modules", *without)
-    return shutil.copytree(ROOT, target, ignore=ignored)
+    return shutil.copytree(ROOT, target, ignore=ignored, symlinks=True)
 
 
 def build(tree: Path, kind: str, out: Path, **variables: str) -> tuple[Path, str]:
@@ -199,10 +203,10 @@ def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, se
     code = f"""if True:
         import importlib
         from npuserve.kernels import native
-        for package in {SETUPTOOLS['packages']!r}: print(importlib.import_module(package).__file__)
+        for package in {[*packages()]!r}: print(importlib.import_module(package).__file__)
         print(native.library().source)"""
     *files, source = output(programs / "python", "-I", "-c", code, cwd=tmp_path).splitlines()
-    assert len(files) == len(SETUPTOOLS["packages"])
+    assert len(files) == len(packages())
     assert all(Path(file).is_relative_to(site) for file in files)
     assert source.split()[0] == setup_py.digest(library.parent)
     version = output(programs / "npuserve", "--version", cwd=tmp_path)
@@ -212,7 +216,7 @@ def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, se
 def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, Path, str], tmp_path: Path):
     programs, _ = install(pure[0], tmp_path / "venv")
     code = """if True:
-        from npuserve.service.cli import main
+        from npuserve.service.cli.main import main
         assert main(["check", "--json"]) == 0
         sizes = ["--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "1"]
         assert main(["bench", "step", *sizes, "--json"]) == 0"""

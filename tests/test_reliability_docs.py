@@ -6,8 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-from npuserve.service import child, supervisor
-from npuserve.service.supervisor import Restarts
+from npuserve.service.ipc import child
+from npuserve.service.supervisor import supervisor
+from npuserve.service.supervisor.supervisor import Restarts
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "reliability.md").read_text()

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from npuserve.npu.model_config import ModelConfig
-from tests.benches import bench
+from npuserve.npu.model.config import ModelConfig
+from tests.support.benches import bench
 
 ROOT = Path(__file__).parents[1]
 

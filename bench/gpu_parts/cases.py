@@ -22,7 +22,7 @@ from npuserve.kernels import (
     swiglu,
 )
 from npuserve.kernels.registry import Case
-from npuserve.npu.machine import takes_case
+from npuserve.npu.diagnostics.machine import takes_case
 
 
 def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.launched import Launched
-from npuserve.npu.model_config import ModelConfig
-from npuserve.npu.runner import Runner
+from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
-from npuserve.npu.weights import ModelWeights
 
 _ids = count()
 

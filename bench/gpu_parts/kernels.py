@@ -9,8 +9,8 @@ import torch
 
 from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
-from npuserve.kernels import measure
-from npuserve.kernels.measure import Bench
+from npuserve.kernels.bench import measure
+from npuserve.kernels.bench.measure import Bench
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet
 
 

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
+from npuserve.kernels.bench.measure import QUANTIZED, Accuracy, Oracle, widened
 from npuserve.kernels.linear import linear
-from npuserve.kernels.measure import QUANTIZED, Accuracy, Oracle, widened
 from npuserve.kernels.quantized import with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved
 from npuserve.npu.backends.base import BackendError
-from npuserve.npu.machine import takes_case
+from npuserve.npu.diagnostics.machine import takes_case
 
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
           torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.model_config import HeadDtype, ModelConfig
+from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.weights import INT8, ModelWeights, Target, allocate
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
-from npuserve.npu.weights import INT8, ModelWeights, Target, allocate
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,

@@ -18,9 +18,9 @@ from gpu_parts.driver import Ask, Driver, again, blocks_of, runner_of
 from gpu_parts.shapes import config_of, random_weights
 from gpu_parts.worker import Context, Units
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model_config import ModelConfig
-from npuserve.npu.runner import Runner
-from npuserve.npu.weights import ModelWeights
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import ModelWeights
 
 KINDS = {"bf16": (False, "auto"), "W8A8": (True, "auto"), "W8A8 and head": (True, "int8")}
 """What is int8: the layers' products, and the LM head."""

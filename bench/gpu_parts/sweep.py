@@ -9,8 +9,8 @@ import torch
 
 from gpu_parts.variants import CHOSEN, Shape, shapes
 from gpu_parts.worker import Context, Units
-from npuserve.kernels import measure
-from npuserve.kernels.measure import Bench
+from npuserve.kernels.bench import measure
+from npuserve.kernels.bench.measure import Bench
 
 AGAIN = 3
 """So many of the fastest are timed once more, beside what is chosen now."""

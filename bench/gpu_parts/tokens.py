@@ -11,8 +11,8 @@ import torch
 
 from gpu_parts.driver import Ask, Driver, blocks_of, runner_of
 from gpu_parts.worker import Context, Units
-from npuserve.npu.loader import load_weights
-from npuserve.npu.model_config import ModelConfig
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import load_weights
 from npuserve.npu.storyteller import FOLDER
 
 PROMPTS = ("Once upon a time", "The little dog was sad because", "Lily and Tom went to the park. They saw a big",

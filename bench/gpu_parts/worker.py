@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpu_parts import stand_in
 
 if TYPE_CHECKING:
-    from npuserve.kernels.ceilings import Ceilings, Machine
+    from npuserve.kernels.bench.ceilings import Ceilings, Machine
     from npuserve.npu.backends.base import Backend
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Context:
     def ceilings(self) -> tuple[Ceilings, dict[str, float]]:
         """Of this process, and the best of several passes: read_gbs, copy_gbs, bf16_gflops, int8_gops, fp32_gflops."""
         if self._ceilings is None:
-            from npuserve.kernels import ceilings
+            from npuserve.kernels.bench import ceilings
 
             if self.toy:
                 ceilings._TORCH_SIZES = (64, 64)
@@ -138,7 +138,7 @@ def start(args: argparse.Namespace, out: Path) -> Context:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.npu.backends import select
-    from npuserve.npu.machine import machine_of
+    from npuserve.npu.diagnostics.machine import machine_of
 
     backend = select(args.device, () if args.emulate else None)
     backend.set_threads(0)

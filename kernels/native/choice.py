@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from npuserve.kernels import native
-from npuserve.kernels.measure import cache_bytes
+from npuserve.kernels.bench.measure import cache_bytes
 from npuserve.kernels.native.packed import PackedWeight
 
 Gemm = Literal["auto", "amx", "bf16", "fp32"]

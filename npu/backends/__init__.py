@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from npuserve.npu.backends.base import Backend, BackendError, Fault
 
-MODULES = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
+MODULES = {"npu": "ascend.backend", "cuda": "cuda.backend", "cpu": "cpu"}
 """Name -> module of this package, in the order in which "auto" tries them."""
 
 

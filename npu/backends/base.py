@@ -29,8 +29,9 @@ class Fault(Enum):
     """What is to be done about an error of the device at run time.
 
     In each case the requests that the engine has end as unavailable, with the time after which to ask again, and the
-    engine process leaves. It is started again after the first two; after the last, the server ends (service/child.py
-    has the exit codes). No step is launched anew in place: what a part of it has sampled, counted and written is there.
+    engine process leaves. It is started again after the first two; after the last, the server ends. The exit codes
+    are in service/ipc/child.py. No step is launched anew in place: what a part of it has sampled, counted and
+    written is there.
     """
 
     RETRYABLE = "retryable"

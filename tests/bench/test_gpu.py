@@ -21,8 +21,8 @@ from npuserve.kernels import native
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.machine import machine_of
-from tests.benches import BENCH, bench
+from npuserve.npu.diagnostics.machine import machine_of
+from tests.support.benches import BENCH, bench
 
 PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.benches import BENCH
+from tests.support.benches import BENCH
 
 
 @pytest.mark.slow

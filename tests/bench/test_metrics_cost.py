@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.benches import BENCH, bench
+from tests.support.benches import BENCH, bench
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from npuserve.client import AsyncClient, Cancelled, Client
 from npuserve.service import errors
 from tests.client.counting import Proxy, serving
-from tests.service.fake_engine import until
+from tests.support.fake_engine import until
 
 
 def target(proxy: Proxy) -> str:

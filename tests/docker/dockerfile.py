@@ -56,7 +56,8 @@ def sent(root: Path = ROOT) -> list[Path]:
                 decided = not pattern.startswith("!")
         return decided
 
-    return [Path(name) for name in names if not ignored(name) and (root / name).is_file()]
+    return [Path(name) for name in names
+            if not ignored(name) and ((root / name).is_file() or (root / name).is_symlink())]
 
 
 def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
@@ -80,7 +81,7 @@ def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
                 if any(source == "." or file == Path(source) for source in sources):
                     made = where / target / (file if "." in sources else file.name)
                     made.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(ROOT / file, made)
+                    shutil.copy2(ROOT / file, made, follow_symlinks=False)
         elif name == "RUN" and text.startswith("apt-get "):
             print("   not run here: Debian packages")
         elif name == "RUN":

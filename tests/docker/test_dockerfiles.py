@@ -87,7 +87,7 @@ def test_torch_is_one_that_the_project_takes(file: Path):
 
 
 def test_grpcio_is_below_the_first_minor_version_that_is_not_tested():
-    """service/aio_server.py needs its private names, which another minor version may lack."""
+    """service/rpc/aio_server.py needs its private names, which another minor version may lack."""
     requirements = pytest.importorskip("packaging.requirements")
     asked = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name.startswith("grpcio")]
     major, minor, _ = map(int, pins("requirements.txt")["grpcio"].split("."))
@@ -131,7 +131,8 @@ def test_the_pins_are_what_the_project_asks_for():
 def test_the_builder_is_sent_the_package_and_no_more():
     names = {file.as_posix() for file in sent()}
     assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/pool.h",
-            "service/cli.py", "npu/storyteller/model/model.safetensors", "protos/npuserve/v1/generate_pb2.py"} <= names
-    rooms = {"client", "service", "npu", "kernels", "protos", "docker"}
+            "service/cli/main.py", "npu/storyteller/model/model.safetensors",
+            "protos/npuserve/v1/generate_pb2.py"} <= names
+    rooms = {"client", "service", "npu", "kernels", "protos", "docker", "src"}
     assert {name.split("/")[0] for name in names if "/" in name} == rooms
     assert not [name for name in names if re.search(r"\.so$|__pycache__|Dockerfile|/\.", name)]

@@ -39,7 +39,8 @@ PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 
 def serve(arguments: list[str]) -> int:
-    from npuserve.service import logs, settings, supervisor
+    from npuserve.service import logs, settings
+    from npuserve.service.supervisor import supervisor
 
     parser = argparse.ArgumentParser()
     supervisor.add_arguments(parser)
@@ -53,8 +54,8 @@ def serve(arguments: list[str]) -> int:
 
 def engine() -> int:
     from npuserve.kernels.native import choice
-    from npuserve.npu.runner import Runner
-    from npuserve.service import engine_process
+    from npuserve.npu.execution.runner import Runner
+    from npuserve.service.engine import process as engine_process
 
     poisoned: dict[int, int] = {}
     slow = os.environ.get(SLOW)

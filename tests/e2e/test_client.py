@@ -17,8 +17,8 @@ import pytest
 from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost, channel
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.server import Server, serving
-from tests.service.fake_engine import until
-from tests.service.test_slow_reader import SMALL_WINDOW
+from tests.service.frontend.test_slow_reader import SMALL_WINDOW
+from tests.support.fake_engine import until
 
 PROMPTS = ("Once upon a time", "One day", "The cat", "Tim wanted", "从前有", "😀 é")
 

@@ -14,9 +14,9 @@ import pytest
 from npuserve.kernels import native
 from npuserve.kernels.native.choice import KINDS, gemm_of
 from npuserve.v1 import generate_pb2 as pb
-from tests.benches import bench
 from tests.e2e import brittle
 from tests.e2e.server import Server, request, serving
+from tests.support.benches import bench
 
 pytestmark = pytest.mark.slow
 BRITTLE = ("-m", "tests.e2e.brittle", "serve")

@@ -22,9 +22,9 @@ from grpc_status import rpc_status
 
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
-from tests.benches import bench
 from tests.e2e import brittle
 from tests.e2e.server import Server, request, serving
+from tests.support.benches import bench
 
 pytestmark = pytest.mark.slow
 BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}

@@ -18,13 +18,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from npuserve.service import client
+from npuserve.service.cli import client
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving, streamed
-from tests.service.certificates import Authority, needs_openssl
+from tests.support.certificates import Authority, needs_openssl
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.server import Server, request, serving, streamed
 from tests.npu.backends.small import saved
-from tests.real_models import model_folder
+from tests.support.real_models import model_folder
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(300),

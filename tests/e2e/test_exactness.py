@@ -17,7 +17,7 @@ import pytest
 
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.server import Server, request, serving, streamed
-from tests.real_models import model_folder
+from tests.support.real_models import model_folder
 
 STORIES = [
     "Once upon a time", "One day, a little girl named Lily", "The cat and the dog", "Tim wanted a new toy. He",

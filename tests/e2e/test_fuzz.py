@@ -72,7 +72,7 @@ def test_broken_protobuf_and_broken_http(server: Target) -> None:
 
 @pytest.mark.parametrize("path", [b"/\xff", b"\xe9", b"", b"/" + b"a" * 8000])
 def test_a_path_that_is_none_ends_no_stream(server: Target, path: bytes) -> None:
-    """grpc.aio's own server would end over a path that is no UTF-8: service/aio_server.py."""
+    """grpc.aio's own server would end over a path that is no UTF-8: service/rpc/aio_server.py."""
     with Client(server.server.target, patience=0, api_key=KEY) as client:
         whole = client.generate("Once upon a time", max_tokens=50, temperature=0, ignore_eos=True)
         stream = client.stream("Once upon a time", max_tokens=50, temperature=0, ignore_eos=True)

@@ -1,13 +1,14 @@
 """A request that kills its engine, in each phase and by crash and by hang: one run of bench/killer.py each.
 
-By default one kind runs; test_deaths.py has a crash in decode, and tests/service/test_quarantine.py has all of them.
+By default one kind runs; test_deaths.py has a crash in decode, and
+tests/service/scheduling/test_quarantine.py has all of them.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.benches import bench
+from tests.support.benches import bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

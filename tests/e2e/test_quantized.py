@@ -12,8 +12,8 @@ from npuserve.npu.step import SamplingParams
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import model_pb2
 from tests.e2e.server import request, serving, streamed
-from tests.npu.models import saved_w8a8
-from tests.npu.test_runner import Driver, load
+from tests.npu.execution.test_runner import Driver, load
+from tests.support.models import saved_w8a8
 
 SETTINGS = {"block_size": 16, "kv_cache_memory": 8 << 20, "threads": 1, "lm_head_dtype": "int8"}
 

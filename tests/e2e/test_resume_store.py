@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
-from tests.benches import bench
 from tests.e2e.server import Server, request, serving
 from tests.e2e.test_deaths import front_ends
+from tests.support.benches import bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MIB = 1 << 20

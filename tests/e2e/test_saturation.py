@@ -10,8 +10,8 @@ import urllib.request
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.benches import bench
 from tests.e2e.server import Server, serving
+from tests.support.benches import bench
 
 
 def until(server: Server, ready: float) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from npuserve.npu import storyteller
 from tests.e2e.server import serving
-from tests.service.command import npuserve
+from tests.support.command import npuserve
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f\nsize 12\n"
 

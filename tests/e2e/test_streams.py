@@ -14,7 +14,7 @@ from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 from tests.e2e.server import Server, request, serving, streamed
-from tests.real_models import BUILT_IN, model_folder, published
+from tests.support.real_models import BUILT_IN, model_folder, published
 
 
 @pytest.fixture(scope="module")

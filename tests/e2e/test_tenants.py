@@ -11,14 +11,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from npuserve.service import cli, client
+from npuserve.service.cli import client
+from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2 as admin
 from npuserve.v1 import admin_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving
-from tests.service.certificates import Authority, needs_openssl
+from tests.support.certificates import Authority, needs_openssl
 
 SECRET = "The launch code of the red rocket is four seven one one and nobody else may ever learn of it. " * 3
 

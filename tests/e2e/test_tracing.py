@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.e2e.server import request, serving
-from tests.service.test_tracing import PARENT, SERVER_SPAN, TRACE, Collector
+from tests.service.rpc.test_tracing import PARENT, SERVER_SPAN, TRACE, Collector
 
 
 def test_each_chunk_of_a_prompt_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:

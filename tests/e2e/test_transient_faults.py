@@ -20,12 +20,12 @@ import grpc
 import pytest
 
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service import keys
+from npuserve.service.access import api_keys as keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import children, is_serving, until
-from tests.service.certificates import Authority, needs_openssl
+from tests.support.certificates import Authority, needs_openssl
 
 pytestmark = pytest.mark.slow
 BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from npuserve.service import generate, settings, supervisor
-from npuserve.service.health import LIVENESS, READINESS
+from npuserve.service import settings
+from npuserve.service.cli import generate
+from npuserve.service.rpc.health import LIVENESS, READINESS
+from npuserve.service.supervisor import supervisor
 from tests.helm.chart import (
     CHART,
     PRESETS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels.measure import QUANTIZED, tensors, widened
+from npuserve.kernels.bench.measure import QUANTIZED, tensors, widened
 from npuserve.kernels.registry import Case, Implementation, Kernel
 
 # (relative, absolute): a few roundings of the dtype for values of about 1.

@@ -169,7 +169,7 @@ def test_what_is_written_is_read_again(quantization):
 def test_layers_are_found_by_the_rules_of_compressed_tensors():
     """Its package applies what ours wrote to a model of transformers."""
     package = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
-    from tests.npu.models import random_model
+    from tests.support.models import random_model
 
     model = random_model("llama", num_hidden_layers=2)
 

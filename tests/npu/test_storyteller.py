@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.train_storyteller import loops
 from npuserve.npu.storyteller import FOLDER
-from npuserve.npu.storyteller.train import loops
 
 
 def test_it_is_small_and_bf16() -> None:

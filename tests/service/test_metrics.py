@@ -11,13 +11,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from npuserve.npu.step import Row, Step, StepResult
-from npuserve.service import engine_metrics, metrics
-from npuserve.service.block_manager import BlockCounts, BlockManager
-from npuserve.service.engine_metrics import EngineMetrics
+from npuserve.service import metrics
+from npuserve.service.engine import metrics as engine_metrics
+from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.errors import DuplicateRequest, InvalidField, QueueFull, ServeError
-from npuserve.service.messages import FinishReason
-from npuserve.service.metrics_page import AGE, HEARTBEAT
-from npuserve.service.scheduler import Scheduler
+from npuserve.service.ipc.messages import FinishReason
+from npuserve.service.scheduling.block_manager import BlockCounts, BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.supervisor.metrics_page import AGE, HEARTBEAT
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 

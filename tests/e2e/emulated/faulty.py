@@ -41,8 +41,9 @@ def at_start(folder: Path, *calls: Sequence[Any]) -> None:
 
 
 def serve(folder: str, arguments: list[str]) -> int:
-    from npuserve.service import logs, settings, supervisor
+    from npuserve.service import logs, settings
     from npuserve.service.config import ConfigError
+    from npuserve.service.supervisor import supervisor
 
     parser = argparse.ArgumentParser()
     supervisor.add_arguments(parser)
@@ -52,14 +53,14 @@ def serve(folder: str, arguments: list[str]) -> int:
         return asyncio.run(supervisor.Supervisor(
             config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
             restarts=supervisor.Restarts(first=0.05, longest=0.05)).run())
-    except ConfigError as error:  # as service/cli.py does
+    except ConfigError as error:  # as service/cli/main.py does
         print(f"npuserve: {error}", file=sys.stderr)
         return 2
 
 
 def engine(folder: Path) -> int:
     from npuserve.npu import emulator
-    from npuserve.service import engine_process
+    from npuserve.service.engine import process as engine_process
 
     def listen() -> None:
         path = folder / "device"
@@ -79,7 +80,7 @@ def engine(folder: Path) -> int:
 
 
 def frontend() -> int:
-    from npuserve.service import frontend as own
+    from npuserve.service.frontend import process as own
 
     made: Any = own.EngineClient
     own.EngineClient = lambda address, on_state, stall, *rest: made(  # type: ignore[assignment,misc]

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 
 from npuserve.npu import emulator
-from npuserve.npu.launched import Launched
-from npuserve.npu.runner import Runner
+from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
-from npuserve.service import messages
-from npuserve.service.block_manager import BlockManager
-from npuserve.service.engine import Engine
-from npuserve.service.scheduler import Scheduler
+from npuserve.service.engine.loop import Engine
+from npuserve.service.ipc import messages
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from tests.npu.backends.ascend.test_backend import load
 from tests.npu.backends.small import GREEDY, saved, saved_w8a8
-from tests.npu.backends.test_ascend import load
 from tests.npu.emulator.child import emulated
-from tests.service.test_engine import MODEL
-from tests.service.test_engine_overlap import Script
+from tests.service.engine.test_loop import MODEL
+from tests.service.engine.test_loop_overlap import Script
 
 LAYERS, ROWS, ANSWER = 3, 3, 200
 STEADY = range(20, 180)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.benches import bench
 from tests.npu.emulator.child import missing
-from tests.real_models import model_folder
+from tests.support.benches import bench
+from tests.support.real_models import model_folder
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,7 +77,7 @@ def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
 
 
 def test_the_wide_model_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npuserve.npu.runner import load_runner
+    from npuserve.npu.execution.runner import load_runner
 
     emulated = bench("emulated")
     assert emulated.QWEN3_14B.items() <= bench("roofline").QWEN3_14B.items()

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from npuserve.kernels.ascend import LEVELS
-from npuserve.npu.acceptance import load_reference
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.model_config import ModelConfig
-from npuserve.npu.teacher_forced import forced_logits
-from npuserve.service.accept_tokens import agreement, prompts_of
+from npuserve.npu.diagnostics.acceptance import load_reference
+from npuserve.npu.diagnostics.teacher_forced import forced_logits
+from npuserve.npu.model.config import ModelConfig
+from npuserve.service.cli.acceptance.tokens import agreement, prompts_of
 from npuserve.v1 import model_pb2
 from tests.e2e.server import request, serving, streamed
 from tests.npu.emulator.child import missing
-from tests.real_models import model_folder
+from tests.support.real_models import model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 

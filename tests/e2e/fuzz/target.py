@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service import client
+from npuserve.service.cli import client
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from npuserve.v1 import model_pb2, prompt_pb2, tokenize_pb2

@@ -29,7 +29,8 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
-@pytest.mark.parametrize("module", ["npuserve.npu.batch", "npuserve.kernels.norm", "npuserve.service.engine_process"])
+@pytest.mark.parametrize("module", [
+    "npuserve.npu.execution.batch", "npuserve.kernels.norm", "npuserve.service.engine.process"])
 def test_an_installed_torch_npu_without_a_cann_does_not_keep_npuserve_from_the_cpu(module: str):
     plain = python("import torch")
     if plain.returncode == 0:

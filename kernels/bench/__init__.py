@@ -1,0 +1,1 @@
+"""Measurement of kernels: time, error, bytes and operations beside what the machine can do."""

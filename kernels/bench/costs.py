@@ -1,0 +1,169 @@
+"""What each kernel must at least move and compute, from the arguments of its golden function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.attention import AttentionMetadata
+from npuserve.kernels.bench.ceilings import DTYPES, Peak
+from npuserve.kernels.kv_cache import Cache, block_size
+from npuserve.kernels.quantized import Int8, Int8Weight, Scheme, Weight
+
+_KINDS: dict[torch.dtype, Peak] = {dtype: kind for kind, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one call. nbytes: read and written, each once. operations: a product and its sum are two; an exponential or a
+    root is one. kind: whose peak they are held against. cold: the positions of the arguments that a step does not find
+    in a cache."""
+
+    nbytes: int
+    operations: int
+    kind: Peak
+    cold: tuple[int, ...] = ()
+
+
+def cost(name: str, args: tuple[Any, ...]) -> Cost:
+    """KeyError for a kernel without an entry; a test sees that each has one."""
+    return COSTS[name](*args)
+
+
+def nbytes(*values: Any) -> int:
+    """Of tensors and of the tensors of dataclasses; of anything else 0."""
+    made = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            made += value.nbytes
+        elif is_dataclass(value):
+            made += nbytes(*(getattr(value, field.name) for field in fields(value)))
+    return made
+
+
+def _embedding(ids: Tensor, table: Weight) -> Cost:
+    read = nbytes(table) // table.shape[0] if isinstance(table, Int8Weight) else table.shape[1] * table.dtype.itemsize
+    return Cost(nbytes(ids) + len(ids) * (read + table.shape[1] * table.dtype.itemsize), 0, "fp32")
+
+
+def _take_ids(ids: Tensor, last: Tensor) -> Cost:
+    return Cost(3 * ids.nbytes, 0, "fp32")
+
+
+def _keep_ids(ids: Tensor, last: Tensor) -> Cost:
+    return Cost(2 * last.nbytes, 0, "fp32")
+
+
+def _quantized(shape: Sequence[int], scheme: Scheme) -> int:
+    """Bytes of what is made."""
+    rows, columns = shape
+    return rows * (columns + 4 + 4 * scheme.has_zero)
+
+
+def _quantize(x: Tensor, scheme: Scheme) -> Cost:
+    return Cost(x.nbytes + _quantized(x.shape, scheme), 3 * x.numel(), "fp32")
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Cost:
+    out = x.nbytes if scheme is None else _quantized(x.shape, scheme)
+    return Cost(x.nbytes + gamma.nbytes + out, (4 if scheme is None else 7) * x.numel(), "fp32")
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Cost:
+    normed = _rms_norm(x, gamma, eps, scheme)
+    return Cost(2 * x.nbytes + normed.nbytes, x.numel() + normed.operations, "fp32")
+
+
+def _product(x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: int) -> Cost:
+    """out: bytes of what is made."""
+    n, k = weight.shape
+    kind: Peak = "int8" if isinstance(weight, Int8Weight) else _KINDS[weight.dtype]
+    return Cost(nbytes(x, weight, bias) + out, 2 * len(x) * n * k, kind, cold=(1,))
+
+
+def _linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Cost:
+    return _product(x, weight, bias, len(x) * weight.shape[0] * weight.dtype.itemsize)
+
+
+def _linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Cost:
+    rows, columns = len(x), weight.shape[0] // 2
+    out = rows * columns * weight.dtype.itemsize if scheme is None else _quantized((rows, columns), scheme)
+    return _product(x, weight, bias, out)
+
+
+def _linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Cost:
+    return _product(x, weight, bias, 8 * len(x))
+
+
+def _qk_norm_rope_kv_write(qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, eps: float, cos_sin: Tensor,
+                           positions: Tensor, slots: Tensor, keys: Cache, values: Cache, q_heads: int) -> Cost:
+    tokens, dim = len(qkv), cos_sin.shape[1]
+    kv_heads = (qkv.shape[1] // dim - q_heads) // 2
+    turned = tokens * dim * (q_heads + kv_heads)
+    normed = tokens * dim * ((q_gamma is not None) * q_heads + (k_gamma is not None) * kv_heads)
+    written = tokens * (q_heads * dim * qkv.itemsize + _token_bytes(keys) + _token_bytes(values))
+    moved = qkv.nbytes + written + tokens * cos_sin[:1].nbytes + nbytes(q_gamma, k_gamma, positions, slots)
+    return Cost(moved, 3 * turned + 4 * normed, "fp32")
+
+
+def _token_bytes(cache: Cache) -> int:
+    slots = len(cache) * block_size(cache)
+    return nbytes(cache) // slots if slots else 0
+
+
+def _paged_attention(q: Tensor, keys: Cache, values: Cache, metadata: AttentionMetadata, scale: float) -> Cost:
+    starts, contexts = metadata.host_cu_seqlens_q, metadata.host_context_lens
+    seen = 0  # keys, by all queries of a head
+    for begin, end, context in zip(starts, starts[1:], contexts, strict=False):
+        n = end - begin
+        seen += n * context - n * (n - 1) // 2
+    token = _token_bytes(keys) + _token_bytes(values)
+    kind: Peak = "bf16" if isinstance(keys, Int8) else _KINDS[q.dtype]  # int8 meets int16: as many products a word
+    return Cost(2 * q.nbytes + sum(contexts) * token, 4 * seen * q.shape[1] * q.shape[2], kind, cold=(1, 2))
+
+
+def _swiglu(gate_up: Tensor) -> Cost:
+    return Cost(gate_up.nbytes * 3 // 2, 5 * gate_up.numel() // 2, "fp32")
+
+
+def _greedy(logits: Tensor, vocabulary: int) -> Cost:
+    return Cost(len(logits) * (vocabulary * logits.itemsize + 8), len(logits) * vocabulary, "fp32")
+
+
+def _penalize(logits: Tensor, in_prompt: Tensor, output_counts: Tensor, *penalties: Tensor) -> Cost:
+    return Cost(2 * logits.nbytes + nbytes(in_prompt, output_counts, *penalties), 5 * logits.numel(), "fp32")
+
+
+def _sample(logits: Tensor, vocabulary: int, *params: Tensor) -> Cost:
+    rows = len(logits)
+    return Cost(rows * (vocabulary * logits.itemsize + 8) + nbytes(*params), 3 * rows * vocabulary, "fp32")
+
+
+def _logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> Cost:
+    rows = len(logits)
+    reports = rows * (8 + 4 + 8 + 12 * n)
+    return Cost(rows * vocabulary * logits.itemsize + reports, 4 * rows * vocabulary, "fp32")
+
+
+COSTS: dict[str, Callable[..., Cost]] = {
+    "take_ids": _take_ids,
+    "keep_ids": _keep_ids,
+    "embedding": _embedding,
+    "quantize": _quantize,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "linear": _linear,
+    "linear_argmax": _linear_argmax,
+    "linear_swiglu": _linear_swiglu,
+    "qk_norm_rope_kv_write": _qk_norm_rope_kv_write,
+    "paged_attention": _paged_attention,
+    "swiglu": _swiglu,
+    "greedy": _greedy,
+    "penalize": _penalize,
+    "sample": _sample,
+    "logprobs": _logprobs,
+}

@@ -1,0 +1,1 @@
+"""Ascend NPUs (Atlas A2 and A3) through torch_npu."""

@@ -1,0 +1,175 @@
+"""Ascend NPUs (Atlas A2 and A3) through torch_npu.
+
+Streams are those of `streams`; the lengths of captured attention travel on a third (`ascend_graphs`).
+
+The emulator (npuserve.npu.emulator) puts libraries of its own in the place of CANN's: all else is as on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import re
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from npuserve.kernels import ascend
+from npuserve.kernels.quantized import Int8Weight
+from npuserve.npu import emulator
+from npuserve.npu.backends.ascend import errors as acl_errors
+from npuserve.npu.backends.ascend.graphs import AscendGraphs, Lengths, takes_lengths
+from npuserve.npu.backends.base import BackendError, Captured, Event, Fault
+from npuserve.npu.backends.graphs import default_buckets
+from npuserve.npu.backends.streams import StreamBackend
+
+log = logging.getLogger(__name__)
+
+
+class FetchedAfterLengths:
+    """A copy of what may come from replays, which wait in vain where their lengths cannot be given."""
+
+    __slots__ = ("_fetched", "_given", "_lengths")
+
+    def __init__(self, fetched: Event, lengths: Lengths):
+        self._fetched, self._lengths, self._given = fetched, lengths, lengths.given
+
+    def wait(self) -> None:
+        self._lengths.check(self._given)
+        self._fetched.wait()
+
+    def done(self) -> bool:
+        return self._fetched.done()
+
+
+class AscendBackend(StreamBackend):
+    """decode_buckets: rows of the decode steps that are captured, () for `default_buckets`."""
+
+    name = "npu"
+    dtypes = ("bfloat16", "float16")
+    vocabulary_tile = 64
+    block_size = ascend.BLOCK
+    block_multiple = ascend.BLOCK
+    sampling_bytes = 40
+    int8_levels = ascend.LEVELS
+
+    def __init__(self) -> None:
+        self.kernels = ascend.LABEL
+        _matching_versions()
+        try:
+            importlib.import_module("torch_npu")
+            device = torch.device("npu:0")
+            if torch.npu.device_count() == 0:
+                raise BackendError(
+                    "device: no NPU is visible: check with npu-smi info that there is one, that "
+                    "ASCEND_RT_VISIBLE_DEVICES names it, and that this user may open /dev/davinci*")
+            torch.npu.set_device(device)
+            torch.npu.config.allow_internal_format = True
+            super().__init__(torch.npu, device)
+        except (ImportError, RuntimeError) as error:
+            raise BackendError(f"device: {acl_errors.advice(error)}") from error
+        self._takes_lengths = False
+        self._lengths = Lengths(self.device)
+        weakref.finalize(self, self._lengths.close)
+        self.chip = "emulated" if emulator.active() else torch.npu.get_device_name(self.device)
+
+    @classmethod
+    def emulate(cls, relax: Sequence[str] = ()) -> None:
+        try:
+            emulator.activate(relax=tuple(relax))
+        except (RuntimeError, OSError, ValueError) as error:
+            raise BackendError(f"emulate: {error}") from error
+
+    @classmethod
+    def unavailable(cls) -> str:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed: pip install npuserve[npu], or choose another device"
+        if not emulator.active():
+            try:
+                ctypes.CDLL("libascendcl.so")
+            except OSError:
+                return acl_errors.advice(ImportError("libascendcl.so: cannot open shared object file"))
+        return ""
+
+    @classmethod
+    def fault(cls, error: BaseException) -> Fault | None:
+        return acl_errors.fault_of(error)
+
+    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
+        if asked == "auto":
+            return checkpoint if checkpoint in self.dtypes else "bfloat16"
+        possible = (*self.dtypes, *(["float32"] if "fp32" in emulator.relaxations() else []))
+        if asked not in possible:
+            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(possible)}")
+        return asked
+
+    def arrange(self, weight: Int8Weight, *, table: bool) -> None:
+        """[K, N]: in FRACTAL_NZ, or as it lies where rows are read as embeddings too. In place, so that it is never
+        there twice."""
+        assert isinstance(weight.values, torch.Tensor)
+        weight.values.data = weight.values.t() if table else ascend.fractal_nz(weight.values)
+
+    def cache_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+        """Fused attention reads an int8 cache in blocks, with scales for each token and head, for rows of one query
+        alone (documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2): chunks of prompts could not."""
+        if asked == "int8":
+            raise BackendError(
+                f"kv_cache_dtype: 'int8' is not possible on {self.name}, whose fused attention reads an int8 cache in "
+                "blocks for rows of one token alone, and not for chunks of prompts; possible is auto")
+        return super().cache_dtype(asked, dtype)
+
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.cached_head_dim(head_dim), dtype)
+
+    def check_heads(self, head_dim: int) -> None:
+        """Rotary embedding takes multiples of 32 (documentation of npu_mrope), attention up to 192."""
+        possible = head_dim % 32 == 0 or "small_heads" in emulator.relaxations()
+        if head_dim > 192 or not possible:
+            raise BackendError(
+                f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes multiples of 32 up "
+                "to 192")
+
+    def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
+        return FetchedAfterLengths(super().fetch(tensor, buffer), self._lengths)
+
+    def synchronize(self) -> None:
+        self._lengths.check(self._lengths.given)
+        super().synchronize()
+
+    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+        if not decode:
+            return None
+        buckets = [rows for rows in self.decode_buckets or default_buckets(largest) if rows <= largest]
+        try:
+            if not self._takes_lengths:
+                self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
+                if not self._takes_lengths:
+                    raise BackendError(f"device: {acl_errors.TOO_OLD}")
+            made = AscendGraphs(step, buckets or [largest], self._lengths, self._stream, self._pool)
+            self.synchronize()
+        except RuntimeError as error:
+            if (reason := acl_errors.capture_advice(error)) is None:
+                raise
+            raise BackendError(f"device: {reason}") from error
+        log.info("captured decode steps of %s rows in %.1f s, %.1f MiB of device memory",
+                 ", ".join(map(str, made.buckets)), made.seconds, made.nbytes / 2**20)
+        return made
+
+
+BACKEND = AscendBackend
+
+
+def _matching_versions() -> None:
+    """Raises BackendError unless torch_npu is made for this torch, of which it calls what is not its interface."""
+    theirs, ours = (".".join(re.findall(r"\d+", version)[:3])
+                    for version in (importlib.metadata.version("torch_npu"), torch.__version__))
+    if theirs != ours:
+        raise BackendError(
+            f"device: torch_npu {theirs} is made for torch {theirs}, and torch is {ours}: install torch_npu=={ours}, "
+            "or the torch of that version")

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs through torch.cuda, with kernels in Triton."""

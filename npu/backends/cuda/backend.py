@@ -1,0 +1,124 @@
+"""NVIDIA GPUs through torch.cuda, with kernels in Triton.
+
+Emulated (`cuda_emulated`), Triton's interpreter and a stand-in for torch.cuda are in their place, and tensors are the
+CPU's: all else is as on the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from npuserve.kernels import triton
+from npuserve.npu.backends.base import BackendError, Captured, Fault
+from npuserve.npu.backends.cuda import emulated as cuda_emulated
+from npuserve.npu.backends.cuda import errors as cuda_errors
+from npuserve.npu.backends.cuda import graphs as cuda_graphs
+from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
+from npuserve.npu.backends.graphs import default_buckets
+from npuserve.npu.backends.streams import StreamBackend
+
+log = logging.getLogger(__name__)
+
+LEAST_CAPABILITY = (8, 0)
+"""Ampere's, the first with bfloat16."""
+
+
+class CudaBackend(StreamBackend):
+    """decode_buckets: rows of the decode steps that are captured, () for `default_buckets`."""
+
+    name = "cuda"
+    dtypes = ("bfloat16", "float16", "float32")
+    vocabulary_tile = 128
+    block_size = 32
+    block_multiple = 16
+    int8_cache = True
+    sampling_bytes = 8
+
+    def __init__(self) -> None:
+        self.kernels = triton.LABEL
+        self.pinned = self.compiles = not cuda_emulated.active()
+        try:
+            if cuda_emulated.active():
+                self._record: cuda_graphs.Record = cuda_emulated.record
+                super().__init__(cuda_emulated, torch.device("cpu"))
+            else:
+                self._record = cuda_graphs.record
+                device = torch.device("cuda:0")
+                torch.cuda.set_device(device)
+                products = torch.backends.cuda.matmul  # their parts are added up in float32
+                products.allow_bf16_reduced_precision_reduction = False
+                products.allow_fp16_reduced_precision_reduction = False
+                super().__init__(torch.cuda, device)
+            self.chip: str = self._streams.get_device_name(self.device)
+        except RuntimeError as error:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise BackendError(
+                f"device: the GPU cannot be started ({first[:200]}): check with nvidia-smi that it is healthy and not "
+                "in use by others") from error
+
+    @classmethod
+    def emulate(cls, relax: Sequence[str] = ()) -> None:
+        if relax:
+            raise BackendError(f"emulate_relax: {', '.join(relax)}: {cls.name} takes none, it has nothing to relax")
+        try:
+            cuda_emulated.activate()
+        except ImportError as error:
+            raise BackendError(f"emulate: {error}: pip install npuserve[cuda]") from error
+
+    @classmethod
+    def unavailable(cls) -> str:
+        if torch.version.cuda is None and not cuda_emulated.active():
+            return (f"torch {torch.__version__} is built without CUDA: install the torch of a CUDA index, or choose "
+                    "another device")
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed: pip install npuserve[cuda], or choose another device"
+        if cuda_emulated.active():
+            return ""
+        if not torch.cuda.is_available():
+            return ("no NVIDIA GPU can be used: check with nvidia-smi that there is one, that CUDA_VISIBLE_DEVICES "
+                    f"names it, and that its driver is new enough for CUDA {torch.version.cuda}")
+        if (capability := torch.cuda.get_device_capability(0)) < LEAST_CAPABILITY:
+            has, least = (".".join(map(str, numbers)) for numbers in (capability, LEAST_CAPABILITY))
+            return (f"{torch.cuda.get_device_name(0)} has compute capability {has}, and {least} or later is needed "
+                    "(Ampere, Ada, Hopper, Blackwell)")
+        return ""
+
+    @classmethod
+    def fault(cls, error: BaseException) -> Fault | None:
+        return cuda_errors.fault_of(error)
+
+    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
+        """float32 only where it is asked for: its products are many times slower."""
+        if asked == "auto":
+            return checkpoint if checkpoint in ("bfloat16", "float16") else "bfloat16"
+        if asked not in self.dtypes:
+            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(self.dtypes)}")
+        return asked
+
+    def check_heads(self, head_dim: int) -> None:
+        """What paged attention takes."""
+        if head_dim % 2 or not 8 <= head_dim <= 256:
+            raise BackendError(
+                f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes even numbers from "
+                "8 to 256")
+
+    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+        chosen = [size for size in self.decode_buckets or default_buckets(largest) if size <= largest]
+        buckets = (chosen or [largest]) if decode else token_buckets(largest)
+        try:
+            made = CudaGraphs(self._streams, step, buckets, self._record, self._stream, self._pool)
+            self.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                "device: no memory is left to capture steps: a smaller kv_cache_memory, max_num_batched_tokens or "
+                "fewer decode_buckets take less") from error
+        log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
+                 ", ".join(map(str, made.buckets)), "rows" if decode else "tokens", made.seconds, made.nbytes / 2**20)
+        return made
+
+
+BACKEND = CudaBackend

@@ -1,0 +1,69 @@
+"""A backend as what kernels and ceilings are measured on (npuserve.kernels.bench.measure), and on which cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from npuserve.kernels.bench.ceilings import HOST, Machine
+from npuserve.kernels.registry import Case, Span
+from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.backends.cpu import CpuBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A backend whose work is queued in the caller's thread."""
+
+    backend: Backend
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.device
+
+    def span(self) -> Span:
+        return self.backend.span()
+
+    def synchronize(self) -> None:
+        self.backend.synchronize()
+
+    @torch.inference_mode()
+    def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
+        """As a captured decode step of one row, which reads no length from the host."""
+
+        def step(rows: int) -> torch.Tensor:
+            calls()
+            return torch.zeros(rows, device=self.device)
+
+        chosen, self.backend.decode_buckets = self.backend.decode_buckets, (1,)
+        try:
+            captured = self.backend.capture(step, 1, decode=True)
+        finally:
+            self.backend.decode_buckets = chosen
+        if captured is None:
+            return None
+
+        @torch.inference_mode()
+        def replay() -> object:
+            return captured.replay(1, [1])
+
+        return replay
+
+
+def machine_of(backend: Backend) -> Machine:
+    """The host is one by itself: its native kernels need no backend around them."""
+    return HOST if isinstance(backend, CpuBackend) else Device(backend)
+
+
+def takes_case(backend: Backend, case: Case) -> bool:
+    """Whether the device has what the case is of."""
+    if case.int8_cache > backend.int8_cache or case.zeros > backend.int8_zeros:
+        return False
+    try:
+        if case.head_dim:
+            backend.check_heads(case.head_dim)
+    except BackendError:
+        return False
+    return True

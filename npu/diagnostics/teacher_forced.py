@@ -1,0 +1,61 @@
+"""What a model says of every position of given sequences, computed as the engine computes it: in chunks, several
+sequences in one step, over a paged cache. For comparisons of a device, or of a dtype, with another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.execution.batch import make_batch
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.step import Row
+
+TOGETHER = 4
+"""Sequences in one step, and their cache."""
+
+
+def forced_logits(
+    model: Model, backend: Backend, sequences: Sequence[Sequence[int]], budget: int, block_size: int = 0,
+    cache_dtype: torch.dtype | None = None,
+) -> Iterator[Tensor]:
+    """[tokens, vocabulary] float32 on the host of each sequence, in their order; at most `budget` tokens a step.
+
+    block_size: of the cache; 0 takes the backend's. cache_dtype: its own; None takes the
+    weights'.
+    """
+    size = block_size or backend.block_size
+    per_row = -(-max(map(len, sequences)) // size)
+    cache = KVCache.allocate(
+        model.config, per_row * TOGETHER, size, cache_dtype or model.weights.norm.dtype, backend)
+    for first in range(0, len(sequences), TOGETHER):
+        group = sequences[first : first + TOGETHER]
+        found: list[list[Tensor]] = [[] for _ in group]
+        done = [0] * len(group)
+        while rows := _rows(group, done, budget, per_row, size):
+            logits = backend.enqueue(partial(_step, model, backend, rows, cache, size)).wait()
+            for row, part in zip(rows, logits.split([len(r.token_ids) for r in rows]), strict=True):
+                found[row.request_id].append(part)
+                done[row.request_id] += len(row.token_ids)
+        yield from map(torch.cat, found)
+
+
+def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row: int, size: int) -> list[Row]:
+    rows = []
+    for place, ids in enumerate(group):
+        part = list(ids[done[place] : done[place] + budget])
+        if part:
+            end = done[place] + len(part)
+            blocks = list(range(place * per_row, place * per_row + -(-end // size)))
+            rows.append(Row(place, part, done[place], blocks, False))
+            budget -= len(part)
+    return rows
+
+
+def _step(model: Model, backend: Backend, rows: list[Row], cache: KVCache, size: int) -> Tensor:
+    logits = model.logits(model.hidden(make_batch(rows, size, backend), cache))
+    return logits[:, : model.config.vocab_size].to("cpu", torch.float32, copy=True)

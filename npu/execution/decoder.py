@@ -1,0 +1,53 @@
+"""The decoder, as the sequence of kernels that it is. What differs between families is in the weights that are there
+(query and key norms, biases) and in the table of rotary embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from npuserve.kernels.registry import KernelSet
+from npuserve.npu.execution.batch import Batch
+from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """cos_sin: [P, D] float32, P the most positions that a request may have (`rope.cos_sin_table`)."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    cos_sin: Tensor
+    kernels: KernelSet
+
+    def hidden(self, batch: Batch, cache: KVCache) -> Tensor:
+        """[T, H] of the batch's tokens after the final norm; writes their keys and values to the cache."""
+        k, w, eps = self.kernels, self.weights, self.config.rms_norm_eps
+        heads, scale = self.config.num_heads, self.config.head_dim**-0.5
+        residual = k.embedding(batch.ids, w.embedding)
+        normed = k.rms_norm(residual, w.layers[0].input_norm, eps, w.layers[0].qkv.inputs)
+        follows = [*((layer.input_norm, layer.qkv.inputs) for layer in w.layers[1:]), (w.norm, None)]
+        for layer, (keys, values), (next_norm, next_inputs) in zip(w.layers, cache.layers, follows, strict=True):
+            qkv = k.linear(normed, layer.qkv.weight, layer.qkv.bias)
+            q = k.qk_norm_rope_kv_write(
+                qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping,
+                keys, values, heads)
+            attended = k.paged_attention(q, keys, values, batch.attention, scale)
+            out = k.linear(attended, layer.o.weight, layer.o.bias)
+            normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps, layer.gate_up.inputs)
+            gated = k.linear_swiglu(normed, layer.gate_up.weight, layer.gate_up.bias, layer.down.inputs)
+            out = k.linear(gated, layer.down.weight, layer.down.bias)
+            normed, residual = k.add_rms_norm(out, residual, next_norm, eps, next_inputs)
+        return normed  # type: ignore[no-any-return]  # a Tensor, as nothing was asked for in int8
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> [R, Vp] over the padded vocabulary, in the model's dtype."""
+        return self.kernels.linear(hidden, self.weights.lm_head.weight, self.weights.lm_head.bias)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> [R, W] int64, the first column being what `greedy` chooses of the logits."""
+        head = self.weights.lm_head
+        return self.kernels.linear_argmax(hidden, head.weight, head.bias, self.config.vocab_size)

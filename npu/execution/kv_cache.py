@@ -1,0 +1,81 @@
+"""The KV cache: keys and values of all requests in blocks. Who owns which block is the block manager's business."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.kv_cache import Cache
+from npuserve.kernels.quantized import Int8
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import reporting
+
+SCALE = torch.bfloat16
+"""Of an int8 cache's scales."""
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
+    """Bytes of one block over all layers, keys and values, and of int8 their scales."""
+    shapes = backend.cache_shapes(1, block_size, config.num_kv_heads, config.head_dim, dtype)
+    of_layer = sum(map(math.prod, shapes)) * dtype.itemsize
+    if dtype == torch.int8:
+        of_layer += 2 * math.prod(backend.scale_shape(1, block_size, config.num_kv_heads)) * SCALE.itemsize
+    return config.num_layers * of_layer
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Per layer (keys, values), each of its shape of `Backend.cache_shapes`; int8 has scales beside it.
+
+    The last `Backend.padding_blocks` blocks are beyond the `num_blocks` that are given to requests.
+    """
+
+    layers: tuple[tuple[Cache, Cache], ...]
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, backend: Backend
+    ) -> KVCache:
+        """Return a cache of zeros, and show progress on stderr meanwhile.
+
+        Memory that is written and not only reserved is taken now or never, and no step meets its page faults. Zeros,
+        so that no NaN comes out of a slot that nobody wrote.
+
+        dtype: int8, or that of the activations.
+        """
+        blocks = num_blocks + backend.padding_blocks
+        shapes = backend.cache_shapes(blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+
+        def empty(shape: tuple[int, ...]) -> Cache:
+            numbers = backend.empty(shape, dtype)
+            if dtype != torch.int8:
+                return numbers
+            return Int8(numbers, backend.empty(backend.scale_shape(blocks, block_size, config.num_kv_heads), SCALE))
+
+        made = cls(tuple((empty(shapes[0]), empty(shapes[1])) for _ in range(config.num_layers)))
+        total, done = sum(tensor.nbytes for tensor in made.tensors), 0
+        # The system takes its time with new pages.
+        with reporting("zeroing the KV cache") as progress, ThreadPoolExecutor(backend.threads) as pool:
+            for tensor in pool.map(Tensor.zero_, made.tensors):
+                done += tensor.nbytes
+                progress(done, total)
+        backend.synchronize()
+        return made
+
+    @property
+    def plain(self) -> list[tuple[Tensor, Tensor]]:
+        """The layers of a cache that is not int8."""
+        return [(keys, values) for keys, values in self.layers
+                if isinstance(keys, Tensor) and isinstance(values, Tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All, layer by layer: keys and their scales, values and their scales."""
+        return [tensor for cache in chain.from_iterable(self.layers)
+                for tensor in ([cache.values, cache.scale] if isinstance(cache, Int8) else [cache])]

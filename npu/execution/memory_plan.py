@@ -1,0 +1,263 @@
+"""How much memory a model takes, before any of it is taken."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npuserve.kernels.attention import paged_attention
+from npuserve.kernels.linear import linear
+from npuserve.kernels.native import LANES
+from npuserve.kernels.registry import Kernel
+from npuserve.kernels.sample import sample
+from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.execution.host_prefill import staging_bytes
+from npuserve.npu.execution.kv_cache import block_bytes
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.weights import Stored, linears, stored_bytes, tables
+
+SCRATCH = 1 << 20
+"""Bytes that a thread of the kernels keeps, at most, unless the panels of weights that it works on take more."""
+
+WARM_UP, GOLDEN_WARM_UP = 28 << 20, 44 << 20
+"""Bytes that torch and its libraries take at their first work, beyond what they take once imported; where they compute
+the matrix products too, they take more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Bytes on the host where it computes the prompts for a device.
+
+    weights: without an LM head. kv_cache: the mirror of the device's. activations: of a step of max_num_batched_tokens
+    tokens. staging: what is on its way to the device. available: before any of it is taken.
+    """
+
+    backend: str
+    weights: int
+    kv_cache: int
+    activations: int
+    staging: int
+    available: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.staging
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by part, and what follows from them.
+
+    weights: with the table of position embeddings. kv_cache: num_blocks blocks of block_size tokens.
+    activations: of a step of max_num_batched_tokens tokens, or of the decode rows that are left where the host computes
+    prompts, which is planned in `host`. logits: of max_num_seqs rows, and their sampling.
+    base: the process itself: that which asks, if it has imported torch as an engine has. available: before any of it
+    but the base is taken.
+    dtype, kv_cache_dtype, max_model_len, block_size: as the engine will have them.
+    """
+
+    weights: int
+    kv_cache: int
+    activations: int
+    logits: int
+    base: int
+    available: int
+    dtype: str
+    kv_cache_dtype: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    host: HostPlan | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the engine process takes at most."""
+        return self.weights + self.kv_cache + self.activations + self.logits + self.base
+
+    @property
+    def fits(self) -> bool:
+        return self.peak - self.base <= self.available and (self.host is None or self.host.fits)
+
+    def grown(self, more: int, block: int) -> MemoryPlan:
+        """The same for so many more bytes of weights. What does not fit any more is taken from the KV cache, whose
+        blocks have `block` bytes, as long as it holds max_model_len tokens."""
+        plan = replace(self, weights=self.weights + more)
+        lost = -(-max(plan.peak - plan.base - plan.available, 0) // block)
+        if (self.num_blocks - lost) * self.block_size < self.max_model_len:
+            return plan
+        return replace(plan, num_blocks=self.num_blocks - lost, kv_cache=self.kv_cache - lost * block)
+
+    def require_fit(self) -> None:
+        """Raises ModelError with the parts if it does not fit."""
+        if self.fits:
+            return
+        plan: MemoryPlan | HostPlan = self
+        what, needed, last = "the model", self.peak - self.base, "logits"
+        if needed <= self.available and self.host:
+            plan, needed, last = self.host, self.host.needed, "staging"
+            what = f"computing prompts on {plan.backend}"
+        parts = ("weights", "kv_cache", "activations", last)
+        listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts)
+        raise ModelError(
+            f"{what} needs {mib(needed)} of memory ({listed}), and {mib(plan.available)} is available; a smaller "
+            "kv_cache_memory, max_num_batched_tokens or dtype takes less")
+
+
+def predict(
+    config: ModelConfig,
+    backend: Backend,
+    *,
+    dtype: str = "auto",
+    max_model_len: int = 0,
+    block_size: int = 0,
+    kv_cache_dtype: str = "auto",
+    kv_cache_memory: int = 0,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    prefill: Backend | None = None,
+) -> MemoryPlan:
+    """The plan by which `load_runner` loads, for settings as ServerConfig has them.
+
+    block_size: 0 takes the backend's. kv_cache_memory: bytes; 0 takes enough for max_num_seqs requests of
+    max_model_len tokens, or the backend's share of what is free if that is less. max_model_len: 0 takes the model's
+    own context, or what the KV cache holds if that is less. prefill: that computes the prompts, if not `backend`.
+
+    Raises ModelError where max_model_len is beyond the model's context or the KV cache, and for a block_size that the
+    backend cannot have; BackendError for a dtype that it or `prefill` lacks, also of the KV cache, and for a
+    quantization that its kernels do not compute. A plan that does not fit is returned: see `MemoryPlan.fits`.
+    """
+    dtype = backend.resolve_dtype(dtype, config.dtype)
+    backend.check_heads(config.head_dim)
+    for _, scheme in config.quantization.groups if config.quantization else ():
+        backend.check_int8(scheme)
+    made: torch.dtype = getattr(torch, dtype)
+    if prefill and dtype not in prefill.dtypes:
+        raise BackendError(
+            f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
+            f"{', '.join(prefill.dtypes)}")
+    cached = backend.cache_dtype(kv_cache_dtype, made)
+    if prefill and cached != made:
+        raise BackendError(
+            f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
+            "(prefill_device); possible is auto alone")
+    block_size = block_size or backend.block_size
+    multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
+    if block_size % multiple:
+        raise ModelError(f"block_size: {block_size} is not possible here; possible are multiples of {multiple}")
+    length = max_model_len or config.context_length
+    if length > config.context_length:
+        raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
+    available = backend.memory_available()
+
+    weights = stored_bytes(config, made, backend)
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    activations = _activations(
+        config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
+    if prefill:  # a chunk's hidden states come from there
+        activations += max_num_batched_tokens * config.hidden_size * made.itemsize
+    logits = _logits(config, backend, max_num_seqs, made.itemsize)
+
+    block = block_bytes(config, block_size, cached, backend)
+    host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
+    mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
+    least = -(-length // block_size) if max_model_len else 1
+    if kv_cache_memory:
+        num_blocks = kv_cache_memory // block
+        if num_blocks < least:
+            raise ModelError(
+                f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
+                f"{f'max_model_len {length}' if max_model_len else 'one block'} needs {mib(least * block)}"
+            )
+    else:
+        room = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
+        if prefill and host:
+            room = min(room, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
+        num_blocks = max(min(max_num_seqs * -(-length // block_size), room), least)
+    length = min(length, num_blocks * block_size)
+    return MemoryPlan(
+        weights=weights + 4 * length * config.head_dim,
+        kv_cache=(num_blocks + backend.padding_blocks) * block,
+        activations=activations,
+        logits=logits,
+        base=_resident() + (WARM_UP if _has_own(backend, linear) else GOLDEN_WARM_UP),
+        available=available,
+        dtype=dtype,
+        kv_cache_dtype=str(cached).removeprefix("torch."),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=length,
+        host=host and replace(host, kv_cache=num_blocks * mirrored),
+    )
+
+
+def _host(
+    config: ModelConfig, prefill: Backend, device: Backend, tokens: int, context: int, dtype: torch.dtype
+) -> HostPlan:
+    """Without the KV cache. Positions are counted as of the whole context."""
+    width = device.cache_shapes(1, device.block_size, config.num_kv_heads, config.head_dim, dtype)[0][-1]
+    return HostPlan(
+        backend=prefill.name,
+        weights=stored_bytes(config.headless, dtype, prefill) + 4 * context * config.head_dim,
+        kv_cache=0,
+        activations=_activations(config, prefill, tokens, context, dtype.itemsize),
+        staging=staging_bytes(config, width, tokens, dtype.itemsize),
+        available=prefill.memory_available(),
+    )
+
+
+def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
+    """What the decoder's kernels write, and what they hold meanwhile."""
+    c = config
+    if not _has_own(backend, paged_attention):
+        # The larger of attention, which copies a row's keys and values, and the feed-forward layer; the residual and
+        # its norm stand beside both.
+        attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
+        floats = (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
+        # Of products in float64 there is one at a time, and the LM head's is counted with the logits.
+        head = _in_float64(tables(c, backend.vocabulary_tile)[-1], backend, 0)
+        layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(c, i))
+        return floats + max(0, layers - head)
+    # Outputs of all kernels have their places, those of the layer before too until they are written anew; and attention
+    # merges what threads computed of parts of a context.
+    row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
+    parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
+    panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
+    return tokens * row * itemsize + parts + backend.threads * max(SCRATCH, panels)
+
+
+def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
+    """The LM head's; the golden sampler works on up to six copies in float32. What edits of logits and penalties'
+    counts take comes on top, by request."""
+    copies = backend.sampling_bytes if _has_own(backend, sample) else 24
+    head = tables(config, backend.vocabulary_tile)[-1]
+    return rows * head.rows * (itemsize + copies) + _in_float64(head, backend, rows)
+
+
+def _in_float64(weight: Stored, backend: Backend, tokens: int) -> int:
+    """What the golden product of int8, which is exact, works on: the weight and its outputs."""
+    if weight.scheme is None or _has_own(backend, linear):
+        return 0
+    return 8 * (weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2) + 2 * tokens * weight.rows)
+
+
+def _has_own(backend: Backend, kernel: Kernel[Any, Any]) -> bool:
+    """False if the golden function serves."""
+    return backend.kernels in kernel.implementations
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

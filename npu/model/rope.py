@@ -1,0 +1,69 @@
+"""Rotary position embeddings: the table of cosines and sines.
+
+The arithmetic, its order and its precision (float32) are those of transformers' rotary embedding modules
+(modeling_rope_utils.py), so that the table equals theirs bit for bit and greedy answers agree. Sources of the
+methods: RoFormer (Su et al. 2021); linear: position interpolation (Chen et al. 2023); llama3: the Llama 3.1 release;
+yarn: YaRN (Peng et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from npuserve.npu.model.config import RopeConfig
+
+
+def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[length, head_dim] float32: row p holds the cosines (first half) and sines (second half) of position p."""
+    half = head_dim // 2
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
+    table = torch.empty(length, head_dim)
+    torch.cos(angles, out=table[:, :half])
+    torch.sin(angles, out=table[:, half:])
+    if rope.attention_factor != 1.0:
+        table *= rope.attention_factor
+    return table.to(device)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """[head_dim / 2] float32: radians per position of each pair of dimensions."""
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / powers
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rope.factor
+        case "llama3":
+            return _llama3(rope, plain)
+        case "yarn":
+            kept = 1 - _yarn_ramp(rope, head_dim)
+            return 1.0 / (rope.factor * powers) * (1 - kept) + plain * kept
+
+
+def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between are a mix of both."""
+    longest, shortest = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    kept = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    mixed = (1 - kept) * plain / rope.factor + kept * plain
+    stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), mixed, stretched)
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """[head_dim / 2]: 0 for the pairs that turn more than beta_fast times in the original context, 1 for those that
+    turn less than beta_slow times, linear between."""
+
+    def pair(turns: float) -> float:
+        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step, not a division by zero
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

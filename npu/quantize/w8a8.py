@@ -1,0 +1,184 @@
+"""A checkpoint in floats becomes one in W8A8, in the format that compressed-tensors and llm-compressor write.
+
+One layer is in memory at a time, and of the calibration's texts what goes from layer to layer:
+
+    embedding ──► hidden states ──► layer 0, exact ──► layer 1, exact ──► ...
+                                    │ its inputs balance it (balance.py)
+                                    └► rounded to int8, written
+
+Each row of a weight has a scale, and rounding is to the nearest; inputs are rounded as they come, when the model is
+served. Embedding, norms, biases and LM head stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.model.weights import linears
+from npuserve.npu.quantization import LINEAR, W8A8, Quantization
+from npuserve.npu.quantize.balance import Layer, balance, to_int8
+from npuserve.npu.quantize.checkpoint import Source, Spec, Writer, appearing, write_json
+
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
+"""Files that are not copied, since they hold what the checkpoint does, in floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """int8, linears: of the decoder's linear layers those that are int8 now, and all. source_bytes, nbytes: of tensors.
+    strengths: of each layer, as `balance` returns them."""
+
+    int8: int
+    linears: int
+    source_bytes: int
+    nbytes: int
+    strengths: tuple[dict[str, float], ...]
+
+
+def quantize_checkpoint(
+    folder: Path,
+    out: Path,
+    sequences: Sequence[Sequence[int]] = (),
+    *,
+    ignore: Sequence[str] = (),
+    strength: float | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Written:
+    """Write the model in `folder` to the folder `out`, which appears when it is whole and then replaces what was there.
+
+    sequences: token ids to balance the layers by; none: weights are rounded as they are. ignore: linear layers that
+    stay as they are, by name, or by an expression after "re:". strength: of the balance, in [0, 1]; None searches it.
+    progress: takes (layers done, layers in all). Raises ModelError for a model that cannot be quantized, OSError for
+    one that cannot be written.
+    """
+    config = ModelConfig.from_folder(folder)
+    if config.quantization is not None:
+        raise ModelError(f"{folder}: is quantized already; what is quantized here is bfloat16, float16 or float32")
+    quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *ignore))
+    everything, int8 = _linears(config, quantization, ignore)
+    source = Source(folder)
+    _check(source, _shapes(config), folder)
+    specs = _specs(source, int8)
+    strengths = []
+    with appearing(out) as made:
+        with Writer(made, specs) as writer:
+            for name in source.specs:
+                if not name.startswith("model.layers."):
+                    for first, piece in source.pieces(name):
+                        writer.write(name, piece, first)
+            hidden = [source.rows("model.embed_tokens.weight", torch.tensor(ids)) for ids in sequences]
+            cos_sin = cos_sin_table(config.rope, config.head_dim, max(map(len, sequences), default=0))
+            for index in range(config.num_layers):
+                progress(index, config.num_layers)
+                strengths.append(_layer(config, index, source, writer, int8, hidden, cos_sin, strength))
+            progress(config.num_layers, config.num_layers)
+        _copy_others(folder, made)
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        write_json(made / "config.json", written | {"quantization_config": quantization.to_json()})
+    source_bytes, nbytes = (sum(spec.nbytes for spec in of.values()) for of in (source.specs, specs))
+    return Written(len(int8), len(everything), source_bytes, nbytes, tuple(strengths))
+
+
+def _layer(
+    config: ModelConfig, index: int, source: Source, writer: Writer, int8: frozenset[str], hidden: list[Tensor],
+    cos_sin: Tensor, strength: float | None,
+) -> dict[str, float]:
+    prefix = f"model.layers.{index}."
+    short = {name.removeprefix(prefix): spec for name, spec in source.specs.items() if name.startswith(prefix)}
+    weights = {name: source.read(prefix + name) for name in short}
+    strengths: dict[str, float] = {}
+    if hidden:
+        layer = Layer(config, weights, {name: spec.dtype for name, spec in short.items()}, cos_sin)
+        strengths = balance(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
+        weights = layer.weights
+    for name, weight in weights.items():
+        whole, dtype = prefix + name, short[name].dtype
+        if whole.removesuffix(".weight") in int8:
+            values, scale = to_int8(weight, dtype)
+            writer.write(whole, values)
+            writer.write(f"{whole}_scale", scale)
+        else:
+            writer.write(whole, weight.to(dtype))
+    return strengths
+
+
+def _linears(
+    config: ModelConfig, quantization: Quantization, ignore: Sequence[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """All linear layers of the decoder, and those that are to be int8."""
+    for pattern in ignore:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ModelError(f"ignore: {pattern!r} is no regular expression: {error}") from None
+    planned = replace(config, quantization=quantization)
+    stored = [linear for index in range(config.num_layers) for linear in linears(planned, index)]
+    everything = frozenset(name for linear in stored for name in linear.parts)
+    for pattern in ignore:
+        alone = Quantization(quantization.groups, (pattern,))
+        if all(alone.of(name) for name in (*everything, "lm_head")):
+            raise ModelError(f"ignore: {pattern!r} names no linear layer; they are named like {min(everything)}")
+    int8 = frozenset(name for linear in stored if linear.scheme for name in linear.parts)
+    if not int8:
+        raise ModelError("ignore: names all linear layers, so that there is nothing to quantize")
+    return everything, int8
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that the checkpoint must have."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    for index in range(c.num_layers):
+        prefix = f"model.layers.{index}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{norm}.weight"] = (c.hidden_size,)
+        if c.qk_norm:
+            shapes |= {f"{prefix}self_attn.{norm}.weight": (c.head_dim,) for norm in ("q_norm", "k_norm")}
+        for linear in linears(c, index):
+            for name, rows in linear.parts.items():
+                shapes[f"{name}.weight"] = (rows, linear.inputs)
+                if linear.biased:
+                    shapes[f"{name}.bias"] = (rows,)
+    return shapes
+
+
+def _check(source: Source, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    found = [f"{name} is missing" for name in shapes if name not in source.specs]
+    found += [f"{name} is {list(source.specs[name].shape)} instead of {list(shape)}" for name, shape in shapes.items()
+              if name in source.specs and source.specs[name].shape != shape]
+    if found:
+        raise ModelError(f"{folder}: the tensors do not fit config.json: {'; '.join(found)}")
+
+
+def _specs(source: Source, int8: frozenset[str]) -> dict[str, Spec]:
+    """Of what is written; in the files of the source."""
+    specs: dict[str, Spec] = {}
+    for name, spec in source.specs.items():
+        if name.removesuffix(".weight") in int8:
+            specs[name] = replace(spec, dtype=torch.int8)
+            specs[f"{name}_scale"] = replace(spec, shape=(spec.shape[0], 1))
+        else:
+            specs[name] = spec
+    return specs
+
+
+def _copy_others(folder: Path, made: Path) -> None:
+    """Tokenizer, templates, generation settings, licences: all files but weights."""
+    for path in sorted(folder.iterdir()):
+        weights = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name != "config.json":
+            shutil.copyfile(path, made / path.name)

@@ -1,0 +1,1 @@
+"""`npuserve check --accept`: a device beside the CPU and beside golden functions."""

@@ -1,0 +1,153 @@
+"""Tokens for `npuserve check --accept`: prompts of many lengths that arrive while others decode, through the scheduler
+and the runner that serve, and what the CPU says of them.
+
+The CPU need not decode: the tokens are those of its own greedy answer exactly if each is its likeliest after all those
+before, which one pass over prompt and answer tells.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.npu.step import SamplingParams, Step
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.text.model_folder import open_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from npuserve.npu.execution.in_flight import Launched
+    from npuserve.npu.execution.runner import Runner
+
+ANSWER = 64
+BUDGET = 64
+"""Tokens a step, so that the longer prompts come in chunks."""
+
+STEPS_APART = 3
+"""Steps from one arrival to the next."""
+
+TEXTS = (
+    "Once upon a time there was a little girl named Lily. She had a small red ball and a big brown dog. Every day"
+    " after breakfast they went to the park together, and the dog ran after the ball until it was tired. One day "
+    "the ball rolled down the hill and into the river. Lily was very sad and began to cry. The dog looked at her,"
+    " barked twice and jumped into the water. It swam and swam until it had the ball. \"Thank you, you are the "
+    "best dog in the world,\" said Lily, and they went home to tell her mother what had happened. Her mother "
+    "smiled and gave the dog a bone. In the evening it began to rain. Lily sat at the window, the dog slept at "
+    "her feet, and the red ball lay in its basket. She thought of the river and of how fast the water had been. "
+    "\"Tomorrow,\" she told the dog, \"we will play in the garden.\" The dog opened one eye and wagged its tail. "
+    "Then the moon came up over the trees, and Lily",
+    "Once upon a time", "The capital of France is", "One day, a little boy named Tom found a key in the garden.",
+    "The sun was shining and the birds were singing. Tim wanted to play outside, but his mother said",
+    "There was once a farmer who had a cow, a pig and three white hens. In the morning the cow gave milk and the hens "
+    "laid eggs, and the pig did nothing but eat and sleep in the mud. One evening the farmer came into the stable with "
+    "a lamp in his hand. He sat down on the straw, looked at the animals one after the other, and asked them",
+    "Sara likes apples. Ben likes",
+)
+"""Plain stories, of which small models too are sure. The first is of several chunks."""
+
+
+def prompts_of(folder: Path, vocabulary: int, longest: int) -> list[list[int]]:
+    """At least one token each, at most `longest`. The last begins with the whole of the first, which is found in the
+    prefix cache as far as it fills blocks. Random ids where the folder has no tokenizer."""
+    tokenizer = open_folder(folder, "", "").tokenizer
+    if tokenizer:
+        prompts = [[i for i in tokenizer.encode(text) if i < vocabulary] or [0] for text in TEXTS]
+    else:
+        draw = random.Random(0)
+        prompts = [[draw.randrange(vocabulary) for _ in text.split()] for text in TEXTS]
+    return [ids[:longest] for ids in (*prompts, prompts[0] + prompts[1])]
+
+
+@dataclass
+class Answers:
+    """tokens: of each prompt. steps: the tokens that each row of each step computed. decodes, captured: decode tokens,
+    and those from captured steps."""
+
+    tokens: list[list[int]]
+    steps: list[list[int]] = field(default_factory=list)
+    decodes: int = 0
+    captured: int = 0
+
+
+def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int) -> Answers:
+    """`count` greedy tokens of each prompt. depth: steps in flight."""
+    scheduler = Scheduler(
+        BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
+        max_queue=0, aging_seconds=1.0)
+    made = Answers([[] for _ in prompts])
+    arriving = deque(enumerate(prompts))
+    places: dict[int, int] = {}
+    flying: deque[tuple[Step, Launched]] = deque()
+    told: set[int] = set()
+    while arriving or scheduler.has_work:
+        while arriving and (len(made.steps) >= STEPS_APART * arriving[0][0] or not scheduler.has_work):
+            place, prompt = arriving.popleft()
+            request = Request("", prompt, count, float(place), SamplingParams(temperature=0.0))
+            places[scheduler.add(request, (b"", place), time.monotonic()).id] = place
+        step = scheduler.schedule(time.monotonic())
+        if step.rows:
+            flying.append((step, runner.launch(step)))
+            made.steps.append([len(row.token_ids) for row in step.rows])
+            told.update(step.ended)
+        if flying and (not step.rows or len(flying) == depth):
+            step, handle = flying.popleft()
+            result = runner.collect(handle)
+            made.decodes += sum(row.is_decode for row in step.rows)
+            made.captured += result.captured_decodes
+            for progress in scheduler.apply(step, result, time.monotonic()):
+                made.tokens[places[progress.sequence.id]] += progress.token_ids
+    runner.collect(runner.launch(Step([], ended=sorted(places.keys() - told))))
+    return made
+
+
+@dataclass
+class Agreement:
+    """With a reference, position by position.
+
+    positions: of all sequences; equal: those with the same likeliest token. difference: the largest, of any logit;
+    infinite for what is not a number. tokens: that were answered; likeliest: those that are the reference's likeliest
+    after those before. gap: the largest logit by which the reference's likeliest is above an answered token; worst:
+    (prompt, place in its answer, token, the reference's) there, None where all are the likeliest.
+    """
+
+    positions: int = 0
+    equal: int = 0
+    difference: float = 0.0
+    tokens: int = 0
+    likeliest: int = 0
+    gap: float = 0.0
+    worst: tuple[int, int, int, int] | None = None
+
+    @property
+    def share(self) -> float:
+        return self.equal / self.positions
+
+
+def agreement(
+    reference: Iterable[Tensor], others: Iterable[Tensor], prompts: Sequence[list[int]], tokens: Sequence[list[int]],
+) -> Agreement:
+    """reference, others: logits [tokens, vocabulary] of each prompt with its answer, which are read side by side."""
+    found = Agreement()
+    pairs = zip(reference, others, prompts, tokens, strict=True)
+    for number, (golden, logits, prompt, answer) in enumerate(pairs):
+        best = golden.argmax(-1)
+        found.positions += len(golden)
+        found.equal += int((logits.argmax(-1) == best).sum())
+        found.difference = max(found.difference, float((logits - golden).abs().nan_to_num(nan=float("inf")).max()))
+        found.tokens += len(answer)
+        for place, token in enumerate(answer):
+            row = golden[len(prompt) + place - 1]
+            want = int(best[len(prompt) + place - 1])
+            found.likeliest += token == want
+            gap = float(row[want] - row[token])
+            if token != want and gap >= found.gap:
+                found.gap, found.worst = gap, (number, place, token, want)
+    return found

@@ -1,0 +1,1 @@
+"""`npuserve bench serve|step|kernels`."""

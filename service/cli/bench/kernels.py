@@ -1,0 +1,166 @@
+"""`npuserve bench kernels`: each kernel alone, at the shapes of a real model, beside what this machine can do at most.
+
+First the ceilings of the run, and what the CPU kernels run on. Then, for each case and implementation, the error
+against the golden function in float64, the time of a call, and its share of the ceiling that binds it, which is
+measured in turn with the kernel. One JSON object a line with --json, the first being these; else a table. With --device
+the kernels are those of that device, on its clock, and as one dispatch where it captures steps. Kernels of an NPU are
+timed by `npuserve check --accept`, against its own memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from npuserve.service.arguments import number
+from npuserve.service.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from npuserve.kernels.native.choice import CpuKernels
+    from npuserve.kernels.registry import Case, Kernel
+
+INPUTS = 1024
+"""K of the cases' largest weights: a Qwen3-0.6B's hidden size."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kernel", nargs="+", default=[], metavar="NAME", help="only these kernels")
+    add("--case", default="", metavar="TEXT", help="only cases whose name contains this")
+    add("--backend", default="", metavar="NAME", help="only implementations of this backend, or golden")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
+        help="of activations and weights, where a kernel takes it (default: %(default)s)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels (default: %(default)s)")
+    add("--emulate", action="store_true", help="on an emulated device: proves that it works, no speed")
+    add("--isa", metavar="NAME", help="instruction set of the native kernels (default: the fastest of this processor)")
+    add("--threads", type=number(int, 0), default=0, metavar="N", help="0: as many as there are cores")
+    add("--json", action="store_true", help="print one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """ConfigError for a device, kernel, case or instruction set that is not there."""
+    import torch
+
+    from npuserve.kernels import native
+    from npuserve.kernels.bench.ceilings import HOST, Ceilings
+    from npuserve.kernels.bench.measure import Bench
+    from npuserve.kernels.native.choice import describe
+    from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.diagnostics.machine import machine_of, takes_case
+
+    try:
+        backend = select(args.device, () if args.emulate else None)
+    except BackendError as error:
+        raise ConfigError(str(error)) from error
+    machine = machine_of(backend)
+    cases = [(kernel, case, dtype) for kernel, case, dtype in _cases(args.kernel, args.case, getattr(torch, args.dtype))
+             if takes_case(backend, case)]
+    isas = native.library().isas if native.available() else []
+    served = partial(_labels, backend.kernels, machine is HOST)
+    labels = {label for kernel, _, _ in cases for label in served(kernel)}
+    if args.backend and args.backend not in labels:
+        raise ConfigError(f"backend: {args.backend!r} is not one of {', '.join(sorted(labels))}")
+    if args.isa and args.isa not in isas:
+        raise ConfigError(f"isa: {args.isa!r} is not one of {', '.join(isas) or 'those of this build, which has none'}")
+    set_threads(args.threads)
+    with native.using(args.isa) if args.isa else nullcontext():
+        ceilings = Ceilings(machine=machine)
+        best = ceilings.best()
+        chosen = _chosen(args.isa) if isas and machine is HOST else None
+        if args.json:
+            print(json.dumps(best | {"cpu_kernels": chosen and asdict(chosen)}))
+        else:
+            print(_ceilings_line(best), *(describe(chosen) if chosen else ()), sep="\n")
+        if not args.json:
+            print("share: part of the time that the ceiling explains; none of a cache's, which is not measured")
+            print(f"\n{'kernel':22}{'case':42}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
+                  f"{'share':>7} of     {'others':>9}", flush=True)
+        for kernel, case, dtype in cases:
+            bench = Bench(kernel, case, dtype, machine)
+            for label in served(kernel):
+                if args.backend not in ("", label):
+                    continue
+                measured = bench.measure(label, ceilings, best)
+                row: dict[str, Any] = {"kernel": kernel.name, "case": case.name,
+                                       "dtype": str(dtype).removeprefix("torch."), "backend": label, **asdict(measured)}
+                print(json.dumps(row) if args.json else _line(row), flush=True)
+    return 0
+
+
+def _chosen(isa: str | None) -> CpuKernels:
+    """What the CPU kernels run on: chosen as a server chooses for the shapes of the cases, but for an `isa` that was
+    asked for, with which weights have the form that is usual."""
+    from npuserve.kernels import native
+    from npuserve.kernels.native import choice
+
+    if isa is None:
+        return choice.choose(choice.Wanted(), INPUTS)
+    compact = native.library().usually_compact
+    return choice.CpuKernels(isa, choice.gemm_of(isa), "compact" if compact else "plain", choice.measure_rates())
+
+
+def _labels(own: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:
+    """Of the implementations that are timed: those that run on the host, and the golden function; or the device's."""
+    from npuserve.kernels import ascend, triton
+    from npuserve.kernels.registry import GOLDEN
+
+    if host:
+        return [*(label for label in kernel.implementations if label not in (ascend.LABEL, triton.LABEL)), GOLDEN]
+    return [own] if own in kernel.implementations else []
+
+
+def set_threads(count: int) -> None:
+    """Of the native kernels and of torch. 0: as many as there are cores."""
+    import torch
+
+    from npuserve.kernels import native
+    from npuserve.npu.backends.cpu import usable_cores
+
+    torch.set_num_threads(count or usable_cores())
+    if native.available():
+        native.library().set_threads(count or usable_cores())
+
+
+def ceilings(threads: int = 0) -> dict[str, float]:
+    """What the machine does at most now: read_gbs, bf16_gflops, int8_gops, fp32_gflops. For scripts; with all its
+    cores unless told otherwise, and the threads of kernels are so many afterwards."""
+    from npuserve.kernels.bench.ceilings import Ceilings
+
+    set_threads(threads)
+    return Ceilings().best()
+
+
+def _cases(names: list[str], text: str, wanted: torch.dtype) -> Iterator[tuple[Kernel[..., Any], Case, torch.dtype]]:
+    """A kernel that does not take the dtype is timed in its own."""
+    from npuserve.kernels.registry import KERNELS
+
+    if unknown := [name for name in names if name not in KERNELS]:
+        raise ConfigError(f"kernel: {unknown[0]!r} is not one of {', '.join(KERNELS)}")
+    kernels = [KERNELS[name] for name in names or KERNELS]
+    found = [(k, case, wanted if wanted in k.dtypes else k.dtypes[0])
+             for k in kernels for case in k.cases if case.benchmark and text in case.name]
+    if not found:
+        raise ConfigError(f"case: no benchmark case of {', '.join(k.name for k in kernels)} contains {text!r}")
+    yield from found
+
+
+def _ceilings_line(best: dict[str, float]) -> str:
+    return (f"ceilings: memory read {best['read_gbs']:.1f} GB/s; bf16 {best['bf16_gflops']:.0f} GFLOP/s, "
+            f"int8 {best['int8_gops']:.0f} GOP/s, fp32 {best['fp32_gflops']:.0f} GFLOP/s")
+
+
+def _line(row: dict[str, Any]) -> str:
+    share = "–" if row["share"] is None else f"{row['share']:.2f}"
+    error = f"{row['error']:.1e}" if not row["other_ids"] else f"{row['other_ids']} ids"
+    return (f"{row['kernel']:22}{row['case']:42}{row['dtype']:9}{row['backend']:8}{error:>10}"
+            f"{row['seconds'] * 1e6:10.1f}{row['bytes_per_second'] / 1e9:8.1f}"
+            f"{row['operations_per_second'] / 1e9:9.1f}{share:>7} {row['bound']:7}{row['others']:9.2f}")

@@ -1,0 +1,289 @@
+"""`npuserve bench step`: the engine's step without the wire, scheduler and runner as the engine process has them.
+
+Single prompts are prefilled, alone, a few times each; then, for each context and batch size, so many requests are
+prefilled to the context and decoded in step with each other. A step is launched before the one before it is collected,
+unless --no-double-buffering. One JSON object a line with --json, else a table.
+
+With --layers, --lm-head or --dump a step is taken apart instead of timed: see bench_trace.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from npuserve.npu.step import SamplingParams, Step
+from npuserve.service import settings
+from npuserve.service.arguments import number
+from npuserve.service.cli.bench import trace as bench_trace
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine.process import load_model
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.text.model_folder import resolve
+
+if TYPE_CHECKING:
+    from npuserve.kernels.bench.ceilings import Ceilings
+    from npuserve.npu.execution.in_flight import Launched
+    from npuserve.npu.execution.runner import Runner
+
+WARM_UP = 3
+REPEATS = 5
+TIMED_EVERY = 4
+"""Steps from one whose kernels are timed to the next. They say what is spent in kernels, and nothing else."""
+
+CEILING_PASSES = 3
+
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch", type=_counts, default=[1, 8, 32], help="rows, comma-separated (default: 1,8,32)")
+    add("--context", type=_counts, default=[512],
+        help="tokens of each row before decoding, comma-separated (default: 512)")
+    add("--prompt", type=_counts, default=[512],
+        help="tokens of a prompt that is prefilled alone, comma-separated (default: 512)")
+    add("--tokens", type=number(int, 1), default=32, help="decode steps that are timed (default: %(default)s)")
+    add("--ceilings", action="store_true",
+        help="measure beside each figure what the machine does at most; takes 1 GiB of memory")
+    add("--json", action="store_true", help="print one JSON object a line")
+    bench_trace.add_arguments(parser)
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """ConfigError where the settings leave no room for what is asked, or the model cannot be loaded."""
+    config = settings.load(args, os.environ)
+    if args.layers or args.lm_head or args.dump:
+        return bench_trace.run(args, config)
+    bench = Bench.load(config, args.batch, max(args.context), max(args.prompt), args.tokens)
+    rss, ceilings = _peak_rss(), None
+    if args.ceilings:
+        from npuserve.kernels.bench.ceilings import Ceilings
+        from npuserve.npu.diagnostics.machine import machine_of
+
+        ceilings = Ceilings(machine=machine_of(bench.runner.backend))
+    kernels = bench.runner.cpu_kernels
+    if not args.json:
+        if kernels:
+            from npuserve.kernels.native.choice import describe
+
+            print(*describe(kernels), sep="\n")
+        print(f"{'batch':>6}{'context':>9}{'decode tok/s':>14}{'step ms':>9}{'GB/s':>7}{'share':>7}{'host us':>9}"
+              f"{'kernels':>9} |{'prompt':>7}{'prefill tok/s':>15}{'TTFT ms':>9}{'GFLOP/s':>9}{'share':>7}")
+    for row in _rows(bench, args, ceilings):
+        row |= {"weights_bytes": bench.runner.weights_bytes, "cpu_kernels": kernels and asdict(kernels),
+                "peak_rss_bytes": max(rss, _peak_rss() - (ceilings.read_bytes if ceilings else 0))}
+        print(json.dumps(row) if args.json else _line(row), flush=True)
+    return 0
+
+
+def _rows(bench: Bench, args: argparse.Namespace, ceilings: Ceilings | None) -> Iterator[Row]:
+    """One for each context and batch, the first prompt's figures in each, then one for each further prompt."""
+    first, *others = (_prefill(bench, tokens, ceilings) for tokens in args.prompt)
+    for context in args.context:
+        for batch in args.batch:
+            yield {"batch": batch, "context": context, **_decode(bench, batch, context, args.tokens, ceilings), **first}
+    yield from others
+
+
+def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
+    products = "int8" if bench.runner.config.quantization else bench.runner.dtype_name
+    samples, peak = _beside(lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
+                            lambda: ceilings.peak_of(products) if ceilings else 0.0)
+    seconds = statistics.median(samples)
+    speed = bench.prefill_operations(tokens) / seconds
+    row = {"prompt": tokens, "prefill_tokens_per_second": tokens / seconds, "ttft_ms_p50": 1e3 * seconds,
+           "prefill_gflops": speed / 1e9}
+    return row | ({"matrix_ceiling_gflops": peak / 1e9, "matrix_share": speed / peak} if peak else {})
+
+
+def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceilings | None) -> Row:
+    steps, ceiling = _beside(lambda: bench.decode(batch, context, tokens),
+                             lambda: ceilings.read() if ceilings else 0.0)
+    timed = [step for step in steps if step.in_kernels]
+    plain = [step for step in steps if not step.in_kernels] or steps
+    seconds = sum(step.seconds for step in plain)
+    size = sum(bench.decode_bytes(step.context) for step in plain)
+    speed = size / seconds
+    row = {
+        "decode_tokens_per_second": batch * len(plain) / seconds,
+        "step_ms_p50": 1e3 * statistics.median(step.seconds for step in plain),
+        "kernel_share": statistics.median(step.in_kernels / step.whole for step in timed) if timed else None,
+        "host_us": 1e6 * statistics.median(step.whole - step.in_kernels for step in timed) if timed else None,
+        "decode_gbs": speed / 1e9,
+    }
+    if not ceiling:
+        return row
+    from npuserve.kernels.bench.measure import COLD_BYTES
+
+    cached = size < COLD_BYTES * len(plain)  # the memory's speed is no ceiling of a cache's
+    return row | {"read_ceiling_gbs": ceiling / 1e9, "read_share": None if cached else speed / ceiling}
+
+
+def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[Any, float]:
+    """What is measured, and the best of the ceiling just before and just after."""
+    before = [ceiling() for _ in range(CEILING_PASSES)]
+    measured = measure()
+    return measured, max(before + [ceiling() for _ in range(CEILING_PASSES)])
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Durations and size of one step.
+
+    seconds: from when it was planned, or the one before it was collected, to its own result.
+    sampled: rows that got a token.
+    context: tokens whose keys and values it read, of all rows.
+    in_kernels: seconds, 0 where they were not timed.
+    on_device: seconds from its first kernel to its end, on the device's clock.
+    """
+
+    seconds: float
+    sampled: int
+    context: int
+    in_kernels: float
+    on_device: float
+
+    @property
+    def whole(self) -> float:
+        """Seconds that contain the step's kernels.
+
+        The device begins a step while the host still collects the one before it. If the host was late then, `seconds`
+        has only a part of the kernels' time.
+        """
+        return max(self.seconds, self.on_device)
+
+
+@dataclass
+class Bench:
+    """runner, scheduler: as the engine process makes them, without a prefix cache, so that each prompt is computed.
+    budget: tokens a step. depth: steps in flight. calls: the seconds of a step's kernel calls, where they were timed.
+    flying: steps planned and not collected, when they were planned, and the runner's handles. collected: when the last
+    was."""
+
+    runner: Runner
+    scheduler: Scheduler
+    budget: int
+    depth: int
+    calls: list[float]
+    flying: deque[tuple[Step, float, Launched]] = field(default_factory=deque)
+    collected: float = 0.0
+
+    @classmethod
+    def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
+        """With room for the largest batch. ConfigError if there is none, or no such model."""
+        rows = max(batches)
+        budget = max(config.max_num_batched_tokens, rows + 1)
+        length = max(context + spare(rows, context, budget) + WARM_UP + steps, prompt + 1)
+        calls: list[float] = []
+        config = msgspec.structs.replace(
+            config, max_num_seqs=max(config.max_num_seqs, rows), max_num_batched_tokens=budget,
+            kernel_sampling=min(config.kernel_sampling, TIMED_EVERY))
+        try:
+            runner = load_model(config, str(resolve(config.model)), lambda *call: calls.append(call[-1]))
+        except (ValueError, OSError, MemoryError) as error:
+            raise ConfigError(str(error)) from error
+        blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
+        if length > runner.max_model_len:
+            raise ConfigError(f"context, prompt: {length} tokens are needed, max_model_len is {runner.max_model_len}")
+        if -(-length // runner.block_size) * rows > runner.num_blocks:
+            raise ConfigError(f"batch: {rows} rows of {length} tokens are more than the {blocks.capacity} tokens that "
+                              "the KV cache holds; see kv_cache_memory")
+        scheduler = Scheduler(
+            blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
+            aging_seconds=config.priority_aging_seconds)
+        return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
+
+    def decode_bytes(self, context: int) -> int:
+        """What a step that decodes must read: all weights once, of an embedding apart from the LM head next to nothing,
+        and the keys and values of `context` tokens."""
+        return self.runner.read_bytes + int(self.runner.token_bytes * context)
+
+    def prefill_operations(self, tokens: int) -> int:
+        """Of the layers' linear products and of causal attention; the LM head's one row is not counted."""
+        config = self.runner.config
+        tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+        attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
+        return 2 * (self.runner.parameters - tables) * tokens + attention
+
+    def add(self, tokens: int, answer: int) -> int:
+        """A request of so many random prompt tokens that answers with so many greedy ones; its id."""
+        now, vocabulary = time.monotonic(), self.runner.config.vocab_size
+        prompt = [random.randrange(vocabulary) for _ in range(tokens)]
+        request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
+        return self.scheduler.add(request, (b"", 0), now).id
+
+    def step(self) -> Timed:
+        """Launches what there is to launch, and collects the step that was launched first."""
+        while len(self.flying) < self.depth:
+            began = time.perf_counter()
+            step = self.scheduler.schedule(time.monotonic())
+            if not step.rows:
+                break
+            self.flying.append((step, began, self.runner.launch(step)))
+        step, began, handle = self.flying.popleft()
+        self.calls.clear()
+        result = self.runner.collect(handle)
+        self.scheduler.apply(step, result, time.monotonic())
+        began, self.collected = max(began, self.collected), time.perf_counter()
+        context = sum(row.start + len(row.token_ids) for row in step.rows)
+        return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls), result.device_seconds)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from the request to its first token."""
+        self.add(tokens, 1)
+        began = time.perf_counter()
+        while self.scheduler.has_work:
+            self.step()
+        return time.perf_counter() - began
+
+    def decode(self, rows: int, context: int, steps: int) -> list[Timed]:
+        """`steps` steps in which all rows decode."""
+        ids = [self.add(context, spare(rows, context, self.budget) + WARM_UP + steps) for _ in range(rows)]
+        while self.step().sampled < rows:
+            pass
+        timed = [self.step() for _ in range(WARM_UP + steps)]
+        for sequence_id in ids:
+            self.scheduler.cancel(sequence_id)
+        while self.flying:
+            self.step()
+        return timed[WARM_UP:]
+
+
+def spare(rows: int, context: int, budget: int) -> int:
+    """Tokens that the first of the rows may decode while the others are still being prefilled."""
+    return rows * context // max(budget - rows, 1) + rows + 1
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _line(row: Row) -> str:
+    def cell(name: str, width: int, digits: int, scale: float = 1.0) -> str:
+        value = row.get(name)
+        return f"{'':{width}}" if value is None else f"{value * scale:{width}.{digits}f}"
+
+    return "".join((
+        cell("batch", 6, 0), cell("context", 9, 0), cell("decode_tokens_per_second", 14, 1), cell("step_ms_p50", 9, 2),
+        cell("decode_gbs", 7, 1), cell("read_share", 7, 2), cell("host_us", 9, 0), cell("kernel_share", 9, 3), " |",
+        cell("prompt", 7, 0), cell("prefill_tokens_per_second", 15, 1), cell("ttft_ms_p50", 9, 1),
+        cell("prefill_gflops", 9, 0), cell("matrix_share", 7, 2)))
+
+
+def _counts(text: str) -> list[int]:
+    return [int(number(int, 1)(part)) for part in text.split(",")]

@@ -1,0 +1,61 @@
+"""The debugging side of `npuserve bench step`: which kernel of a step is wrong (npu/diagnostics/trace.py).
+
+One prompt step and one decode step, of the first of --batch rows with prompts of the first of --prompt tokens, by the
+first --layers layers and the LM head that is asked for. A line for each kernel call; the exit code is 1 if one is
+beyond its tolerance, or if the captured step does not give the same hidden states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from npuserve.service.arguments import number
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.text.model_folder import resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "debugging", "With any of these, nothing is timed: each kernel call of a prompt step and of a decode step, of "
+        "the first of --batch and of --prompt, is compared with its golden function.").add_argument
+    add("--layers", type=number(int, 1), metavar="N", help="only the first N layers")
+    add("--lm-head", choices=("full", "skip", "single"), help="logits of all rows (the default), of none, of one alone")
+    add("--dump", type=Path, metavar="DIR", help="write all results there, as DIR/STEP/INDEX-KERNEL.safetensors")
+
+
+def run(args: argparse.Namespace, config: ServerConfig) -> int:
+    """ConfigError if the model cannot be loaded so."""
+    from npuserve.kernels.native.choice import Wanted
+    from npuserve.npu.diagnostics.trace import Call, Trace, load
+
+    rows, prompt = args.batch[0], args.prompt[0]
+    try:
+        model, backend = load(
+            resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,
+            max_model_len=prompt + 1, layers=args.layers or 0,
+            emulate=config.relaxations if config.emulate else None, lm_head_dtype=config.lm_head_dtype,
+            cpu=Wanted(config.cpu_gemm, config.cpu_weights))
+    except (ValueError, OSError, MemoryError) as error:
+        raise ConfigError(str(error)) from error
+    if not args.json:
+        print(f"{'step':8}{'index':>6}  {'kernel':24}{'shape':20}{'difference':>12}{'relative':>12}{'drift':>12}")
+    wrong = []
+    for found in Trace(model, backend, rows, prompt, args.lm_head or "full", args.dump, config.kv_cache_dtype).run():
+        if args.json:
+            print(json.dumps({"kind": type(found).__name__.lower(), **asdict(found)}), flush=True)
+        if isinstance(found, Call):
+            line = (f"{found.step:8}{found.index:6}  {found.kernel:24}{'x'.join(map(str, found.shape)):20}"
+                    f"{found.difference:12.2e}{found.relative:12.2e}{found.drift:12.2e}{'  WRONG' * found.wrong}")
+            wrong += [f"{found.step} {found.index} {found.kernel}"] * found.wrong
+        else:
+            line = (f"{found.step:8}captured: {'the same' if found.same else 'OTHER'} hidden states, "
+                    f"{found.seconds * 1e3:.3f} ms, of which kernels {found.in_kernels * 1e3:.3f} ms")
+            wrong += [] if found.same else [f"{found.step} as captured"]
+        if not args.json:
+            print(line, flush=True)
+    if wrong and not args.json:
+        print(f"first wrong: {wrong[0]}; {len(wrong)} in all")
+    return 1 if wrong else 0

@@ -1,0 +1,245 @@
+"""`npuserve check [MODEL]`: what this machine offers, and whether the model fits it. Starts no server.
+
+With --accept the model is computed, too: see accept.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.service import settings
+from npuserve.service.cli.acceptance import accept
+from npuserve.service.config import ConfigError, ServerConfig
+
+if TYPE_CHECKING:
+    from npuserve.kernels.native.choice import CpuKernels
+
+# Of /proc/cpuinfo: what matters to the kernels, on x86 and on ARM.
+CPU_FEATURES = (
+    "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
+    "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)
+# Module: what it is for. Their names are those of the extras in pyproject.toml.
+OPTIONAL = {
+    "torch_npu": "Ascend NPUs (npuserve[npu])",
+    "triton": "NVIDIA GPUs (npuserve[cuda])",
+    "transformers": "tokenizers that only it can load (npuserve[transformers])",
+    "matplotlib": "bench serve --plot (npuserve[bench])",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    accept.add_arguments(parser)
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if the model can be served here with these settings, and with --accept nothing failed; 1 if not. ConfigError
+    for a wrong setting or folder."""
+    config = settings.load(args, os.environ)
+    if args.least_share is not None and not args.accept:
+        raise ConfigError("least_share: nothing is computed; --accept does")
+    with contextlib.redirect_stdout(sys.stderr):  # what others print, as torch_npu does when it is imported
+        found_model = model(config)  # first, as it is what starts an emulator
+    chosen = found_model.pop("cpu_kernels", None)
+    report = {"machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
+              "emulated": config.emulate, "model": found_model}
+    if not args.json:
+        print(text(report), flush=True)
+    good = found_model["fits"]
+    if good and args.accept:
+        found = []
+        for finding in accept.findings(config, args.least_share):
+            found.append(finding)
+            if not args.json:
+                print(accept.line(finding), flush=True)
+        good = not any(finding.passed is False for finding in found)
+        report["acceptance"] = {"passed": good, "findings": [asdict(finding) for finding in found]}
+        if not args.json:
+            print(accept.ending(found))
+    if args.json:
+        print(json.dumps(report))
+    return 0 if good else 1
+
+
+def machine() -> dict[str, Any]:
+    """The machine and its software. memory_bytes: in all; what is available belongs to a backend."""
+    import torch
+
+    from npuserve.npu.backends.cpu import usable_cores
+
+    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": usable_cores(),
+        "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def native(chosen: CpuKernels | None) -> dict[str, Any]:
+    """isa: what the native CPU kernels run on, None where they are not installed; isas: what they could, the widest
+    first. The rest as in `CpuKernels`: chosen for the model; as for a small one if the model is computed elsewhere."""
+    from npuserve.kernels import native
+    from npuserve.kernels.native.choice import Wanted, choose
+
+    if not native.available():
+        return {"isa": None, "isas": []}
+    return {"isas": native.library().isas} | asdict(chosen or choose(Wanted()))
+
+
+def backends() -> dict[str, Any]:
+    """Return for each device by name: supported, whether this version has its code; available, whether this machine
+    has the device and its software; and of an available one its free memory and the label of each kernel."""
+    import npuserve.kernels  # noqa: F401  fills the registry
+    from npuserve.kernels.registry import KernelSet
+    from npuserve.npu.backends import MODULES, backend_class, present, select
+
+    found: dict[str, Any] = {}
+    for name in MODULES:
+        supported = name in present()
+        available = supported and backend_class(name).available()
+        found[name] = {"supported": supported, "available": available}
+        if available:
+            backend = select(name)
+            found[name]["memory_available_bytes"] = backend.memory_available()
+            found[name]["kernels"] = KernelSet(backend.kernels).labels
+    return found
+
+
+def optional() -> dict[str, bool]:
+    return {name: importlib.util.find_spec(name) is not None for name in OPTIONAL}
+
+
+def model(config: ServerConfig) -> dict[str, Any]:
+    """The plan of its memory by part, in bytes; with `error` where it cannot be served at all. cpu_kernels: what the
+    CPU kernels run on, which the plan depends on; None where none compute."""
+    import torch
+
+    from npuserve.kernels.native.choice import Wanted
+    from npuserve.npu.backends import select, select_prefill
+    from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.execution.memory_plan import predict
+    from npuserve.npu.model.config import ModelConfig, ModelError
+    from npuserve.npu.model.loader import weight_files
+    from npuserve.npu.model.weights import choose_kernels
+    from npuserve.service.text.model_folder import resolve
+
+    folder = resolve(config.model)
+    found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
+    try:
+        facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
+        backend = select(config.device, config.relaxations if config.emulate else None)
+        prefill = select_prefill(config.prefill_device, backend)
+        for each in (backend, prefill) if prefill else (backend,):
+            each.set_threads(config.threads)
+        dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
+        found["cpu_kernels"] = choose_kernels(
+            facts, dtype, (backend, prefill), Wanted(config.cpu_gemm, config.cpu_weights))
+        plan = predict(
+            facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill=prefill)
+    except (ModelError, BackendError) as error:
+        return found | {"error": str(error)}
+    try:
+        weight_files(folder)
+        missing = None
+    except ModelError as error:
+        missing = str(error)
+    return found | {
+        "fits": plan.fits,
+        "missing_weights": missing,
+        "architecture": facts.architecture,
+        "parameters": facts.num_parameters,
+        "backend": backend.name,
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_cache_dtype,
+        "quantization": facts.quantization_name,
+        "max_model_len": plan.max_model_len,
+        "context_length": facts.context_length,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_tokens": plan.num_blocks * plan.block_size,
+        "bytes": {part: getattr(plan, part) for part in ("weights", "kv_cache", "activations", "logits", "base")},
+        "peak_bytes": plan.peak,
+        "available_bytes": plan.available,
+        "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
+    }
+
+
+def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
+    from npuserve.kernels.native.choice import CpuKernels, describe
+
+    if isa is None:
+        return ["no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"]
+    return describe(CpuKernels(isa, **chosen), isas)
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    from npuserve.kernels.registry import GOLDEN
+    from npuserve.npu.execution.memory_plan import mib
+
+    it = report["machine"]
+    lines = [
+        f"machine     {it['system']}, {it['cores']} cores, {mib(it['memory_bytes'])} of memory",
+        f"cpu         {' '.join(it['cpu_features']) or 'no known feature'}",
+        f"software    Python {it['python']}, torch {it['torch']}",
+        "native      " + f"\n{'':12}".join(native_text(**report["native"])),
+    ]
+    for name, backend in report["backends"].items():
+        if not backend["available"]:
+            lines.append(f"{name:11} {'not available here' if backend['supported'] else 'not in this version'}")
+            continue
+        labels = backend["kernels"]
+        own = [kernel for kernel, label in labels.items() if label != GOLDEN]
+        fallen = [kernel for kernel, label in labels.items() if label == GOLDEN]
+        lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
+        lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
+        lines.append(f"{'':11} by plain torch: {', '.join(fallen) or 'none'}")
+    for name, there in report["optional"].items():
+        lines.append(f"{'optional':11} {name}: {'found' if there else 'absent'}, for {OPTIONAL[name]}")
+    if report["emulated"]:
+        lines.append("emulated    the device is emulated: what follows proves calls and numbers, not speed")
+    plan = report["model"]
+    lines.append(f"model       {plan['name']}")
+    if "error" in plan:
+        return "\n".join([*lines, f"{'':11} cannot be served: {plan['error']}"])
+    lines.append(
+        f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, "
+        f"{'' if plan['quantization'] == 'none' else plan['quantization'] + ', '}{plan['dtype']} on {plan['backend']}")
+    lines.append(
+        f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
+        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens"
+        f"{' in ' + plan['kv_cache_dtype'] if plan['kv_cache_dtype'] != plan['dtype'] else ''}")
+    lines += [f"{'':11} {part.replace('_', ' '):12} {mib(size):>12}" for part, size in plan["bytes"].items()]
+    lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
+    # The process itself is there before what is available is read.
+    needed = plan["peak_bytes"] - plan["bytes"]["base"]
+    verdict = "fits" if needed <= plan["available_bytes"] else "does NOT fit"
+    free = mib(plan["available_bytes"])
+    lines.append(f"{'':11} {verdict}: needs {mib(needed)} beyond the process, {free} available")
+    if host := plan["host"]:
+        lines.append(f"{'':11} prompts are computed on {host['backend']}, of whose memory this takes")
+        lines += [f"{'':11} {part.replace('_', ' '):12} {mib(host[part]):>12}"
+                  for part in ("weights", "kv_cache", "activations", "staging")]
+        lines.append(f"{'':11} {'fits' if host['fits'] else 'does NOT fit'}: needs {mib(host['needed'])}, "
+                     f"{mib(host['available'])} available")
+    if plan["missing_weights"]:
+        lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""The command line: `npuserve COMMAND`.
+
+Each command is a module with `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is
+imported, so that the server is up early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from npuserve.service.arguments import did_you_mean
+from npuserve.service.config import ConfigError
+
+# command: (module, help)
+COMMANDS = {
+    "demo": ("cli.demo", "start with the built-in model, send it a prompt, stream the answer, stop"),
+    "serve": ("supervisor.supervisor", "serve a model over gRPC"),
+    "generate": ("cli.generate", "send one prompt to a server and stream the answer"),
+    "chat": ("cli.chat", "talk with a served model"),
+    "top": ("cli.top", "watch a server's load, latencies and slowest kernels"),
+    "bench serve": ("cli.bench.serve", "load a running server and report latencies and throughput"),
+    "bench kernels": ("cli.bench.kernels", "time each kernel beside what the machine can do at most"),
+    "bench step": ("cli.bench.step", "time the engine's step without the wire"),
+    "keys": ("access.api_keys", "make, list and remove the API keys of a server"),
+    "check": ("cli.check", "what this machine offers, and whether a model fits"),
+    "quantize": ("cli.quantize", "make a W8A8 checkpoint of a model"),
+}
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of a file or a disk that takes no more output; EBADF: of a closed stdout, see `_open_standard_streams`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 for wrong usage or a wrong setting, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    _open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that the terminal's encoding may lack
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except ConfigError as error:
+        print(f"npuserve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _discard_stdout()
+        return 1
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _discard_stdout()
+        print(f"npuserve: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, so that no other file gets their numbers.
+
+    stdin is empty then, stderr is discarded, and a write to stdout fails with EBADF, as it is open for reading.
+    """
+    for name, flag, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, flag)  # the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115  open until the end
+
+
+def _run(argv: Sequence[str]) -> int:
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"argument {ascii(os.fsencode(argument))[1:]} is not UTF-8") from None
+    # gRPC writes its own log lines to stderr. A server's errors are worth them; a client's are in its sentence.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR" if argv[:1] in (["serve"], ["demo"]) else "NONE")
+    args, unknown = _parser(argv).parse_known_args(argv)
+    parser: argparse.ArgumentParser = vars(args).pop("parser")
+    if unknown:
+        flags = [flag[2:] for action in parser._actions for flag in action.option_strings]
+        wrong = next((word[2:].partition("=")[0] for word in unknown if word.startswith("--")), "")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags, prefix='--')}")
+    code: int = args.run(args)
+    return code
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's own flush at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one sentence. Without a command it prints its help."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.set_defaults(run=self._help, parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Do as argparse does, and suggest the most similar choice."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write as argparse does, but raise OSError where the file takes nothing."""
+        (file or sys.stderr).write(message or "")
+
+    def _help(self, _: argparse.Namespace) -> int:
+        self.print_help()
+        return 0
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="npuserve", description="Serves Qwen3-class language models over gRPC with streaming tokens.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and leave")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    benches = None
+    for command, (module, text) in COMMANDS.items():
+        group, _, name = command.rpartition(" ")
+        if group and benches is None:
+            benches = commands.add_parser(group, help="measure").add_subparsers(metavar="WHAT")
+        within = benches if group and benches else commands
+        child = within.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        if list(argv[: len(command.split())]) == command.split():
+            loaded = importlib.import_module(f"npuserve.service.{module}")
+            loaded.add_arguments(child)
+            child.set_defaults(run=loaded.run)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"npuserve {version('npuserve')}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""`npuserve quantize MODEL OUT`: a W8A8 checkpoint of a model in floats, for this server and others.
+
+OUT is in the format of compressed-tensors (`int-quantized`). It appears when it is whole: whatever ends the command
+before leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import logging
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.service.arguments import number
+from npuserve.service.config import ConfigError
+from npuserve.service.text.model_folder import resolve
+
+if TYPE_CHECKING:
+    from npuserve.npu.quantize.w8a8 import Written
+
+log = logging.getLogger(__name__)
+
+SAMPLES, SAMPLE_TOKENS = 16, 512
+CHARACTERS_A_TOKEN = 8
+"""More text than this for each token is not read."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help='a folder in Hugging Face format or a hub name; "" for the built-in model')
+    add("out", metavar="OUT", help="the folder to make")
+    add("--scheme", choices=["w8a8"], default="w8a8", help="int8 weights and activations (default: %(default)s)")
+    add("--calibration", metavar="FILE", default="",
+        help="text, or .jsonl with a \"text\" a line, to balance the layers by; none: round to the nearest as it is "
+             "(default: a text that comes with Python)")
+    add("--samples", type=number(int, 1, 65536), metavar="N",
+        help=f"pieces of the text that are used (default: {SAMPLES})")
+    add("--sample-tokens", type=number(int, 16, 65536), metavar="N",
+        help=f"tokens of each (default: {SAMPLE_TOKENS}, or the model's context if that is less)")
+    add("--smoothing", type=_smoothing, metavar="S",
+        help="auto, or the balance's strength in [0, 1] (default: auto, what changes each layer least)")
+    add("--ignore", nargs="+", default=[], metavar="NAME",
+        help='linear layers that stay as they are: names as in the checkpoint, or "re:" and an expression')
+    add("--overwrite", action="store_true", help="replace OUT if it is there")
+    add("--threads", type=number(int, 0, 1024), default=0, metavar="N", help="0: as many as there are cores")
+
+
+def _smoothing(text: str) -> float | None:
+    return None if text == "auto" else number(float, 0, 1)(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 once OUT is whole. ConfigError for a model that cannot be quantized and an OUT that cannot be written."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    folder, out = resolve(args.model), Path(args.out).expanduser()
+    _check_out(folder, out, args.overwrite)
+    if args.calibration == "none":
+        for option in ("samples", "sample_tokens", "smoothing"):
+            if getattr(args, option) is not None:
+                raise ConfigError(f"{option}: nothing is balanced with --calibration none")
+
+    from npuserve.npu.backends.cpu import CpuBackend
+    from npuserve.npu.model.config import ModelConfig, ModelError
+    from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+
+    began = time.monotonic()
+    CpuBackend().set_threads(args.threads)
+    with _ending_by_signals(), _reporting(out.name) as progress:
+        try:
+            sequences: list[list[int]] = []
+            config = ModelConfig.from_folder(folder)
+            if args.calibration != "none" and config.quantization is None:
+                length = args.sample_tokens or min(SAMPLE_TOKENS, config.context_length)
+                if length > config.context_length:
+                    raise ConfigError(f"sample_tokens: {length} is more than the model's {config.context_length}")
+                sequences = calibration_ids(folder, args.calibration, args.samples or SAMPLES, length)
+            written = quantize_checkpoint(
+                folder, out, sequences, ignore=args.ignore, strength=args.smoothing, progress=progress)
+        except ModelError as error:
+            raise ConfigError(f"model: {error}") from error
+        except OSError as error:
+            why = "no space is left on its disk" if error.errno == errno.ENOSPC else str(error)
+            raise ConfigError(f"out: {out} cannot be written: {why}") from error
+    print(_summary(out, written, time.monotonic() - began))
+    return 0
+
+
+def default_texts() -> list[str]:
+    """Of what comes with every Python, the help on the language: every other topic. The others are there to measure by
+    (bench/quality.py)."""
+    return topics()[::2]
+
+
+def topics() -> list[str]:
+    from pydoc_data.topics import topics as found
+
+    return [found[name] for name in sorted(found)]
+
+
+def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[list[int]]:
+    """At most `samples` pieces of at most `length` ids, spread over the text, each with the beginning-of-text token
+    where the tokenizer has it. file: "" for the default text. ConfigError for a file without text."""
+    from npuserve.service.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ConfigError(f"model: {folder} has no tokenizer to read a calibration text with; use --calibration none")
+    left, texts = samples * length * CHARACTERS_A_TOKEN, []
+    for text in texts_of(Path(file).expanduser()) if file else default_texts():
+        texts.append(text[:left])
+        left -= len(text)
+        if left <= 0:
+            break
+    text = "\n\n".join(texts)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not text.strip() or not ids:
+        raise ConfigError(f"calibration: {file} has no text")
+    bos = tokenizer.id_of(tokenizer.named_tokens.get("bos_token", ""))
+    begin = [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
+    step = max(1, length - len(begin))
+    pieces = [ids[at : at + step] for at in range(0, max(1, len(ids) - step + 1), step)]
+    used = min(samples, len(pieces))
+    return [begin + pieces[place * len(pieces) // used] for place in range(used)]
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The `text` of each line of a .jsonl, or pieces of a text file that make it up. ConfigError for another file."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix != ".jsonl":
+                while piece := "".join(islice(file, 1000)):
+                    yield piece
+                return
+            for count, line in enumerate(file, 1):
+                if line.strip():
+                    yield _text(line, f"calibration: {path}, line {count}")
+    except UnicodeDecodeError:
+        raise ConfigError(f"calibration: {path} is not text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"calibration: {path} cannot be read: {error.strerror}") from error
+
+
+def _text(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{where}: is not JSON") from None
+    if not isinstance(found, dict) or not isinstance(text := found.get("text"), str):
+        raise ConfigError(f'{where}: must be an object with a string "text"')
+    return text
+
+
+def _check_out(folder: Path, out: Path, overwrite: bool) -> None:
+    source, target = folder.resolve(), out.resolve()
+    if target == source or source in target.parents:
+        raise ConfigError(f"out: {out} is within the model's folder {folder}")
+    if target in source.parents:
+        raise ConfigError(f"out: {out} holds the model's folder {folder}")
+    if not out.name or not target.parent.is_dir():
+        raise ConfigError(f"out: there is no folder {target.parent} to make it in")
+    if (out.exists() or out.is_symlink()) and not overwrite:
+        raise ConfigError(f"out: {out} is there already; --overwrite replaces it")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"out: {out} is no folder, which alone --overwrite replaces")
+
+
+@contextmanager
+def _ending_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the command; what is unfinished is removed."""
+    received: list[int] = []
+
+    def leave(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        # Native code that the exception passes through may make another of it.
+        if received:
+            raise SystemExit(128 + received[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _reporting(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows layers done on stderr: a bar on a terminal, otherwise a line now and then."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(f"quantizing to {name}, layer", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+
+    last = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 5.0:
+            last = time.monotonic()
+            log.info("quantizing to %s: %d of %d layers", name, done, total)
+
+    yield line
+
+
+def _summary(out: Path, written: Written, seconds: float) -> str:
+    lines = [f"{out}: {written.int8} of {written.linears} linear layers in int8, {written.nbytes / 1e6:,.1f} MB of "
+             f"{written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
+    places = {place for strengths in written.strengths for place in strengths}
+    for place in sorted(places):
+        found = [strengths[place] for strengths in written.strengths if place in strengths]
+        lines.append(f"  balanced after {place}: strength {min(found):g} to {max(found):g}, "
+                     f"median {statistics.median(found):g}")
+    return "\n".join(lines)

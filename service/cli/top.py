@@ -1,0 +1,251 @@
+"""`npuserve top`: a server's load, latencies and slowest kernels, live from its metrics page.
+
+Everything is of the time between two scrapes, but for the kernels: those are timed on every 32nd step or so, and where
+there was none in between, since the server's start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from npuserve.service.arguments import number
+from npuserve.service.cli.metrics_reader import Page, Unreadable, Window, page_url, read_page
+
+LATENCIES = {
+    "time to first token": "time_to_first_token", "between tokens": "inter_token_latency",
+    "per output token": "time_per_output_token", "end to end": "e2e_request_latency", "queue": "queue_time",
+}
+GIVEN_UP = ("OK", "CANCELLED")
+"""Codes that are no error of anybody's: a client may leave."""
+KERNELS = 12
+LEFT_OUT = ("backend", "calls", "p50", "tokens", "per s", "p90", "phase", "mean", "share")
+"""Columns that a narrow screen leaves out, the first of these first."""
+START = Page(0.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", type=_url, default="127.0.0.1:9090", metavar="HOST:PORT",
+        help="the server's metrics port, or the page's URL as serve prints it (default: %(default)s)")
+    add("--interval", type=number(float, 0.1, 3600), default=2.0, metavar="SECONDS",
+        help="between two scrapes (default: %(default)s)")
+    add("--once", action="store_true", help="show one interval and leave")
+    add("--json", action="store_true", help="with --once: as one JSON object, times in seconds")
+
+
+def _url(text: str) -> str:
+    """Argparse type of --target."""
+    try:
+        return page_url(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT or a URL, got {text!r}") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 1 if there is no server at first; one that leaves later is waited for. Return 0 after Ctrl-C."""
+    url, shown = args.target, urlsplit(args.target).netloc
+    console = Console()
+    try:
+        before = read_page(url)
+    except Unreadable as error:
+        print(f"npuserve top: {error}", file=sys.stderr)
+        return 1
+    if args.once or args.json:
+        time.sleep(args.interval)
+        try:
+            found = figures(Window(before, read_page(url)))
+        except Unreadable as error:
+            print(f"npuserve top: {error}", file=sys.stderr)
+            return 1
+        if args.json:
+            print(json.dumps(found))
+        else:
+            console.print(view(found, shown))
+        return 0
+    try:
+        _watch(url, before, args.interval, console)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _watch(url: str, before: Page, interval: float, console: Console) -> NoReturn:
+    first = Text(f"{url}: the first {interval:g} s …")
+    with Live(first, console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(interval)
+            try:
+                after = read_page(url)
+            except Unreadable as error:
+                live.update(Panel(Text(str(error), "bold red"), title="npuserve top"), refresh=True)
+                continue
+            live.update(view(figures(Window(before, after)), urlsplit(url).netloc), refresh=True)
+            before = after
+
+
+def figures(window: Window) -> dict[str, Any]:
+    """What there is to show. Times in seconds, rates per second, shares of 1; None where nothing happened."""
+    now, rate = window.after, window.rate
+    build: dict[str, str] = next((dict(labels) for labels, _ in now.samples.get("npuserve_build_info", ())), {})
+    ended = rate("npuserve_requests_total")
+    kernels = _kernels(window)
+    return {
+        "model": build.get("model"), "backend": build.get("backend"), "version": build.get("version"),
+        "seconds": window.seconds,
+        "heartbeat_age": now.sum("npuserve_engine_heartbeat_age_seconds"),
+        "engine_restarts": now.sum("npuserve_engine_restarts_total"),
+        "running": now.sum("npuserve_requests_running"), "waiting": now.sum("npuserve_requests_waiting"),
+        "kv_cache_usage": now.sum("npuserve_kv_cache_usage_ratio"),
+        "buffered_tokens": now.sum("npuserve_stream_buffered_tokens"),
+        "answers": rate("npuserve_request_finish_total"), "goodput": rate("npuserve_requests_on_target_total"),
+        "errors": ended - sum(rate("npuserve_requests_total", code=code) for code in GIVEN_UP),
+        "rejections": rate("npuserve_queue_rejections_total"), "preemptions": rate("npuserve_preemptions_total"),
+        "prompt_tokens": rate("npuserve_prompt_tokens_total"),
+        "generated_tokens": rate("npuserve_generation_tokens_total"),
+        "prefix_hits": window.ratio("npuserve_prefix_cache_hits_total", "npuserve_prefix_cache_queries_total"),
+        "latencies": {name: _spread(window, f"npuserve_{metric}_seconds") for name, metric in LATENCIES.items()},
+        "steps": {phase: {
+            "rate": rate("npuserve_step_seconds_count", phase=phase),
+            "tokens": window.mean("npuserve_step_tokens", phase=phase),
+            **_spread(window, "npuserve_step_seconds", phase=phase),
+        } for phase in ("decode", "mixed", "prefill")},
+        "host_gap": _spread(window, "npuserve_step_host_gap_seconds"),
+        "kernels_since_start": not kernels,
+        "kernels": kernels or _kernels(Window(START, now)),
+    }
+
+
+def _spread(window: Window, histogram: str, **labels: str) -> dict[str, float | None]:
+    quantiles = {f"p{round(100 * q)}": window.quantile(q, histogram, **labels) for q in (0.5, 0.9, 0.99)}
+    return {"mean": window.mean(histogram, **labels), **quantiles}
+
+
+def _kernels(window: Window) -> list[dict[str, Any]]:
+    """Those that took the most of the timed steps first. share: of the time of all kernels."""
+    name = "npuserve_kernel_latency_seconds"
+    whole = window.grown(f"{name}_sum")
+    found = []
+    for labels, _ in window.after.samples.get(f"{name}_count", ()):
+        if calls := window.grown(f"{name}_count", **labels):
+            share = window.grown(f"{name}_sum", **labels) / whole
+            found.append({**labels, "calls": calls, "share": share, **_spread(window, name, **labels)})
+    return sorted(found, key=lambda kernel: -kernel["share"])
+
+
+def view(found: dict[str, Any], target: str) -> Group:
+    """The screen."""
+    head = Text.assemble(
+        (found["model"] or "no model yet", "bold"), f"  {found['backend'] or ''}  npuserve {found['version'] or ''}  "
+        f"{target}  over {found['seconds']:.1f} s")
+    age = found["heartbeat_age"]
+    if age > 5:
+        head.append(f"\nthe engine has been silent for {age:.0f} s", "bold red")
+    load = _Cells([
+        _cell("running", f"{found['running']:.0f}"), _cell("waiting", f"{found['waiting']:.0f}", found["waiting"] > 0),
+        _cell("KV cache", f"{found['kv_cache_usage']:.0%}", found["kv_cache_usage"] > 0.95),
+        _cell("prefix hits", _share(found["prefix_hits"])),
+        _cell("answers", f"{found['answers']:.2f}/s"), _cell("goodput", f"{found['goodput']:.2f}/s"),
+        _cell("errors", f"{found['errors']:.2f}/s", found["errors"] > 0),
+        _cell("rejected", f"{found['rejections']:.2f}/s", found["rejections"] > 0),
+        _cell("generated", f"{found['generated_tokens']:.0f} tok/s"),
+        _cell("prompts", f"{found['prompt_tokens']:.0f} tok/s"),
+        _cell("preempted", f"{found['preemptions']:.2f}/s", found["preemptions"] > 0),
+        _cell("restarts", f"{found['engine_restarts']:.0f}", found["engine_restarts"] > 0),
+    ])
+    latencies = _Table("latency", ("mean", "p50", "p90", "p99"), [
+        [name, *map(_time, spread.values())]
+        for name, spread in (*found["latencies"].items(), ("host gap", found["host_gap"]))])
+    steps = _Table("steps", ("per s", "tokens", "mean", "p50", "p99"), [
+        [phase, f"{step['rate']:.1f}", "–" if step["tokens"] is None else f"{step['tokens']:.1f}",
+         *(_time(step[key]) for key in ("mean", "p50", "p99"))]
+        for phase, step in found["steps"].items()])
+    title = "kernels, since the start" if found["kernels_since_start"] else "kernels"
+    kernels = _Table(title, ("phase", "backend", "share", "calls", "mean", "p50", "p99"), [
+        [kernel["kernel"], kernel["phase"], kernel["backend"], f"{kernel['share']:.1%}", f"{kernel['calls']:.0f}",
+         *(_time(kernel[key]) for key in ("mean", "p50", "p99"))]
+        for kernel in found["kernels"][:KERNELS]])
+    return Group(head, load, latencies, steps, kernels)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Names with their values, as many in a row as the screen has room for, at most four."""
+
+    cells: list[Text]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in (4, 3, 2, 1):
+            widths = [max(cell.cell_len for cell in self.cells[i::count]) for i in range(count)]
+            if sum(widths) + 3 * (count - 1) <= options.max_width:
+                break
+        grid = Table.grid(padding=(0, 3))
+        for _ in range(count):
+            grid.add_column(no_wrap=True)
+        for row in range(0, len(self.cells), count):
+            grid.add_row(*self.cells[row : row + count])
+        yield grid
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Table of text cells, the first column being its rows' names.
+
+    Where the screen is too narrow it leaves out whole columns and names them: a cut number reads as another number.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = [[self.title, *self.columns], *self.rows]
+        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+        roomy = [max(22, widths[0]), *(max(7, width) for width in widths[1:])]
+        kept, dropped = list(range(len(widths))), []
+        while len(kept) > 1 and sum(widths[i] for i in kept) + len(kept) - 1 > options.max_width:
+            name = next((name for name in LEFT_OUT if name in self.columns and name not in dropped), None)
+            if name is None:
+                break
+            dropped.append(name)
+            kept.remove(1 + self.columns.index(name))
+        gap = 2 if sum(widths[i] for i in kept) + 2 * (len(kept) - 1) <= options.max_width else 1
+        if sum(roomy[i] for i in kept) + gap * (len(kept) - 1) <= options.max_width:
+            widths = roomy
+        table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+        for i in kept:
+            left = cells[0][i] in (self.title, "phase", "backend")
+            table.add_column(
+                cells[0][i], justify="left" if left else "right", min_width=widths[i], no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(row[i] for i in kept))
+        yield table
+        if dropped:
+            yield Text(f"a wider screen shows {', '.join(dropped)}", "dim")
+
+
+def _cell(name: str, value: str, alarming: bool = False) -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, "bold red" if alarming else "bold"))
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

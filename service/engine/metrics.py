@@ -1,0 +1,137 @@
+"""What the engine process puts on the metrics page, and the load that it reports to the front ends."""
+
+from __future__ import annotations
+
+import time
+
+from npuserve.npu.step import Step, StepResult
+from npuserve.service import metrics
+from npuserve.service.errors import DeadlineExceeded, DuplicateRequest, QueueFull, ServeError
+from npuserve.service.ipc.messages import Load
+from npuserve.service.scheduling.block_manager import BlockCounts
+from npuserve.service.scheduling.scheduler import Scheduler
+
+RATE_SECONDS = 2.0
+LOAD_SECONDS = 0.01
+"""The load that front ends are told is no older while steps run."""
+PAGE_SECONDS = 0.1
+"""Gauges, tallies, and counts that are kept elsewhere reach the page no more often while steps run."""
+
+# Looked up once, since to find a child by its labels costs as much as to count with it.
+PHASES = ("prefill", "mixed", "decode")
+MODES = ("captured", "eager")
+STEP_SECONDS = {(phase, mode): metrics.tally(metrics.step_seconds, phase, mode) for phase in PHASES for mode in MODES}
+STEP_TOKENS = {phase: metrics.tally(metrics.step_tokens, phase) for phase in PHASES}
+HOST_GAP = metrics.tally(metrics.step_host_gap_seconds)
+TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase in PHASES}
+DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in MODES}
+BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
+
+
+class EngineMetrics:
+    """Reads the scheduler's counts; owns nothing but what it last reported."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._reported = (0, 0, 0, 0)
+        self._made = 0  # tokens since the load was last looked at
+        self._looked = 0.0
+        # Steps since the last page: (step, its result, launched, collected, whether there was more to do).
+        self._steps: list[tuple[Step, StepResult, float, float, bool]] = []
+        self._ended = 0.0  # when the device was done with the last step, as far as the host can tell
+        self._busy = False
+        self._generated = 0
+        self._rate = 0.0
+        self._rate_since = time.monotonic()
+        self._paged = 0.0
+        self.load = Load()
+        self.heartbeat()
+
+    def launched(self, step: Step) -> float:
+        """Call just after a step's launch; returns the time for `stepped`."""
+        now = time.monotonic()
+        for new in step.new:
+            if not new.output_ids:  # else it goes on after an engine's death or its client's loss
+                arrival = self._scheduler.arrival_of(new.request_id)
+                metrics.queue_time_seconds.observe(max(0.0, now - arrival))
+            metrics.prompt_tokens_total.inc(len(new.prompt_ids))
+        return now
+
+    def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
+        """Call after a step was applied, in which it made so many tokens."""
+        # Counted with the next page, all at once: here every line would meet cold caches, at several times its cost.
+        busy = self._scheduler.has_work
+        self._steps.append((step, result, launched, collected, busy))
+        self._made += made
+        if not busy or collected - self._looked >= LOAD_SECONDS:
+            self._update(collected)
+
+    def cancelled(self, seconds: float) -> None:
+        metrics.cancel_to_free_seconds.observe(seconds)
+        self._update(time.monotonic())
+
+    def rejected(self, error: ServeError) -> None:
+        named = {DeadlineExceeded: "deadline", DuplicateRequest: "duplicate"}
+        why = error.why if isinstance(error, QueueFull) else named.get(type(error), "too_large")
+        metrics.queue_rejections_total.labels(why).inc()
+
+    def heartbeat(self) -> None:
+        metrics.engine_heartbeat.set(time.monotonic())
+        self._paged = 0.0
+        self._update(time.monotonic())
+
+    def _update(self, now: float) -> None:
+        scheduler = self._scheduler
+        self._looked = now
+        metrics.generation_tokens_total.inc(self._made)
+        self._generated += self._made
+        self._made = 0
+        if now - self._rate_since >= RATE_SECONDS:
+            self._rate = self._generated / (now - self._rate_since)
+            self._generated, self._rate_since = 0, now
+        blocks = scheduler.blocks.counts
+        usage = blocks.used / scheduler.blocks.num_blocks
+        self.load = Load(scheduler.num_running, scheduler.num_waiting, 1.0 - usage, self._rate)
+        if now - self._paged >= PAGE_SECONDS or not scheduler.has_work:
+            self._paged = now
+            self._page(blocks, usage)
+
+    def _page(self, blocks: BlockCounts, usage: float) -> None:
+        metrics.requests_running.set(self.load.running)
+        metrics.requests_waiting.set(self.load.waiting)
+        metrics.requests_paused.set(self._scheduler.num_paused)
+        metrics.kv_cache_usage_ratio.set(usage)
+        for state, count in zip(BLOCKS, blocks, strict=True):
+            state.set(count)
+        scheduler = self._scheduler
+        counts = (
+            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.tokens_in_vain)
+        counters = (
+            metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
+            metrics.tokens_in_vain_total)
+        for counter, count, before in zip(counters, counts, self._reported, strict=True):
+            counter.inc(count - before)
+        self._reported = counts
+        self._decoded = dict.fromkeys(MODES, 0)
+        for one in self._steps:
+            self._count(*one)
+        self._steps.clear()
+        for mode, tokens in self._decoded.items():
+            DECODE_TOKENS[mode].inc(tokens)
+        metrics.flush()
+
+    def _count(self, step: Step, result: StepResult, launched: float, collected: float, busy: bool) -> None:
+        decodes = [row.is_decode for row in step.rows].count(True)
+        phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
+        # Where it had to wait for the step before, it began when that ended.
+        began = max(launched, self._ended)
+        if self._busy:
+            HOST_GAP.observe(began - self._ended)
+        self._ended = min(began + result.device_seconds, collected)
+        self._busy = busy  # a gap counts only where there is something to do
+        STEP_SECONDS[phase, "captured" if result.captured else "eager"].observe(collected - began)
+        STEP_TOKENS[phase].observe(step.num_tokens)
+        if result.timed:
+            TIMED_SECONDS[phase].inc(result.device_seconds)
+        self._decoded["captured"] += result.captured_decodes
+        self._decoded["eager"] += decodes - result.captured_decodes

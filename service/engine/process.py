@@ -1,0 +1,204 @@
+"""The engine process: loads the model, then serves the front ends until it is told to stop.
+
+    python -m npuserve.service.engine.process      started by the supervisor, which writes EngineArgs on its stdin
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from npuserve.service import logs, metrics
+from npuserve.service.config import ServerConfig
+from npuserve.service.engine.blame import Blame
+from npuserve.service.engine.loop import Engine
+from npuserve.service.ipc import child, process_control, short_slice
+from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.heartbeat import Pulse
+from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.ipc.records import Records, load, save
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from npuserve.kernels.registry import Observe
+    from npuserve.npu.execution.runner import Runner
+    from npuserve.npu.execution.shared_weights import SharedMemory
+
+log = logging.getLogger("npuserve.service.engine.process")
+
+
+class EngineArgs(msgspec.Struct, frozen=True):
+    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine. pulse:
+    the heartbeat's file. memory: descriptor of the file in memory that the model is to lie in, -1 for none; left: what
+    the life before said of it when it was ready (npu/execution/shared_weights.py). kernels: what the first engine
+    that was ready chose for the CPU kernels (kernels/native/choice.py), which this one keeps; None for none."""
+
+    config: ServerConfig
+    folder: str
+    address: str
+    epoch: int
+    pulse: str = ""
+    memory: int = -1
+    left: dict[str, Any] | None = None
+    kernels: dict[str, Any] | None = None
+
+
+def load_model(
+    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
+    kernels: Mapping[str, Any] | None = None,
+) -> Runner:
+    """The model on its device. observe: is told its kernels' latencies; None: the metrics page. memory: as
+    `load_runner` takes it. kernels: of `EngineArgs`. Raises ValueError, OSError or MemoryError where the model, the
+    settings or this machine are at fault."""
+    from npuserve.kernels.native.choice import CpuKernels, Wanted
+    from npuserve.npu.execution.runner import load_runner
+
+    def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
+        metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)
+
+    return load_runner(
+        Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
+        block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
+        observe=observe or publish, threads=config.threads,
+        emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
+        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
+        cpu=Wanted(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None))
+
+
+def build(args: EngineArgs) -> Engine:
+    """Load the model and bind the socket. Raises what `load_model` does."""
+    from npuserve.kernels.registry import KERNELS
+    from npuserve.npu.execution.shared_weights import SharedMemory
+
+    began = time.monotonic()
+    config = args.config
+    memory = SharedMemory(args.memory, args.left) if args.memory >= 0 else None
+    runner = load_model(config, args.folder, memory=memory, kernels=args.kernels)
+    for kernel in KERNELS:
+        metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
+    scheduler = Scheduler(
+        BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache), max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
+        aging_seconds=config.priority_aging_seconds)
+    capacity = scheduler.blocks.capacity
+    model = ModelInfo(
+        family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
+        max_model_len=min(runner.max_model_len, capacity), dtype=runner.dtype_name,
+        quantization=runner.config.quantization_name,
+        kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
+        max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
+        parameters=runner.parameters, deterministic=runner.deterministic)
+    records = restored(config, model, args.folder)
+    blame = Blame(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
+                  found=lambda: child.report("killer"))
+    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
+                    Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0,
+                    blame=blame)
+    seconds = time.monotonic() - began
+    logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
+    child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
+                 leaves=runner.leaves, kernels=cpu_kernels(runner, args.kernels))
+    return engine
+
+
+def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Log what the CPU kernels run on, and show it on the metrics page. Return it as JSON takes it; None where no CPU
+    kernels compute. kept: of an earlier engine."""
+    from npuserve.kernels.native.choice import describe
+
+    chosen = runner.cpu_kernels
+    if chosen is None:
+        return None
+    found = dataclasses.asdict(chosen)
+    metrics.cpu_kernels_info.labels(chosen.isa, chosen.gemm, chosen.weights).set(1)
+    for isa, rates in chosen.gflops.items():
+        for numbers, rate in rates.items():
+            metrics.cpu_peak_flops.labels(isa, numbers).set(1e9 * rate)
+    said, *measured = describe(chosen)
+    logs.event(log, said, kept=found == kept, measured="; ".join(measured))
+    return found
+
+
+def restored(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
+    """The streams that may be resumed: those that the server kept when it was stopped last."""
+    records = Records(config.resume_seconds)
+    if config.state_folder:
+        try:
+            count = load(Path(config.state_folder), model, folder, records)
+        except (OSError, msgspec.MsgspecError) as error:
+            logs.event(log, "the streams that were kept are lost", level=logging.ERROR, error=type(error).__name__)
+        else:
+            logs.event(log, "streams of the server's last life may be resumed", streams=count)
+    return records
+
+
+def kept(engine: Engine, args: EngineArgs) -> None:
+    """The way back of `restored`, once the engine has ended."""
+    if args.config.state_folder:
+        try:
+            count = save(Path(args.config.state_folder), engine.model, args.folder, engine.ledger.records)
+        except OSError as error:
+            logs.event(log, "the streams cannot be kept", level=logging.ERROR, error=str(error))
+        else:
+            logs.event(log, "streams are kept for the next start", streams=count)
+
+
+def main() -> int:
+    args = child.read_arguments(EngineArgs)
+    process_control.set_dumpable(args.config.debuggable)
+    logs.setup(args.config, "engine")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child.listen()
+    try:
+        return serve(args)
+    except Exception as error:
+        code = fault_code(error)
+        if code is None:
+            raise
+        return code
+
+
+def fault_code(error: Exception) -> int | None:
+    """The exit code for an error of the device, which is logged; None for any other error."""
+    from npuserve.npu.backends import fault
+    from npuserve.npu.backends.base import Fault
+
+    found = fault(error)
+    if found is None:
+        return None
+    logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error))
+    return child.NODE_FAULT if found is Fault.NODE else child.DEVICE_FAULT
+
+
+def serve(args: EngineArgs) -> int:
+    """Until the engine is told to stop."""
+    try:
+        engine = build(args)
+    except (ValueError, OSError, MemoryError) as error:
+        if child.is_transient(error):
+            raise
+        return child.unusable(error)
+    signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+    short_slice.ask_for_it()  # this thread plans and listens; those that compute are there already
+    gc.freeze()  # what is here stays: no collection need look at it between two steps
+    engine.run()
+    kept(engine, args)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # at once: the interpreter would take torch apart first, for a second or more

@@ -1,0 +1,73 @@
+"""The administrative service."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from google.protobuf import duration_pb2
+
+from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
+from npuserve.service.errors import InvalidField, RequestNotFound, Reserved
+from npuserve.service.ipc import child
+from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.rpc.call import Context, call
+from npuserve.v1 import admin_service_pb2 as pb
+from npuserve.v1 import admin_service_pb2_grpc
+
+
+class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
+    """started: time.monotonic() seconds of the front end's start. Who may call it is auth.Guard's to say."""
+
+    def __init__(self, config: ServerConfig, engine: EngineClient, started: float):
+        self._config = config
+        self._engine = engine
+        self._started = started
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        async with call(context, "Abort"):
+            if not request.request_id:
+                raise InvalidField("request_id", "must not be empty")
+            found = await self._engine.abort(request.request_id, request.client)
+            if not found:
+                raise RequestNotFound("request_id: there is no live request of that id")
+            if found > 1:
+                raise InvalidField("client", f"must be given: {found} clients have a live request of that id")
+        return pb.AbortResponse()
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        async with call(context, "FlushPrefixCache"):
+            blocks = await self._engine.flush_prefix_cache()
+        return pb.FlushPrefixCacheResponse(flushed_blocks=blocks)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        async with call(context, "GetServerInfo"):
+            from importlib import metadata  # slow to import, and rarely needed
+
+            uptime = duration_pb2.Duration()
+            uptime.FromNanoseconds(int((time.monotonic() - self._started) * 1e9))
+            response = pb.GetServerInfoResponse(
+                version=metadata.version("npuserve"), uptime=uptime, config_json=to_json(self._config).decode(),
+                engine_epoch=self._engine.epoch)
+        return response
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        async with call(context, "Drain", logging.INFO) as fields:
+            seconds = self._config.drain_seconds
+            if request.HasField("grace"):
+                seconds = request.grace.seconds + request.grace.nanos / 1e9
+            if not 0 <= seconds <= MAX_DRAIN_SECONDS:
+                raise InvalidField("grace", f"must be in [0, {MAX_DRAIN_SECONDS}] seconds, got {seconds:g}")
+            fields["drain_seconds"] = seconds
+            child.report("drain", seconds=seconds)
+        return pb.DrainResponse()
+
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> None:
+        async with call(context, "StartProfile"):
+            raise Reserved("StartProfile")
+
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> None:
+        async with call(context, "StopProfile"):
+            raise Reserved("StopProfile")

@@ -1,0 +1,74 @@
+"""Reading of a request's message from its connection: read, bounded, scanned, parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+
+from npuserve.service import metrics
+from npuserve.service.access.auth import caller
+from npuserve.service.errors import CompressedMessage, MessageTooLarge, ServeError
+from npuserve.service.requests import message_limits
+from npuserve.service.requests import parser as request_parser
+from npuserve.service.requests.preparation import Preparation
+from npuserve.service.requests.reader import RequestReader
+from npuserve.service.rpc.call import Context
+
+
+class Intake:
+    """Reads and parses the messages of some services of one front end.
+
+    reader: their own, so that they do not wait for the messages of others.
+    preparation: the front end's pool, in which large messages are parsed.
+    limit: returns the bytes that a message of a kind may have now, at most what the channel lets pass.
+    """
+
+    def __init__(self, reader: RequestReader, preparation: Preparation, limit: Callable[[Descriptor], int]):
+        self._reader = reader
+        self._preparation = preparation
+        self._limit = limit
+
+    async def message(self, deserializer: Any, context: Context) -> Message | None:
+        """Return the call's next message; None if the client ended its side without one more.
+
+        Call it from the call's own task.
+
+        Raises MessageTooLarge, QueueFull, InvalidField, MalformedRequest.
+        """
+        who = caller(context)
+        data = await self._reader.read(context, who.name if who.is_authenticated else context.peer())
+        if data is None:
+            return None
+        try:
+            if _is_compressed(data):
+                raise CompressedMessage("the request's message is compressed; send it without grpc-encoding")
+            message_limits.check_size(len(data), self._limit(deserializer.__self__.DESCRIPTOR))
+            if len(data) <= message_limits.SMALL_BYTES:
+                return request_parser.parse(deserializer, data)
+            return await self._preparation.run(who.name, "parse", len(data), _parse, deserializer, data)
+        except MessageTooLarge as error:
+            metrics.preparation_rejections_total.labels("read", "too_large").inc()
+            refusal: ServeError = error.with_traceback(None)
+        except ServeError as error:
+            refusal = error.with_traceback(None)
+        del data  # an error's traceback would hold the message until the status is sent
+        try:
+            raise refusal
+        finally:
+            del refusal
+
+
+def _is_compressed(data: bytes) -> bool:
+    """Return whether a message is gzip's or zlib's. gzip's first byte begins no protobuf field. zlib's is the tag of a
+    number with field number 15: GenerateRequest.n, which no message begins with but one of that field alone."""
+    if data[:2] == b"\x1f\x8b":
+        return True
+    return len(data) > 4 and data[0] == 0x78 and data[1] > 1 and (data[0] << 8 | data[1]) % 31 == 0
+
+
+def _parse(deserializer: Any, data: bytes) -> Message:
+    message_limits.check_structure(deserializer.__self__.DESCRIPTOR, data)
+    return request_parser.parse(deserializer, data)

@@ -1,0 +1,129 @@
+"""Each call as OpenTelemetry spans, exported over OTLP; imported only where `--otlp-endpoint` asks for it.
+
+A call's span continues the client's trace (`traceparent` of W3C Trace Context, in the gRPC metadata). Its phases are
+spans below it, made when it has ended from the times that the engine measures anyway, so that a token costs nothing:
+
+    StreamGenerate  arrival ├──────────────────────────────────────────────────────────┤ the last message is written
+    queue                   ├──────┤
+    prefill chunk                  ├──────┼──────┤                     one for each chunk
+    decode                                       ├───────────────────┤
+    detokenize and send                                              ├─────────────────┤ of the last step's tokens
+
+A request that was preempted has its waits in one `queue` and its chunks one after the other, as messages.Timing has.
+A call that the engine did not finish (refused, cancelled) has no phases.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from npuserve.service.ipc import messages
+from npuserve.service.ipc.child import TRACES_SECONDS
+from npuserve.service.rpc.call import Context
+from npuserve.v1 import inference_service_pb2
+
+EXPORT_SECONDS = 5.0
+SERVICE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+# What is the server's fault, by OpenTelemetry's conventions for gRPC servers.
+FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+# Attribute by the name of a field of the log line.
+ATTRIBUTES = {
+    "id": "gen_ai.response.id", "prompt_tokens": "gen_ai.usage.input_tokens",
+    "generated_tokens": "gen_ai.usage.output_tokens", "cached_tokens": "npuserve.cached_tokens",
+}
+
+
+class Tracing:
+    """Exports to `endpoint`, from a thread, until `close`. One for a front end.
+
+    The sampler and the service's name are OpenTelemetry's own settings (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME): by
+    default a client's choice holds, and a call without a parent is traced.
+    """
+
+    def __init__(self, endpoint: str):
+        name = os.environ.get("OTEL_SERVICE_NAME", "npuserve")
+        resource = Resource.create({"service.name": name, "service.version": version("npuserve")})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)))
+        self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
+
+    def begin(self, context: Context, rpc: str) -> Trace:
+        """The trace of a call that begins now."""
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        return Trace(self._tracer, metadata, rpc)
+
+    def close(self) -> None:
+        """Export what is left, for at most TRACES_SECONDS: a collector that does not answer delays no exit."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(TRACES_SECONDS)
+
+
+class Trace:
+    """One call. `end` it once; `finished`, before that, if the engine finished it."""
+
+    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str):
+        self._tracer = tracer
+        self._clock = time.time_ns() - time.monotonic_ns()
+        self._span = tracer.start_span(
+            f"{SERVICE}/{rpc}", TraceContextTextMapPropagator().extract(metadata), SpanKind.SERVER,
+            {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": rpc}, start_time=self._at(time.monotonic()))
+        self._timing: messages.Timing | None = None
+
+    @property
+    def id(self) -> str:
+        return format(self._span.get_span_context().trace_id, "032x")
+
+    def finished(self, timing: messages.Timing, model: str, first_token: float | None) -> None:
+        """The engine's part is over. first_token: time.monotonic() seconds."""
+        self._timing = timing
+        self._span.set_attributes({
+            "gen_ai.operation.name": "text_completion", "gen_ai.request.model": model,
+            "npuserve.device_seconds": timing.device, "npuserve.host_seconds": timing.host})
+        if first_token is not None:
+            self._span.add_event("first token", timestamp=self._at(first_token))
+
+    def end(self, code: str, fields: dict[str, Any]) -> None:
+        """code: of gRPC, by name. fields: of the call's log line."""
+        now = time.monotonic()
+        span = self._span
+        if span.is_recording():
+            span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[code].value[0])
+            span.set_attributes({name: fields[key] for key, name in ATTRIBUTES.items() if key in fields})
+            if "reason" in fields:
+                span.set_attribute("gen_ai.response.finish_reasons", [fields["reason"]])
+            if code in FAULTS:
+                span.set_status(Status(StatusCode.ERROR, fields.get("error", code)))
+            within = set_span_in_context(span)
+            for name, begin, end in self._phases(now):
+                self._tracer.start_span(name, within, start_time=self._at(begin)).end(self._at(end))
+        span.end(self._at(now))
+
+    def _phases(self, now: float) -> Iterator[tuple[str, float, float]]:
+        """(name, begin, end), one after the other, in time.monotonic() seconds."""
+        timing = self._timing
+        if timing is None:
+            return
+        at = timing.last_step_end - timing.queue - sum(timing.prefill_chunks) - timing.decode
+        phases = [("queue", timing.queue), *(("prefill chunk", chunk) for chunk in timing.prefill_chunks)]
+        for name, seconds in [*phases, *([("decode", timing.decode)] if timing.decode else [])]:
+            yield name, at, at + seconds
+            at += seconds
+        yield "detokenize and send", timing.last_step_end, now
+
+    def _at(self, seconds: float) -> int:
+        """Nanoseconds of Unix time."""
+        return self._clock + round(seconds * 1e9)

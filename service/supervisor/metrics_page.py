@@ -1,0 +1,223 @@
+"""/metrics: what all processes of this server count, on one page.
+
+The processes write to memory-mapped files in one folder (see metrics.py); this adds them up at each scrape. It lives
+in the supervisor, so it outlasts every other process. The files of a dead process are added to one file of each type
+and removed, so that the number of files is bounded by the processes that run. A file that cannot be read is skipped,
+counted and logged: it costs its own counts and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.service import logs
+from npuserve.service.config import ConfigError, ServerConfig, endpoint
+from npuserve.service.supervisor.metrics_server import MetricsServer
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = "npuserve_engine_heartbeat_seconds"
+AGE = "npuserve_engine_heartbeat_age_seconds"
+DEAD = "dead"
+"""In place of the process id in the names of the files that hold the counts of all dead processes."""
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 for one that is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class MetricsPage:
+    """Serves `url` from a thread until `close`.
+
+    folder: where the processes' files are, for this whole process's life: prometheus_client reads the variable when
+    it is first imported. processes: returns name -> pid of this server's other living processes. Raises ConfigError if
+    the port cannot be had.
+    """
+
+    def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+
+        # Makes this process's own files, in which every metric without labels is 0.
+        from npuserve.service import metrics
+
+        for counter, known in metrics.KNOWN.items():
+            for labels in known:
+                counter.labels(*labels)
+        metrics.target_seconds.labels("ttft").set(config.target_ttft_seconds)
+        metrics.target_seconds.labels("itl").set(config.target_itl_seconds)
+        metrics.requests_limit.labels("running").set(config.max_num_seqs)
+        metrics.requests_limit.labels("waiting").set(config.max_queue)
+        self._processes = processes
+        self._measured: set[str] = set()  # names of processes that have a sample of their memory
+        self._metrics = metrics
+        self._vllm = config.metrics_vllm_aliases
+        self._model = ""
+        self._folder = folder
+        self._files_lock = threading.Lock()  # scrapes have a thread of their own
+        self._unreadable: set[str] = set()  # files that were counted and logged as such
+        self._dead: set[int] = set()  # processes whose files are still there
+        self._last_beat = time.monotonic()
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]
+        host, port = config.metrics_host or config.host, config.metrics_port
+        try:
+            self._server = MetricsServer(host.strip("[]"), port, make_wsgi_app(registry))
+        except OSError as error:
+            raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
+        self.url = f"http://{endpoint(host, self._server.port)}/metrics"
+
+    def collect(self) -> Iterator[object]:
+        """For prometheus_client, at each scrape: the sums, and what nobody has counted yet by name alone."""
+        from prometheus_client import REGISTRY
+        from prometheus_client.core import GaugeMetricFamily, Metric
+
+        self._measure_memory()
+        self._metrics.flush()
+        if self._dead:
+            self._bury()
+        found = self._sums()
+        if self._vllm and self._model:
+            from npuserve.service.supervisor.vllm_metrics import aliases
+
+            yield from aliases(found, self._model)
+        for declared in REGISTRY.collect():
+            if declared.name.startswith("npuserve_") and declared.name != HEARTBEAT:
+                yield found.get(declared.name) or Metric(declared.name, declared.documentation, declared.type)
+        age = max(0.0, time.monotonic() - self._last_beat)
+        yield GaugeMetricFamily(AGE, "Since the engine's last sign of life", value=age)
+
+    def engine_restarted(self) -> None:
+        self._metrics.engine_restarts_total.inc()
+
+    def failed(self, process: str, why: str) -> None:
+        """Count a life of a child that ended. process: engine or frontend. why: of restarts.Why."""
+        self._metrics.process_failures_total.labels(process, why).inc()
+
+    def loading(self, seconds: float) -> None:
+        """Show for how long the engine has been loading; 0 when it is not."""
+        self._metrics.engine_loading_seconds.set(seconds)
+
+    def built(self, backend: str, model: str) -> None:
+        """The model is loaded. backend: the one that the engine runs on. model: the name that it is served under."""
+        self._model = model
+        self._metrics.build_info.labels(version("npuserve"), version("torch"), backend, model).set(1)
+
+    def forget(self, pid: int) -> None:
+        """Keep what a dead process counted, drop its gauges, and remove its files.
+
+        Where the system has no file or memory for that now, it is done at a later scrape.
+        """
+        self._dead.add(pid)
+        with contextlib.suppress(OSError):
+            self._sums()  # notes its last heartbeat
+            self._bury()
+
+    def _bury(self) -> None:
+        """Add the files of dead processes to those of all the dead, and remove them. Raises OSError."""
+        with self._files_lock:
+            for pid in self._dead.difference(self._processes().values()):
+                for file in list(self._folder.iterdir()):  # not glob, which may hide an OSError
+                    if not file.name.endswith(f"_{pid}.db"):
+                        continue
+                    kind = file.name.partition("_")[0]
+                    total = self._folder / f"{kind}_{DEAD}.db"
+                    if kind != "gauge" and self._is_readable(file):
+                        if total.exists() and not self._is_readable(total):
+                            total.unlink()
+                        _add(file, total)
+                    file.unlink()
+                    self._unreadable.discard(file.name)
+                self._dead.discard(pid)
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _measure_memory(self) -> None:
+        processes = {"supervisor": os.getpid(), **self._processes()}
+        self._measured |= processes.keys()
+        for name in self._measured:
+            used = resident_bytes(processes[name]) if name in processes else 0
+            self._metrics.resident_memory_bytes.labels(name).set(used)
+
+    def _sums(self) -> dict[str, Metric]:
+        """Return all processes' metrics by name; note the latest heartbeat."""
+        with self._files_lock:
+            files = sorted(self._folder.glob("*.db"))
+            try:
+                merged = _merge(files)
+            except Exception:  # whatever a broken file makes of the reader
+                merged = _merge([file for file in files if self._is_readable(file)])
+        found = {metric.name: metric for metric in merged}
+        for sample in found[HEARTBEAT].samples if HEARTBEAT in found else ():
+            self._last_beat = max(self._last_beat, sample.value)
+        return found
+
+    def _is_readable(self, file: Path) -> bool:
+        """Return False for a broken file, which is counted and logged the first time. Raises OSError if the system has
+        no file or memory for reading it."""
+        try:
+            _merge([file])
+        except OSError:
+            raise
+        except Exception as error:
+            if file.name not in self._unreadable:
+                self._unreadable.add(file.name)
+                self._metrics.metrics_files_skipped_total.inc()
+                logs.event(log, "a metrics file cannot be read and is skipped", level=logging.ERROR, file=file.name,
+                           error=f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+
+def _merge(files: Sequence[Path]) -> list[Metric]:
+    """Return the sums of files. Raises what prometheus_client raises for a broken one.
+
+    An empty file is one that its process has not sized yet.
+    """
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    sized = [str(file) for file in files if file.stat().st_size]
+    return list(MultiProcessCollector.merge(sized))  # type: ignore[no-untyped-call]
+
+
+def _add(source: Path, total: Path) -> None:
+    """Add each value of a metrics file to the value of the same key in another file, which is made if it is missing.
+
+    Files hold the buckets of a histogram one by one, not cumulated, so that sums by key are exact.
+    """
+    from prometheus_client.mmap_dict import MmapedDict
+
+    if not source.stat().st_size:
+        return
+    sums = MmapedDict(str(total))  # type: ignore[no-untyped-call]
+    try:
+        for key, value, *_ in MmapedDict.read_all_values_from_file(str(source)):  # type: ignore[no-untyped-call]
+            sums.write_value(key, sums.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
+    finally:
+        sums.close()  # type: ignore[no-untyped-call]

@@ -1,0 +1,228 @@
+"""A model's folder: where it is, and what a front end reads in it (names, ends of text, sampling defaults, tokenizer).
+
+    python -m npuserve.service.text.model_folder NAME      downloads a model for `fetch`, which started it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from npuserve.npu import storyteller
+from npuserve.npu.model.config import ModelError, check_downloaded, check_links
+from npuserve.service.arguments import similar
+from npuserve.service.config import ConfigError
+from npuserve.service.ipc import child, process_control
+
+if TYPE_CHECKING:
+    from npuserve.service.text.tokenizer import Tokenizer
+
+BUILT_IN = "storyteller"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
+
+
+class Range(NamedTuple):
+    """[low, high], or (low, high] with `above`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """NaN is in none."""
+        return isinstance(value, (int, float)) and self.low <= value <= self.high and not (
+            self.above and value == self.low)
+
+    def __str__(self) -> str:
+        return f"{'(' if self.above else '['}{self.low}, {self.high}]"
+
+
+DEFAULT_RANGES = {
+    "temperature": Range(0, 100), "top_p": Range(0, 1, above=True), "top_k": Range(-1, (1 << 31) - 1),
+    "min_p": Range(0, 1), "repetition_penalty": Range(0, 100, above=True),
+}
+"""Sampling parameters for which a model's generation_config.json may name the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model's folder as read once by `open_folder`.
+
+    name: under which it is served. names: those that a request's `model` may give. eos_token_ids: each of them ends
+    an answer. defaults: sampling parameters that an absent field takes. tokenizer: None if the folder has none.
+    """
+
+    name: str
+    names: frozenset[str]
+    eos_token_ids: frozenset[int] = frozenset()
+    defaults: dict[str, float] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+
+def resolve(model: str) -> Path:
+    """Return the folder of the built-in model (""), of a folder's path, or of a hub name, downloading it if need be.
+
+    Not to be called while an event loop runs. Raises ConfigError, in one sentence, if it is none of these or cannot be
+    had.
+    """
+    return local(model) or asyncio.run(fetch(model))
+
+
+def local(model: str) -> Path | None:
+    """Return the folder of the built-in model ("") or of a folder's path; None for a hub name. Raises ConfigError."""
+    if not model:
+        return storyteller.FOLDER
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
+    if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
+        raise ConfigError(f"model: there is no folder {model}{_similar_folder(path)}")
+    return None
+
+
+async def fetch(model: str) -> Path:
+    """Return the folder of a hub name, downloading it if need be. Cancel it at any time. Raises ConfigError.
+
+    The hub's client downloads in threads that the interpreter joins at its exit, however long they wait for the hub.
+    So they run in a process of their own, which is killed when this is cancelled, and which ends with this process.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "npuserve.service.text.model_folder", model, start_new_session=True,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout
+    try:
+        said = await process.stdout.read()
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    try:
+        answer = msgspec.json.decode(said.rstrip().rpartition(b"\n")[2], type=dict[str, str])
+    except msgspec.MsgspecError:
+        raise ConfigError(f"model: {model} cannot be had from the hub: its download ended with code {code}") from None
+    if answer["event"] == "failed":
+        raise ConfigError(answer["error"])
+    return Path(answer["folder"])
+
+
+def _similar_folder(path: Path) -> str:
+    """Return a hint at a folder whose name is similar to that of the first part of `path` that does not exist."""
+    while not path.parent.is_dir():
+        path = path.parent
+    try:
+        folders = [beside.name for beside in path.parent.iterdir() if beside.is_dir()]
+    except OSError:
+        return ""
+    found = similar(path.name, folders)
+    return f" (did you mean {path.parent / found}?)" if found else ""
+
+
+def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
+    """Read the facts and load the tokenizer. model: as the user gave it. ConfigError if the folder is unusable."""
+    from npuserve.service.text.tokenizer import load_tokenizer
+
+    try:
+        check_links(folder)
+        check_downloaded(sorted(folder.glob("*.json")))
+    except ModelError as error:
+        raise ConfigError(f"model: {error}") from None
+    config = _read(folder / "config.json", required=True)
+    generation = _read(folder / "generation_config.json")
+    tokenizer = load_tokenizer(folder)
+    name = served_as(folder, model, served_name)
+    eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
+    if not eos and tokenizer:
+        eos = _ids(tokenizer.eos_id)
+    return ModelFolder(name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer)
+
+
+def served_as(folder: Path, model: str, served_name: str) -> str:
+    """The name under which a model is served. Arguments as of `open_folder`."""
+    if served_name or not model:
+        return served_name or BUILT_IN
+    return folder.resolve().name if Path(model).expanduser().is_dir() else model
+
+
+def _read(path: Path, required: bool = False) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"model: {path.parent} has no {path.name}") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"model: {path} is not a JSON object")
+    return found
+
+
+def _ids(value: object) -> frozenset[int]:
+    """Of an id, a list of ids or null."""
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+
+
+def _defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """The sampling defaults of generation_config.json, as vLLM's `--generation-config auto` takes them; none if it
+    says do_sample false."""
+    if generation.get("do_sample") is False:
+        return {}
+    found = {}
+    for name, allowed in DEFAULT_RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or value not in allowed:
+            raise ConfigError(f"model: {name} in generation_config.json is {value!r}, not in {allowed}")
+        if name == "top_k":
+            if value != int(value):
+                raise ConfigError(f"model: top_k in generation_config.json is {value!r}, not a whole number")
+            value = int(value)
+        found[name] = value
+    return found
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    hint = _similar_folder(Path(model))
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except hub.GatedRepoError as error:
+        raise ConfigError(f"model: {model} is gated; accept its terms on the hub and set HF_TOKEN") from error
+    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
+        raise ConfigError(f"model: {model} is neither a folder here{hint} nor a model on the hub") from error
+    except hub.LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"model: {model} is no folder here{hint}, was not downloaded before, and the hub cannot be reached "
+            "(offline?); give a folder, or set HF_ENDPOINT to a mirror") from error
+    except Exception as error:  # the hub's client raises whatever its transport does
+        kind = type(error).__name__
+        raise ConfigError(f"model: {model} is no folder here{hint} and cannot be had from the hub ({kind})") from error
+
+
+def main() -> int:
+    process_control.die_with_parent()
+    child.listen()
+    try:
+        child.report("found", folder=str(_download(sys.argv[1])))
+    except ConfigError as error:
+        child.report("failed", error=str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What a kernel must at least move and compute, counted here by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npuserve.kernels.attention import AttentionMetadata
+from npuserve.kernels.bench.costs import COSTS, cost, nbytes
+from npuserve.kernels.quantized import DYNAMIC, Int8, Int8Weight, Scheme
+from npuserve.kernels.registry import KERNELS, Case
+
+
+def test_every_kernel_has_one() -> None:
+    assert set(COSTS) == set(KERNELS)
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), [
+    pytest.param(k.name, k.cases[0], dtype, id=f"{k.name}-{dtype}") for k in KERNELS.values() for dtype in k.dtypes])
+def test_takes_the_arguments_of_the_golden_function(name: str, case: Case, dtype: torch.dtype) -> None:
+    args = case.make(torch.Generator().manual_seed(0), dtype)
+    made = cost(name, args)
+    assert made.nbytes > 0
+    assert made.operations >= 0
+    assert all(nbytes(args[i]) for i in made.cold)
+
+
+def test_linear() -> None:
+    x, weight, bias = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(5, 8, dtype=torch.bfloat16), torch.zeros(5)
+    made = cost("linear", (x, weight, bias.bfloat16()))
+    assert made.operations == 2 * 3 * 8 * 5
+    assert made.nbytes == 2 * (3 * 8 + 5 * 8 + 5 + 3 * 5)
+    assert made.kind == "bf16"
+    assert cost("linear", (x.float(), weight.float(), None)).kind == "fp32"
+
+
+def test_linear_of_int8() -> None:
+    """A scale of 4 bytes for each row of both, and a sum for each of the weight's; the gated product is quantized, with
+    a scale and a zero for each of its rows."""
+    x = Int8(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3))
+    weight = Int8Weight.of(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6), torch.bfloat16)
+    made = cost("linear", (x, weight, torch.zeros(6, dtype=torch.bfloat16)))
+    assert made.operations == 2 * 3 * 8 * 6
+    operands = 3 * (8 + 4) + 6 * (8 + 4 + 4)
+    assert made.nbytes == operands + 2 * (6 + 3 * 6)
+    assert made.kind == "int8"
+    assert cost("linear_swiglu", (x, weight, None)).nbytes == operands + 2 * 3 * 3
+    assert cost("linear_swiglu", (x, weight, None, DYNAMIC)).nbytes == operands + 3 * (3 + 4)
+    assert cost("linear_swiglu", (x, weight, None, Scheme(symmetric=False))).nbytes == operands + 3 * (3 + 4 + 4)
+
+
+def test_an_int8_norm_writes_a_byte_for_each_number_and_a_scale() -> None:
+    x, gamma = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    assert cost("rms_norm", (x, gamma, 1e-6)).nbytes == 2 * (24 + 8 + 24)
+    assert cost("rms_norm", (x, gamma, 1e-6, DYNAMIC)).nbytes == 2 * (24 + 8) + 24 + 3 * 4
+    assert cost("add_rms_norm", (x, x, gamma, 1e-6, DYNAMIC)).nbytes == 2 * (3 * 24 + 8) + 24 + 3 * 4
+
+
+def test_attention_counts_what_each_query_sees() -> None:
+    """Rows of 1 query over 7 tokens, and of 3 queries that see 2, 3 and 4."""
+    metadata = AttentionMetadata.from_lengths(torch.zeros(2, 1, dtype=torch.int32), [7, 4], [1, 3])
+    q, cache = torch.zeros(4, 6, 8), torch.zeros(1, 16, 2, 8)
+    made = cost("paged_attention", (q, cache, cache, metadata, 1.0))
+    products = 2 * 6 * 8 * (7 + 2 + 3 + 4)  # with the keys, then with the values
+    assert made.operations == 2 * products
+    assert made.nbytes == 4 * (2 * 4 * 6 * 8 + 2 * (7 + 4) * 2 * 8)

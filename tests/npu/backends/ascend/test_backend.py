@@ -1,0 +1,312 @@
+"""The Ascend backend on the emulated device: whole steps, their order and their calls."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.npu import emulator
+from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends.ascend.backend import AscendBackend
+from npuserve.npu.backends.ascend.graphs import AscendGraphs, Lengths
+from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.graphs import default_buckets
+from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.model.config import ModelError
+from npuserve.npu.step import PENDING, NewRequest, Row, Step
+from tests.npu.backends.small import GREEDY, answers, asks, saved
+from tests.npu.emulator.child import emulated, missing, run
+
+RELAX = ("fp32",)
+LAYERS = 2
+
+
+def load(folder: Path, backend: str = "npu", **settings: Any) -> Runner:
+    defaults: dict[str, Any] = {
+        "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 16 << 20}
+    return load_runner(folder, backend=backend, **{**defaults, **settings}, progress=lambda done, total: None)
+
+
+def started() -> AscendBackend:
+    backend = select("npu")
+    assert isinstance(backend, AscendBackend)
+    return backend
+
+
+# Steps
+
+
+def equal_to_the_cpu(folder: Path, sampling: dict[str, Any]) -> None:
+    saved(folder, layers=LAYERS)
+    npu, cpu = load(folder, decode_buckets=(1, 2, 4)), load(folder, "cpu", block_size=128, threads=1)
+    assert npu.fallbacks == []
+    got, results = answers(npu, asks(6, 8, **sampling))
+    expected, _ = answers(cpu, asks(6, 8, **sampling))
+    assert got == expected
+    # Chunks arrive while others decode, and for a while more decode than the largest graph has rows.
+    assert {result.captured for result in results} == {True, False}
+    assert len({len(result.token_ids) for result in results}) > 3
+
+
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1), ("shuffled", 2), ("eager", 0)])
+def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path, order: str, seed: int) -> None:
+    """Whatever the device does first, and whatever stands in new memory."""
+    if reason := missing():
+        pytest.skip(reason)
+    options = {"relax": RELAX, "order": order, "seed": seed, "poison": True}
+    run(equal_to_the_cpu, {"folder": tmp_path, "sampling": {}}, options)
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.9}, {"temperature": 1.2, "top_k": 7, "top_p": 0.8}, {"temperature": 1.0, "min_p": 0.1},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    {"logit_bias": {5: 4.0}, "min_tokens": 3, "ending_ids": (5, 7)}, {"logprobs": 3, "prompt_logprobs": 2},
+], ids=lambda sampling: "+".join(sampling))
+@emulated(relax=RELAX)
+def test_chosen_tokens_are_those_of_the_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Random numbers are a function of seed and position, and float32 rounds no draw to a neighbour here."""
+    equal_to_the_cpu(tmp_path, sampling)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@emulated()
+def test_a_step_needs_no_relaxation_in_the_devices_dtypes(tmp_path: Path, dtype: str) -> None:
+    """Heads of 32 dimensions are padded to what attention takes. Logits are near the CPU's in float32."""
+    saved(tmp_path)
+    npu, cpu = load(tmp_path, dtype=dtype), load(tmp_path, "cpu", threads=1)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    reports = []
+    for runner in (npu, cpu):
+        new = NewRequest(1, prompt, [], GREEDY.__replace__(logprobs=5) if hasattr(GREEDY, "__replace__") else
+                         type(GREEDY)(temperature=0.0, logprobs=5))
+        reports.append(runner.collect(runner.launch(Step([Row(1, prompt, 0, [0], True)], [new]))).logprobs[1])
+    assert reports[0].token_id == reports[1].token_id
+    assert reports[0].logprob == pytest.approx(reports[1].logprob, abs=0.05)
+
+
+@emulated(relax=RELAX)
+def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> None:
+    """Two steps in flight. Calls of this thread; the plugin's own queue and the lengths have their threads."""
+    saved(tmp_path, layers=LAYERS)
+    runner = load(tmp_path)
+    rows, here = range(3), threading.get_native_id()
+    flying = runner.launch(Step([Row(i, [5, 7, 9], 0, [i], True) for i in rows],
+                                [NewRequest(i, [5, 7, 9], [], GREEDY) for i in rows]))
+    lengths = runner.backend._lengths
+    for step in range(12):
+        lengths.check(lengths.given)  # its thread has told of the step before
+        emulator.clear_calls()
+        following = runner.launch(Step([Row(i, [PENDING], 3 + step, [i], True) for i in rows]))
+        emulator.mark("launched")
+        result = runner.collect(flying)
+        flying = following
+    lengths.check(lengths.given)
+    calls = emulator.calls()
+    assert result.captured_decodes == 3
+    own = [call.name for call in calls if call.thread == here]
+    launch, collect = own[: own.index("# launched")], own[own.index("# launched") + 1 :]
+    assert Counter(launch)["aclmdlRIExecuteAsync"] == 1
+    assert len(launch) + len(collect) <= 12
+    assert not [name for name in launch if "Synchronize" in name]
+    # The host waits for the copy of the ids and reads two events that are past: no stream, no device.
+    assert {name for name in collect if "Synchronize" in name} == {"aclrtSynchronizeEvent"}
+    updates = Counter(call.name for call in calls if call.thread != here and "TaskUpdate" in call.name)
+    assert updates == {"aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS}
+    runner.collect(flying)
+
+
+@emulated(relax=RELAX)
+def test_large_batches_run_eagerly_and_small_ones_are_padded(tmp_path: Path) -> None:
+    saved(tmp_path)
+    got, results = answers(load(tmp_path, decode_buckets=(2, 4)), asks(6, 16))
+    for result in results[20:]:  # all decode, and one after the other is done
+        rows = len(result.token_ids)
+        assert result.captured_decodes == (rows if rows <= 4 else 0)
+    assert {len(result.token_ids) for result in results[20:]} >= {1, 3, 4}
+    assert max(len(result.token_ids) for result in results) == 6
+    assert got == answers(load(tmp_path, decode_buckets=(1,)), asks(6, 16))[0]
+
+
+# Order
+
+
+class Attention:
+    """Graphs of one row's attention over a cache whose values are their slots: a context of n gives the mean of the
+    first n slots."""
+
+    def __init__(self, backend: AscendBackend):
+        from npuserve.kernels.attention import AttentionMetadata, paged_attention
+
+        slots = torch.arange(128.0)[:, None, None].expand(128, 1, 128).contiguous().to(torch.float16)
+        values, keys, q = slots[None].to("npu"), torch.zeros(1, 128, 1, 128).half().to("npu"), torch.ones(1, 1, 128)
+        q, tables = q.half().to("npu"), torch.zeros(1, 1, dtype=torch.int32).to("npu")
+        attend, metadata = (
+            paged_attention.implementations["ascend"].function, AttentionMetadata.from_lengths(tables, [1], [1]))
+        made = backend.capture(lambda rows: attend(q, keys, values, metadata, 1.0), 1, decode=True)
+        self._keep = keys, values, q, metadata
+        assert isinstance(made, AscendGraphs)
+        self.backend, self.lengths, self.graph = backend, backend._lengths, made._graphs[1].graph
+        self.replay = made.replay
+
+    def of(self, *lengths: int) -> Iterator[float]:
+        """Of replays that follow each other, all lengths being on their way before anything runs."""
+        buffers = [self.backend.host_buffer(1, 128, dtype=torch.float16) for _ in lengths]
+        events = [self.backend.fetch(self.replay(1, [n]), buffer) for n, buffer in zip(lengths, buffers, strict=True)]
+        self.lengths.check(self.lengths.given)
+        self.graph.graph_dispatch_mode.update_stream.synchronize()
+        for event, buffer in zip(events, buffers, strict=True):
+            event.wait()
+            yield float(buffer[0, 0])
+
+
+@emulated()
+def test_each_replay_has_its_own_lengths() -> None:
+    attention = Attention(started())
+    assert list(attention.of(1, 3, 128)) == [0.0, 1.0, 63.5]
+    for n in (5, 99, 2, 64):
+        assert list(attention.of(n)) == [(n - 1) / 2]
+
+
+@emulated(fresh=True)
+def test_lengths_that_do_not_wait_for_the_replay_before_are_wrong() -> None:
+    """The emulated device shows what the wait is for: the first replay meets the lengths of the second, which then
+    waits for its own in vain."""
+    attention, put = Attention(started()), Lengths.put
+    Lengths.put = lambda self, graph, lengths, after: put(self, graph, lengths, None)  # type: ignore[method-assign]
+    assert next(attention.of(1, 3)) == 1.0
+    attention.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [3]}])  # and lets go of it
+
+
+@emulated()
+def test_what_is_fetched_is_what_it_was_then() -> None:
+    """Though it is written anew before the copy runs, and its memory given to others."""
+    backend = started()
+    buffers = [backend.host_buffer(1000, dtype=torch.int64) for _ in range(2)]
+    assert all(buffer.is_pinned() for buffer in buffers)
+    tensor = torch.zeros(1000, dtype=torch.int64, device=backend.device)
+    events = []
+    for number in range(8):
+        events.append(backend.enqueue(
+            lambda number=number: backend.fetch(tensor.fill_(number), buffers[number % 2])).wait())
+        if number:
+            events[-2].wait()
+            assert (buffers[(number - 1) % 2] == number - 1).all()
+    made = backend.enqueue(lambda: backend.fetch(tensor + 1, buffers[0])).wait()
+    backend.enqueue(lambda: [torch.full_like(tensor, -1) for _ in range(20)])
+    made.wait()
+    assert (buffers[0] == 8).all()
+
+
+@emulated()
+def test_spans_are_on_the_devices_clock() -> None:
+    backend = started()
+    span = backend.span()
+    torch.ones(100, device=backend.device).sum()
+    span.stop()
+    backend.synchronize()
+    assert span.read() >= 0
+    again = backend.span()
+    assert again._events is not None  # type: ignore[attr-defined]
+    assert backend._spans == []  # the pair of events is the same
+
+
+# Faults
+
+
+def let_go() -> None:
+    """Replays that wait for lengths get some, so that the process may end."""
+    emulator.heal()
+    for graph in [x for x in gc.get_objects() if isinstance(x, torch.npu.NPUGraph)]:
+        rows = len(graph.graph_dispatch_mode.graph_dispatch_records[0].kwargs["actual_seq_lengths_kv"])
+        for _ in range(3):
+            graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [1] * rows}])
+            graph.graph_dispatch_mode.update_stream.synchronize()
+
+
+@emulated(fresh=True)
+def test_lengths_that_cannot_be_given_end_the_step_with_the_devices_error(tmp_path: Path) -> None:
+    """And not with a wait for what never comes."""
+    saved(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16")
+    runner.collect(runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)])))
+    emulator.fail("aclmdlRICaptureTaskUpdateBegin", 507899)
+    launched = runner.launch(Step([Row(1, [3], 2, [0], True)]))
+    lengths = next(t for t in threading.enumerate() if t.name == "npuserve-lengths")
+    assert lengths.is_alive()
+    with pytest.raises(RuntimeError, match="507899") as raised:
+        runner.collect(launched)
+    assert AscendBackend.fault(raised.value) is Fault.NODE
+    let_go()
+
+
+@pytest.mark.parametrize(("code", "fault"), [(507015, Fault.ENGINE), (507010, Fault.NODE), (507014, Fault.ENGINE)])
+@emulated(fresh=True)
+def test_an_error_of_the_device_is_told_by_the_step_that_meets_it(tmp_path: Path, code: int, fault: Fault) -> None:
+    saved(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16")
+    emulator.fail("task", code)
+    launched = runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)]))
+    with pytest.raises(RuntimeError) as raised:
+        runner.collect(launched)
+    assert AscendBackend.fault(raised.value) is fault
+
+
+@emulated(fresh=True, memory=64 << 20)
+def test_a_cache_that_does_not_fit_says_what_takes_less(tmp_path: Path) -> None:
+    backend = started()
+    with pytest.raises(BackendError, match=r"no 100 MiB of device memory.*smaller kv_cache_memory"):
+        backend.empty((100 << 20,), torch.uint8)
+    with pytest.raises(ModelError, match=r"of memory .*kv_cache 96\.2 MiB.* is available"):
+        load(saved(tmp_path), dtype="bfloat16", kv_cache_memory=96 << 20)
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    (207000, "driver is too old"), (207008, "short of streams or memory .error 207008.: fewer decode_buckets")])
+@emulated(fresh=True)
+def test_what_keeps_steps_from_being_captured_says_what_to_do(tmp_path: Path, code: int, said: str) -> None:
+    saved(tmp_path)
+    emulator.fail("aclmdlRICaptureTaskUpdateBegin" if code == 207000 else "aclmdlRICaptureBegin", code)
+    with pytest.raises(BackendError, match=said):
+        load(tmp_path, dtype="bfloat16")
+    let_go()
+
+
+# The device
+
+
+@emulated()
+def test_what_it_says_of_itself(tmp_path: Path) -> None:
+    backend = started()
+    assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("npu", "ascend", "emulated", False)
+    assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (128, 128, 1)
+    assert backend.cache_shapes(5, 128, 2, 64, torch.bfloat16) == ((5, 128, 2, 128),) * 2
+    free = backend.memory_available()
+    held = backend.empty((32 << 20,), torch.uint8)
+    assert 30 << 20 < free - backend.memory_available() < 40 << 20
+    assert backend.kv_cache_share(1000) == 900
+    assert backend.capture(lambda rows: held, 4, decode=False) is None
+    for asked, checkpoint, dtype in (("auto", "bfloat16", "bfloat16"), ("auto", "float16", "float16"),
+                                     ("auto", "float32", "bfloat16"), ("float16", "bfloat16", "float16")):
+        assert backend.resolve_dtype(asked, checkpoint) == dtype
+    with pytest.raises(BackendError, match="dtype: 'float32' is not one of auto, bfloat16, float16"):
+        backend.resolve_dtype("float32", "float32")
+    for size in (48, 100, 256):
+        with pytest.raises(BackendError, match=f"heads have {size} dimensions; npu takes multiples of 32 up to 192"):
+            backend.check_heads(size)
+
+
+def test_default_buckets() -> None:
+    assert default_buckets(1) == (1,)
+    assert default_buckets(3) == (1, 2, 3)
+    assert default_buckets(20) == (1, 2, 4, 8, 16, 20)
+    sizes = default_buckets(300)
+    assert sizes[:10] == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56)
+    assert sizes[-4:] == (224, 240, 256, 300)
+    assert list(sizes) == sorted(set(sizes))

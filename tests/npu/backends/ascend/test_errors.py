@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npuserve.npu import backends
+from npuserve.npu.backends.ascend import errors as acl_errors
+from npuserve.npu.backends.base import Fault
+
+# As torch_npu words them (NPU_CHECK_ERROR and OPS_CHECK_ERROR of its NPUException.h).
+NPU = ("synchronize:build/csrc/core/npu/NPUStream.cpp:466 NPU function error: aclrtSynchronizeStreamWithTimeout, "
+       "error code is {}\n[ERROR] 2026-11-20-12:00:00 (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed")
+OPS = "build/op.cpp:8 OPS function error: aclnnMm, error code is {}\n[ERROR] ERR01100 OPS call acl api failed"
+
+
+@pytest.mark.parametrize(("code", "fault"), [
+    (100000, Fault.ENGINE), (107000, Fault.ENGINE), (107001, Fault.NODE), (107019, Fault.RETRYABLE),
+    (107027, Fault.ENGINE), (161002, Fault.ENGINE), (361001, Fault.ENGINE), (561103, Fault.ENGINE),
+    (200000, Fault.RETRYABLE), (207000, Fault.NODE), (207001, Fault.RETRYABLE), (207004, Fault.NODE),
+    (207006, Fault.NODE), (207008, Fault.RETRYABLE), (207018, Fault.RETRYABLE), (245000, Fault.RETRYABLE),
+    (507002, Fault.RETRYABLE), (507010, Fault.NODE), (507014, Fault.ENGINE), (507015, Fault.ENGINE),
+    (507018, Fault.ENGINE), (507035, Fault.ENGINE), (507046, Fault.ENGINE), (507053, Fault.ENGINE),
+    (507054, Fault.NODE), (507056, Fault.NODE), (507899, Fault.NODE), (507901, Fault.NODE),
+])
+def test_each_code_is_one_fault(code, fault):
+    assert acl_errors.sort(code) is fault
+    for text in (NPU, OPS):
+        error = RuntimeError(text.format(code))
+        assert acl_errors.code_of(error) == code
+        assert backends.fault(error) is fault
+
+
+def test_ranges_are_in_order_and_within_those_before():
+    ranges = [(first, last) for first, last, _ in acl_errors.FAULTS]
+    wide = [r for r in ranges if r[1] - r[0] > 1000]
+    assert all(first <= last for first, last in ranges)
+    assert ranges == sorted(ranges)
+    for narrow in set(ranges) - set(wide):
+        assert sum(first <= narrow[0] and narrow[1] <= last for first, last in wide) == 1
+    assert acl_errors.sort(0) is acl_errors.sort(99999) is acl_errors.sort(400000) is None
+
+
+def test_what_is_none_of_the_devices():
+    for error in (ValueError("max_num_seqs: 0 is not in [1, 5]"), RuntimeError("shape [107001]"), KeyError(507015)):
+        assert backends.fault(error) is None
+    assert backends.fault(torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB")) is Fault.RETRYABLE
+
+
+def test_the_code_is_found_in_what_caused_the_error():
+    error = RuntimeError("the step failed")
+    error.__cause__ = RuntimeError(NPU.format(507015))
+    assert acl_errors.code_of(error) == 507015
+    assert backends.fault(error) is Fault.ENGINE
+
+
+def test_a_launch_that_failed_later_is_told_without_its_code():
+    error = RuntimeError(
+        "The Inner error is reported as above. The process exits for this inner error, and the current working "
+        "operator name is aclnnInplaceCopy.\nSince the operator is called asynchronously, the stacktrace may be "
+        "inaccurate.\n"
+        "[ERROR] 2026-11-20-14:41:36 (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed.")
+    assert acl_errors.code_of(error) is None
+    assert backends.fault(error) is Fault.ENGINE
+    wrong = RuntimeError("[ERROR] 2026-11-20-12:00:00 (PID:1, Device:0, RankID:-1) ERR01002 OPS invalid type")
+    assert backends.fault(wrong) is None
+
+
+@pytest.mark.parametrize(("error", "said", "to_do"), [
+    (ImportError("libascendcl.so: cannot open shared object file: No such file"), "CANN is not found", "set_env.sh"),
+    (ImportError("libhccl.so.1: cannot open shared object file"), "libhccl.so.1", "install the CANN toolkit"),
+    (ImportError("libtorch_npu.so: undefined symbol: _ZN3c10"), "undefined symbol", "must be that of torch"),
+    (RuntimeError(NPU.format(207000)), "driver is too old", "25.0.RC1"),
+    (RuntimeError(NPU.format(107001)), "cannot be opened (error 107001)", "ASCEND_RT_VISIBLE_DEVICES"),
+    (RuntimeError(NPU.format(507033)), "cannot be opened (error 507033)", "/dev/davinci"),
+    (torch.OutOfMemoryError("NPU out of memory"), "no memory left", "npu-smi info"),
+    (RuntimeError("something new\nand more"), "cannot be started (something new)", "CANN's logs"),
+])
+def test_a_device_that_cannot_be_started_says_what_to_do(error, said, to_do):
+    sentence = acl_errors.advice(error)
+    assert said in sentence
+    assert to_do in sentence
+    assert "\n" not in sentence

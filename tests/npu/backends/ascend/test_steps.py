@@ -1,0 +1,150 @@
+"""What a step on the device is made of: parts that do without one another, rows that all get what is theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.kernels.ascend import LABEL
+from npuserve.kernels.registry import KERNELS
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
+from tests.npu.backends.ascend.test_backend import RELAX, load
+from tests.npu.backends.small import GREEDY, answers, asks, saved
+from tests.npu.emulator.child import emulated
+
+HEAD, TABLE = ("linear_argmax", "greedy"), ("embedding",)
+"""Kernels that choose a token, and that embed it."""
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """The device's own kernels of these names: their golden functions serve."""
+    taken = {name: KERNELS[name].implementations.pop(LABEL) for name in names}
+    try:
+        yield
+    finally:
+        for name, implementation in taken.items():
+            KERNELS[name].implementations[LABEL] = implementation
+
+
+@contextmanager
+def counted(runner: Runner) -> Iterator[Counter[str]]:
+    """Calls of kernels by name; those that a replay makes are not among them."""
+    kernels, calls = runner._kernels, Counter[str]()
+    before = dict(kernels._functions)
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **options)
+
+        return call
+
+    kernels.__dict__.update({name: counting(name, function) for name, function in before.items()})
+    try:
+        yield calls
+    finally:
+        kernels.__dict__.update(before)
+
+
+def prefill(runner: Runner, rows: int, length: int = 3) -> StepResult:
+    """Of `rows` requests with prompts of their own, a block each."""
+    prompts = [[(7 * row + token) % 90 for token in range(length)] for row in range(rows)]
+    return runner.collect(runner.launch(Step(
+        [Row(row, prompt, 0, [row], True) for row, prompt in enumerate(prompts)],
+        [NewRequest(row, prompt, [], GREEDY) for row, prompt in enumerate(prompts)])))
+
+
+def decode(runner: Runner, rows: int, at: int) -> StepResult:
+    return runner.collect(runner.launch(Step([Row(row, [PENDING], at, [row], True) for row in range(rows)])))
+
+
+@pytest.mark.parametrize("missing", [TABLE, HEAD, (*TABLE, *HEAD)], ids="+".join)
+@emulated(relax=RELAX)
+def test_embedding_and_choice_do_without_one_another(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """Where the device has one of them only, the other is golden, on the device and in the captured step all the same:
+    no token is on the host in between."""
+    saved(tmp_path)
+    expected, _ = answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(4, 8))
+    with without(*missing):
+        runner = load(tmp_path)
+        assert set(runner.fallbacks) == set(missing)
+        got, results = answers(runner, asks(4, 8))
+    assert got == expected
+    assert sum(result.captured_decodes for result in results) > 0
+
+
+@emulated(relax=RELAX)
+def test_a_prompts_token_is_chosen_by_the_kernel_of_its_own(tmp_path: Path) -> None:
+    """And that of a decode row within the captured step."""
+    saved(tmp_path)
+    runner, cpu = load(tmp_path), load(tmp_path, "cpu", threads=1)
+    with counted(runner) as calls:
+        first = prefill(runner, 3)
+        assert (calls["linear_argmax"], calls["keep_ids"], first.captured) == (1, 1, False)
+        calls.clear()
+        second = decode(runner, 3, 3)
+        assert (calls, second.captured_decodes) == ({}, 3)
+    assert first.token_ids == prefill(cpu, 3).token_ids
+    assert second.token_ids == decode(cpu, 3, 3).token_ids
+
+
+@pytest.mark.parametrize("vocabulary", [63, 64, 65, 100, 128, 200])
+@emulated(relax=RELAX)
+def test_every_row_of_every_bucket_has_its_norm_its_logits_and_its_token(tmp_path: Path, vocabulary: int) -> None:
+    """Whatever the vocabulary's padding: alone, in full and in padded buckets, and beyond the largest."""
+    saved(tmp_path, vocabulary=vocabulary)
+    runner = load(tmp_path, decode_buckets=(1, 2, 4, 7))
+    cpu = load(tmp_path, "cpu", block_size=128, threads=1)
+    at, seen = 3, set()
+    tokens = [prefill(each, 8).token_ids for each in (runner, cpu)]
+    assert tokens[0] == tokens[1]
+    assert set(tokens[0]) == set(range(8))
+    for rows in (8, 7, 6, 5, 4, 3, 2, 1):
+        found, expected = decode(runner, rows, at), decode(cpu, rows, at)
+        assert found.token_ids == expected.token_ids
+        assert set(found.token_ids) == set(range(rows))
+        assert found.captured_decodes == (rows if rows <= 7 else 0)
+        assert all(0 <= token < vocabulary for token in found.token_ids.values())
+        seen |= set(found.token_ids.values())
+        at += 1
+    assert len(seen) > 4
+
+
+@emulated(relax=RELAX)
+def test_a_row_of_several_tokens_is_none_of_a_captured_decode(tmp_path: Path) -> None:
+    """All its tokens are computed, beside the decode rows that are replayed."""
+    saved(tmp_path)
+    several = Step([
+        Row(0, [PENDING], 3, [0], True), Row(1, [9, 8, 7], 3, [1], True), Row(2, [PENDING], 3, [2], True)])
+    following = Step([Row(1, [PENDING], 6, [1], True)])
+    found = []
+    for runner in (load(tmp_path), load(tmp_path, "cpu", block_size=128, threads=1)):
+        prefill(runner, 3)
+        found.append([runner.collect(runner.launch(step)) for step in (several, following)])
+    npu, cpu = found
+    assert [result.token_ids for result in npu] == [result.token_ids for result in cpu]
+    assert [result.captured_decodes for result in npu] == [2, 1]
+
+
+@emulated(relax=RELAX)
+def test_what_is_no_decode_batch_is_refused_and_not_cut(tmp_path: Path) -> None:
+    saved(tmp_path)
+    runner = load(tmp_path, decode_buckets=(2, 4))
+    prefill(runner, 2)
+    with pytest.raises(ValueError, match="request 1: a token that is being sampled must be alone in its row"):
+        runner.launch(Step([Row(0, [PENDING], 3, [0], True), Row(1, [PENDING, 5], 3, [1], True)]))
+    graphs = runner._likeliest
+    assert graphs is not None
+    for rows, lengths in ((2, [1]), (2, [1, 1, 1]), (3, [1, 1, 1])):
+        with pytest.raises(ValueError, match=f"{len(lengths)} context lengths for a graph of {graphs.size(rows)} rows"):
+            graphs.replay(rows, lengths)
+    with pytest.raises(ValueError, match="5 rows, where the largest graph has 4"):
+        graphs.replay(5, [1] * 5)
+    assert decode(runner, 2, 3).captured_decodes == 2

@@ -1,0 +1,238 @@
+"""The CUDA backend emulated: whole steps by Triton's interpreter, their order and their graphs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.kernels import triton
+from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends.cuda import emulated as cuda_emulated
+from npuserve.npu.backends.cuda import graphs as cuda_graphs
+from npuserve.npu.backends.cuda.backend import CudaBackend
+from npuserve.npu.backends.cuda.graphs import CudaGraphs
+from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
+from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved, saved_w8a8
+from tests.support.loop import Ask, serve
+from tests.support.real_models import model_folder
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
+        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton_ascend")
+    monkeypatch.setattr(cuda_emulated, "_active", False)  # and so it is again at the end
+    monkeypatch.setattr(triton, "DEVICE", "cpu")
+    cuda_emulated.activate()
+
+
+def load(folder: Path, backend: str = "cuda", **settings: Any) -> Runner:
+    defaults: dict[str, Any] = {
+        "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": 4 << 20,
+        "block_size": 16, "max_model_len": 256, "threads": 1}
+    if backend == "cuda":
+        defaults["decode_buckets"] = (1, 3)
+    return load_runner(folder, backend=backend, **{**defaults, **settings}, progress=lambda done, total: None)
+
+
+def started() -> CudaBackend:
+    backend = select("cuda")
+    assert isinstance(backend, CudaBackend)
+    return backend
+
+
+# Steps
+
+
+@pytest.mark.parametrize("sampling", [
+    {}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2},
+], ids=["greedy", "all"])
+def test_tokens_are_those_of_the_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """In chunks, in mixed steps, with more rows than the largest decode graph has, two steps in flight."""
+    saved(tmp_path, layers=1)
+    cuda = load(tmp_path, max_num_batched_tokens=32, decode_buckets=(2,))
+    assert cuda.fallbacks == []
+    got, results = answers(cuda, asks(4, 5, **sampling))
+    expected, _ = answers(load(tmp_path, "cpu", max_num_batched_tokens=32), asks(4, 5, **sampling))
+    assert got == expected
+    assert all(result.captured for result in results)
+    assert {result.captured_decodes for result in results} >= {0, 1, 2, 3}
+
+
+def test_a_step_of_more_tokens_than_are_captured_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows and a chunk, kernel by kernel."""
+    monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", 4)
+    saved(tmp_path, layers=1)
+    prompt = ids_of(9)
+    found = []
+    for runner in (load(tmp_path), load(tmp_path, "cpu")):
+        results = [runner.collect(runner.launch(step)) for step in (
+            Step([Row(0, prompt[:3], 0, [0], True)], [NewRequest(0, prompt[:3], [], GREEDY)]),
+            Step([Row(0, [PENDING], 3, [0], True), Row(1, prompt, 0, [1], True)],
+                 [NewRequest(1, prompt, [], GREEDY)]),
+            Step([Row(0, [PENDING], 4, [0], True), Row(1, [PENDING], 9, [1], True)]))]
+        found.append([result.token_ids for result in results])
+        if runner.backend_name == "cuda":
+            assert [result.captured for result in results] == [True, False, True]
+            assert [result.captured_decodes for result in results] == [0, 0, 2]
+    assert found[0] == found[1]
+
+
+def test_logprobs_in_int8_are_near_those_of_the_cpu(tmp_path: Path) -> None:
+    """Weights, activations, LM head and KV cache; the same int8 but where a number lies between two."""
+    folder, prompt = saved_w8a8(tmp_path, layers=1), ids_of(20)
+    found = []
+    for name in ("cuda", "cpu"):
+        runner = load(folder, name, kv_cache_dtype="int8", lm_head_dtype="int8", dtype="float32")
+        assert runner.cache_dtype == torch.int8
+        new = NewRequest(0, prompt, [], SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1))
+        chunks = [Row(0, prompt[:12], 0, [0], False), Row(0, prompt[12:], 12, [0, 1], True)]
+        results = [runner.collect(runner.launch(Step([row], [new] * (row.start == 0)))) for row in chunks]
+        reports = [report for result in results for report in result.prompt_logprobs[0]]
+        found.append([report.logprob for report in [*reports, results[-1].logprobs[0]]])
+    assert len(found[0]) == 20
+    torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
+
+
+def test_padding_touches_nobodys_cache(tmp_path: Path) -> None:
+    """Of rows that decode, and of tokens of any rows: after longer steps that left theirs in the buffers."""
+    saved(tmp_path, layers=1)
+    runner = load(tmp_path)
+    ((keys, values),) = runner._cache.plain
+    news = [NewRequest(q, ids_of(5, q), [], GREEDY) for q in range(3)]
+    runner.collect(runner.launch(Step([Row(q, ids_of(5, q), 0, [q], True) for q in range(3)], news)))
+    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._any),  # 3 tokens of 4
+                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._likeliest)):  # 2 rows of 3
+        assert graph is not None
+        assert graph.size(sum(len(row.token_ids) for row in rows)) > sum(len(row.token_ids) for row in rows)
+        before = [tensor.clone() for tensor in (keys, values)]
+        assert runner.collect(runner.launch(Step(rows))).captured
+        for tensor, was in zip((keys, values), before, strict=True):
+            slots = (tensor != was).flatten(2).any(-1).nonzero().tolist()
+            own = [[row.block_ids[0], row.start + i] for row in rows for i in range(len(row.token_ids))]
+            assert [slot for slot in slots if slot[0] != runner.num_blocks] == own
+
+
+def test_timed_steps_run_kernel_by_kernel(tmp_path: Path) -> None:
+    saved(tmp_path, layers=1)
+    calls: list[tuple[str, str, str, float]] = []
+    runner = load(tmp_path, kernel_sampling=2, observe=lambda *call: calls.append(call), decode_buckets=(1,))
+    _, results = answers(runner, asks(1, 4))
+    assert [result.captured for result in results] == [False, True, False, True]
+    assert {label for _, _, label, _ in calls} == {"cuda"}
+    assert all(seconds > 0 for *_, seconds in calls)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param("stories260K-qwen3", marks=pytest.mark.model), "random"])
+def test_tokens_through_prefix_hits_and_preemption(tmp_path: Path, name: str) -> None:
+    """The real scheduler, with few blocks: in float32 the CPU's tokens to the last one."""
+    folder = saved(tmp_path, layers=1, head_dim=8) if name == "random" else model_folder(name)
+    shared = ids_of(16)
+    prompts = [[*shared, *ids_of(12, 1)], [*shared, *ids_of(14, 2)], ids_of(14, 3)]
+    greedy = SamplingParams(temperature=0.0)
+    all_asks = [Ask(2 * i, None, {"prompt_ids": prompt, "max_tokens": 6, "sampling": greedy})
+                for i, prompt in enumerate(prompts)]
+    cuda, cpu = load(folder, decode_buckets=(3,)), load(folder, "cpu")
+    (got, scheduler), (expected, _) = (serve(runner, all_asks, 2, 4, 3, 16) for runner in (cuda, cpu))
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
+    assert {len(answer.tokens) for answer in got} == {6}
+    assert scheduler.preemptions > 0
+    assert scheduler.prefix_hits > 0
+
+
+# Order
+
+
+def test_a_copy_is_there_once_it_is_waited_for() -> None:
+    """And holds what the tensor was then, though it is written anew before."""
+    backend = started()
+    tensor = torch.arange(4)
+    buffers = [backend.host_buffer(4, dtype=torch.int64) for _ in range(3)]
+    first = backend.fetch(tensor, buffers[0])
+    tensor += 10
+    second, third = backend.fetch(tensor, buffers[1]), backend.fetch(tensor + 1, buffers[2])
+    assert not first.done()
+    assert buffers[0].tolist() == [torch.iinfo(torch.int64).min] * 4
+    second.wait()  # copies arrive in order
+    assert first.done()
+    assert [buffer.tolist() for buffer in buffers[:2]] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert [third.done() for _ in range(3)] == [False, False, True]
+    assert buffers[2].tolist() == [11, 12, 13, 14]
+    with pytest.raises(RuntimeError, match="takes copies alone"), cuda_emulated.stream(backend._copies):
+        torch.ones(3)
+
+
+def test_events_are_used_again() -> None:
+    backend = started()
+    for _ in range(3):
+        backend.fetch(torch.ones(2), backend.host_buffer(2, dtype=torch.float32)).wait()
+        span = backend.span()
+        span.stop()
+        backend.synchronize()
+        assert span.read() >= 0
+    assert (len(backend._events), len(backend._spans)) == (2, 1)
+
+
+def test_a_graphs_output_lasts_until_the_next_replay() -> None:
+    backend = started()
+    x = torch.ones(4)
+    backend.decode_buckets = (2, 4)
+    graphs = backend.capture(lambda rows: x[:rows] * 2, 4, decode=True)
+    other = backend.capture(lambda rows: x[:rows] * 3, 4, decode=False)
+    assert isinstance(graphs, CudaGraphs)
+    assert other is not None
+    assert ([*graphs.buckets], graphs.size(1), graphs.size(3), graphs.largest) == ([2, 4], 2, 4, 4)
+    out = graphs.replay(3, [])
+    assert out.tolist() == [2, 2, 2]
+    x += 1
+    again = graphs.replay(3, [])
+    assert again.data_ptr() == out.data_ptr()
+    assert again.tolist() == [4, 4, 4]
+    assert other.replay(1, []).tolist() == [6]
+    assert out.isnan().all()
+    with pytest.raises(ValueError, match="5 rows, where the largest graph has 4"):
+        graphs.replay(5, [])
+
+
+def test_a_graph_cannot_ask_the_device() -> None:
+    graphs = started().capture(lambda rows: torch.full((rows,), float(torch.ones(1).sum().item())), 1, decode=False)
+    assert graphs is not None
+    with pytest.raises(RuntimeError, match=r"not permitted when .* capturing: aten\._local_scalar_dense"):
+        graphs.replay(1, [])
+
+
+# The device
+
+
+def test_what_it_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = started()
+    assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("cuda", "cuda", "emulated", False)
+    assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (32, 16, 1)
+    assert 0 < backend.memory_available() <= cuda_emulated.MOST_BYTES
+    assert backend.kv_cache_share(1000) == 900
+    for asked, checkpoint, dtype in (("auto", "bfloat16", "bfloat16"), ("auto", "float16", "float16"),
+                                     ("auto", "float32", "bfloat16"), ("float32", "bfloat16", "float32")):
+        assert backend.resolve_dtype(asked, checkpoint) == dtype
+    with pytest.raises(BackendError, match="dtype: 'int4' is not one of auto, bfloat16, float16, float32"):
+        backend.resolve_dtype("int4", "float32")
+    assert backend.cache_dtype("int8", torch.bfloat16) == torch.int8
+    backend.check_heads(128)
+    for size in (6, 17, 258):
+        with pytest.raises(BackendError, match=f"heads have {size} dimensions; cuda takes even numbers from 8 to 256"):
+            backend.check_heads(size)
+
+    def none_left(*shape: int, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100.00 MiB")
+
+    with pytest.raises(BackendError, match="no memory is left to capture steps: a smaller kv_cache_memory"):
+        backend.capture(none_left, 4, decode=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "empty", none_left)
+    with pytest.raises(BackendError, match=r"device: no 100 MiB of device memory.*smaller kv_cache_memory"):
+        backend.empty((100 << 20,), torch.uint8)

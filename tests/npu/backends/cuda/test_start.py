@@ -1,0 +1,141 @@
+"""What a machine must have for a GPU, and what it is told where it has not. No GPU, and no triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.kernels import triton
+from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends.cuda import backend as cuda
+from npuserve.npu.backends.cuda import emulated as cuda_emulated
+from npuserve.npu.backends.cuda import graphs as cuda_graphs
+from npuserve.npu.backends.cuda.backend import CudaBackend
+from npuserve.npu.backends.cuda.graphs import token_buckets
+
+
+@pytest.fixture(autouse=True)
+def not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_emulated, "_active", False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """triton, and a GPU, as far as one looks without starting it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else find(name))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in (("is_available", True), ("get_device_capability", (9, 0)), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+
+
+@pytest.mark.usefixtures("installed")
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    assert not CudaBackend.available()
+    with pytest.raises(BackendError, match=r"^device: triton is not installed: pip install npuserve\[cuda\]"):
+        select("cuda")
+    with pytest.raises(BackendError, match=r"^emulate: triton is not installed: pip install npuserve\[cuda\]"):
+        select("cuda", [])
+
+
+@pytest.mark.usefixtures("installed")
+def test_with_all_that_is_needed() -> None:
+    assert CudaBackend.available()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("module", "name", "value", "said"), [
+    (torch.version, "cuda", None, "built without CUDA: install the torch of a CUDA index"),
+    (torch.cuda, "is_available", lambda: False, "no NVIDIA GPU can be used: check with nvidia-smi"),
+    (torch.cuda, "get_device_capability", lambda _: (7, 5), "a GPU has compute capability 7.5, and 8.0 or later"),
+])
+def test_without_a_gpu_that_does(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any, said: str
+) -> None:
+    monkeypatch.setattr(module, name, value)
+    assert not CudaBackend.available()
+    with pytest.raises(BackendError, match=f"^device: .*{said}"):
+        select("cuda")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_gpu_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: Any) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
+    with pytest.raises(BackendError, match=r"^device: the GPU cannot be started \(CUDA error: .* unavailable\): check"):
+        select("cuda")
+
+
+def test_there_is_nothing_to_relax() -> None:
+    with pytest.raises(BackendError, match=r"^emulate_relax: fp32: cuda takes none"):
+        select("cuda", ["fp32"])
+    assert not cuda_emulated.active()
+
+
+def test_the_stand_in_takes_what_torch_takes() -> None:
+    """Each function and class of torch.cuda that a backend calls has its like, with parameters of the same names."""
+    for name in ("Event", "Stream", "graph_pool_handle", "set_stream", "stream", "synchronize", "mem_get_info",
+                 "memory_reserved", "memory_allocated", "get_device_name"):
+        real, own = getattr(torch.cuda, name), getattr(cuda_emulated, name)
+        if inspect.isclass(real):
+            methods = [method for method in vars(own) if not method.startswith("_") and method not in ("put", "run")]
+            assert all(hasattr(real, method) for method in methods), name
+        else:
+            assert len(inspect.signature(own).parameters) <= len(inspect.signature(real).parameters), name
+    inspect.signature(torch.cuda.graph.__init__).bind(None, None, pool=0, stream=0, capture_error_mode="thread_local")
+
+
+def test_a_graph_is_recorded_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            said.append("replay")
+
+    @contextmanager
+    def graph(made: Graph, *, pool: str, stream: str, capture_error_mode: str) -> Iterator[None]:
+        assert (type(made), pool, stream) == (Graph, "pool", "stream")
+        said.append("begin")
+        yield
+        said.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    output = torch.ones(2)
+
+    def step() -> torch.Tensor:
+        said.append("step")
+        return output
+
+    replay = cuda_graphs.record(step, "stream", "pool")
+    assert said == ["begin", "step", "end"]
+    assert [replay() is output, replay() is output] == [True, True]
+    assert said[3:] == ["replay", "replay"]
+
+
+def test_token_buckets() -> None:
+    assert token_buckets(1) == (1,)
+    assert token_buckets(20) == (1, 2, 4, 8, 16, 20)
+    assert token_buckets(128) == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert token_buckets(8192) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+
+
+def test_what_it_is_for() -> None:
+    assert (CudaBackend.name, triton.LABEL) == ("cuda", "cuda")
+    assert cuda.BACKEND is CudaBackend
+    assert CudaBackend.int8_cache
+    assert not CudaBackend.int8_zeros

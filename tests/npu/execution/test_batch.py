@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from npuserve.kernels.registry import KERNELS
+from npuserve.npu.backends import select
+from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, make_batch, phase_of
+from npuserve.npu.step import PENDING, Row
+
+CPU = select("cpu")
+
+
+def test_by_hand():
+    rows = [
+        Row(7, [50], start=5, block_ids=[9, 2], samples=True),  # a decode
+        Row(8, [60, 61, 62], start=3, block_ids=[4, 0], samples=False),  # a chunk in the middle
+        Row(9, [70, 71], start=0, block_ids=[1, 99], samples=True),  # a whole prompt, with a block too many
+    ]
+    batch = make_batch(rows, 4, CPU)
+    assert batch.ids.tolist() == [50, 60, 61, 62, 70, 71]
+    assert batch.positions.tolist() == [5, 3, 4, 5, 0, 1]
+    assert batch.slot_mapping.tolist() == [2 * 4 + 1, 4 * 4 + 3, 0, 1, 4, 5]
+    assert batch.attention.block_tables.tolist() == [[9, 2], [4, 0], [1, 0]]
+    assert batch.attention.context_lens.tolist() == batch.attention.host_context_lens == [6, 6, 2]
+    assert batch.attention.cu_seqlens_q.tolist() == batch.attention.host_cu_seqlens_q == [0, 1, 4, 6]
+    assert batch.sample_tokens.tolist() == [0, 5]
+    assert {t.dtype for t in (batch.ids, batch.positions, batch.slot_mapping, batch.sample_tokens)} == {torch.int64}
+    attention = batch.attention
+    assert {t.dtype for t in (attention.block_tables, attention.context_lens, attention.cu_seqlens_q)} == {torch.int32}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_one_token_at_a_time(seed):
+    r = random.Random(seed)
+    block_size = r.choice([1, 2, 16])
+    rows = []
+    for request in range(r.randint(1, 6)):
+        start, length = r.choice([0, r.randint(0, 70)]), r.choice([1, r.randint(1, 40)])
+        blocks = r.sample(range(200), -(-(start + length) // block_size))
+        rows.append(Row(request, [r.randrange(1000) for _ in range(length)], start, blocks, r.random() < 0.5))
+    batch = make_batch(rows, block_size, CPU)
+    tokens = [(row, offset) for row in rows for offset in range(len(row.token_ids))]
+    places = [row.start + offset for row, offset in tokens]
+    assert batch.ids.tolist() == [row.token_ids[offset] for row, offset in tokens]
+    assert batch.positions.tolist() == places
+    assert batch.slot_mapping.tolist() == [
+        row.block_ids[place // block_size] * block_size + place % block_size
+        for (row, _), place in zip(tokens, places, strict=True)
+    ]
+    last = [index for index, (row, offset) in enumerate(tokens) if row.samples and offset == len(row.token_ids) - 1]
+    assert batch.sample_tokens.tolist() == last
+
+
+@pytest.mark.parametrize(
+    ("rows", "phase"),
+    [
+        ([Row(0, [1], 4, [0], True), Row(1, [1], 9, [1], True)], "decode"),
+        ([Row(0, [1, 2], 4, [0], True), Row(1, [1], 0, [1], True), Row(2, [1], 9, [2], False)], "prefill"),
+        ([Row(0, [1, 2], 4, [0], True), Row(1, [1], 9, [1], True)], "mixed"),
+    ],
+)
+def test_phases(rows, phase):
+    assert phase_of(rows) == phase
+
+
+def filled(buffers: BatchBuffers, *parts: tuple[list[Row], int], sampled: dict[int, int] | None = None
+           ) -> list[tuple[Part, Batch]]:
+    staged = buffers.fill(parts, sampled or {})
+    staged.upload()
+    return [(part, buffers.batch(part)) for part in staged.parts]
+
+
+def random_rows(r: random.Random, number: int, most: int = 18) -> list[Row]:
+    rows = []
+    for request in range(number):
+        length = r.choice([1, r.randint(1, most)])
+        start = r.randint(0, 8 * 16 - length)
+        rows.append(Row(request, [r.randrange(100) for _ in range(length)], start,
+                        r.sample(range(200), -(-(start + length) // 16)), r.random() < 0.5))
+    return rows
+
+
+def same(batch: Batch, own: Batch) -> None:
+    for name in ("ids", "positions", "slot_mapping"):
+        assert getattr(batch, name).tolist() == getattr(own, name).tolist()
+    assert batch.sample_tokens.tolist() == own.sample_tokens.tolist()
+    for name in ("context_lens", "cu_seqlens_q", "host_context_lens", "host_cu_seqlens_q"):
+        mine, its = getattr(batch.attention, name), getattr(own.attention, name)
+        assert list(mine) == list(its)
+
+
+def test_batches_in_the_same_memory():
+    """One after the other, they lie where the largest does, and are what they are in memory of their own."""
+    r = random.Random(0)
+    buffers = BatchBuffers(90, 5, 8, 16, None, CPU)
+    for _ in range(50):
+        rows = random_rows(r, r.randint(1, 5))
+        ((part, batch),) = filled(buffers, (rows, len(rows)))
+        same(batch, make_batch(rows, 16, CPU))
+        whole = buffers.tokens(90)
+        assert batch.ids.data_ptr() == whole.ids.data_ptr()
+        assert batch.attention.block_tables.data_ptr() == whole.attention.block_tables.data_ptr()
+        for row, table in zip(rows, batch.attention.block_tables, strict=True):
+            assert table.tolist()[: len(row.block_ids)] == row.block_ids  # what lies past them is not read
+        assert part.samples == [(row.request_id, row.start + len(row.token_ids)) for row in rows if row.samples]
+        assert part.tokens == len(batch.ids)
+        assert part.decodes == sum(row.is_decode for row in rows)
+
+
+def test_a_batch_is_not_touched_by_the_next_ones_on_the_host():
+    """What is on its way to the device stays as it is while one further step is filled."""
+    buffers = BatchBuffers(90, 5, 8, 16, None, CPU)
+    r = random.Random(1)
+    before, rows = None, []
+    for _ in range(20):
+        following = random_rows(r, r.randint(1, 5))
+        staged = buffers.fill([(following, len(following))])
+        if before:
+            before.upload()
+            same(buffers.batch(before.parts[0]), make_batch(rows, 16, CPU))
+        before, rows = staged, following
+
+
+def test_block_lists_grow_and_are_replaced():
+    buffers = BatchBuffers(9, 3, 4, 2, None, CPU)
+    own: list[int] = []
+    for step, block in enumerate([7, 3, 9, 1]):
+        own.append(block)
+        other = [20 + step]
+        rows = [Row(0, [1], 2 * step + 1, own, True), Row(1, [1], 1, other, True)]
+        if step % 2:
+            rows.reverse()
+        ((_, batch),) = filled(buffers, (rows, 2))
+        for row, table in zip(rows, batch.attention.block_tables.tolist(), strict=True):
+            assert table[: len(row.block_ids)] == row.block_ids
+        assert batch.slot_mapping.tolist() == [row.block_ids[row.start // 2] * 2 + 1 for row in rows]
+
+
+def test_pending_tokens_are_places_among_those_sampled_last():
+    buffers = BatchBuffers(9, 3, 4, 4, None, CPU)
+    rows = [Row(5, [PENDING], 3, [0], True), Row(6, [8, 9], 0, [1], True), Row(7, [PENDING], 6, [2, 3], True)]
+    ((_, batch),) = filled(buffers, (rows, 3), sampled={7: 0, 9: 1, 5: 2})
+    assert batch.ids.tolist() == [-3, 8, 9, -1]
+    last = torch.tensor([50, 60, 70])
+    assert KERNELS["take_ids"](batch.ids, last).tolist() == [70, 8, 9, 50]
+    with pytest.raises(KeyError):
+        buffers.fill([(rows, 3)], {5: 0})
+
+
+def test_decode_rows_padded_and_chunks_behind_them():
+    """Padding writes to its own block, and each part is what it would be alone."""
+    r = random.Random(2)
+    buffers = BatchBuffers(90, 8, 8, 16, 300, CPU)
+    for _ in range(30):
+        count = r.randint(1, 5)
+        decodes = [Row(q, [r.randrange(100)], s := r.randint(0, 127), r.sample(range(200), s // 16 + 1), True)
+                   for q in range(count)]
+        chunks = random_rows(r, r.randint(0, 3))
+        size = r.choice([count, 8])
+        (part, batch), *others = filled(buffers, (decodes, size), *([(chunks, 1)] if chunks else []))
+        same(batch, make_batch(decodes, 16, CPU))
+        for other, rows in zip(others, [chunks], strict=False):
+            same(other[1], make_batch(rows, 16, CPU))
+            assert other[0].first == size
+        assert part.context_lens == [row.start + 1 for row in decodes] + [1] * (size - count)
+        whole = buffers.decode(size)
+        padding = slice(count, size)
+        assert set(whole.ids[padding].tolist()) <= {0}
+        assert set(whole.positions[padding].tolist()) <= {0}
+        assert set(whole.slot_mapping[padding].tolist()) <= {300 * 16}
+        assert set(whole.attention.context_lens[padding].tolist()) <= {1}
+        assert set(whole.attention.block_tables[padding, 0].tolist()) <= {300}
+        assert whole.attention.cu_seqlens_q.tolist() == list(range(size + 1)) == part.cu_seqlens
+        assert whole.attention.host_cu_seqlens_q == list(range(size + 1))
+
+
+def test_what_lies_there_before_the_first_step_is_padding():
+    buffers = BatchBuffers(20, 3, 2, 16, 9, CPU)
+    whole = buffers.decode(3)
+    assert whole.ids.tolist() == whole.positions.tolist() == [0, 0, 0]
+    assert whole.slot_mapping.tolist() == [144] * 3
+    assert whole.attention.context_lens.tolist() == whole.attention.host_context_lens == [1] * 3
+    assert whole.attention.cu_seqlens_q.tolist() == whole.attention.host_cu_seqlens_q == [0, 1, 2, 3]
+    assert whole.attention.block_tables.tolist() == [[9, 9]] * 3
+
+
+def test_what_is_put_beside_a_batch_travels_with_it():
+    buffers = BatchBuffers(9, 3, 4, 4, None, CPU)
+    staged = buffers.fill([([Row(0, [1], 0, [0], True)], 1)])
+    values = [np.arange(5), np.array([0.5, 1.5], np.float32), np.random.default_rng(0).random((2, 3))]
+    places = [staged.put(value) for value in values]
+    staged.upload()
+    for place, value in zip(places, values, strict=True):
+        assert place.data_ptr() % 8 == 0
+        np.testing.assert_array_equal(place.numpy(), value)
+
+
+@pytest.mark.parametrize("rows", [
+    [Row(0, [1], 0, [0], True)] * 3, [Row(0, [1] * 5, 0, [0], True)], [Row(0, [1], 32, [0, 1, 2], True)],
+])
+def test_what_is_too_large_for_the_memory(rows):
+    buffers = BatchBuffers(4, 2, 2, 16, None, CPU)
+    buffers.fill([([Row(0, [1], 31, [0, 1], True)] * 2, 2)])
+    with pytest.raises(ValueError, match="where there is room for 4, 2, 2"):
+        buffers.fill([(rows, len(rows))])
+
+
+def test_tokens_of_no_row_and_rows_of_no_token():
+    """Whatever longer steps have left there."""
+    r = random.Random(3)
+    buffers = BatchBuffers(40, 4, 8, 16, 300, CPU)
+    buffers.clear()
+    whole = buffers.tokens(7)
+    assert whole.slot_mapping.tolist() == [-1] * 7
+    assert whole.attention.context_lens.tolist() == [0] * 4
+    assert whole.attention.cu_seqlens_q.tolist() == [0] * 5
+    for _ in range(30):
+        rows = random_rows(r, r.randint(1, 4), 9)
+        staged = buffers.fill([(rows, len(rows))])
+        (part,) = staged.parts
+        size = min(40, part.tokens + r.randint(0, 9))
+        buffers.pad(part, size)
+        staged.upload()
+        same(buffers.batch(part), make_batch(rows, 16, CPU))
+        whole, beyond = buffers.tokens(size), slice(part.tokens, size)
+        assert len(whole.ids) == len(whole.positions) == len(whole.slot_mapping) == size
+        assert set(whole.ids[beyond].tolist() + whole.positions[beyond].tolist()) <= {0}
+        assert set(whole.slot_mapping[beyond].tolist()) <= {-1}
+        assert set(whole.attention.context_lens[len(rows) :].tolist()) <= {0}
+        assert whole.attention.cu_seqlens_q.tolist() == part.cu_seqlens + [part.tokens] * (4 - len(rows))
+        assert len(whole.attention.block_tables) == 4
+        assert whole.attention.host_context_lens == whole.attention.host_cu_seqlens_q == []

@@ -1,0 +1,150 @@
+"""A backend that captures decode steps alone, in buckets, as graphs on a device are: on the CPU's kernels, so that what
+comes out can be compared bit by bit with a backend that captures every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.npu.backends.base import Captured
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution import runner as runner_module
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from tests.npu.execution.test_runner import Driver, ids_of, load
+from tests.support.models import random_model, saved
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+BUCKETS = (2, 4)
+
+
+class Graph:
+    """Computes whole buckets, and cannot be taken apart. replays: rows of each."""
+
+    largest = BUCKETS[-1]
+
+    def __init__(self, step: Callable[[int], Tensor]):
+        self._step = step
+        self.replays: list[int] = []
+        for rows in BUCKETS:  # as a graph is warmed up: on what lies in the buffers then
+            step(rows)
+
+    def size(self, rows: int) -> int:
+        return next(size for size in BUCKETS if size >= rows)
+
+    def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
+        size = self.size(rows)
+        assert len(context_lens) == size
+        assert list(context_lens[rows:]) == [1] * (size - rows)
+        self.replays.append(rows)
+        return self._step(size)[:rows]
+
+    def replay_timed(self, rows: int, context_lens: Sequence[int]) -> None:
+        return
+
+
+class Bucketed(CpuBackend):
+    padding_blocks = 1
+
+    def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
+        return Graph(step) if decode else None
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch) -> Iterator[tuple[Runner, Runner]]:
+    """(buckets, every step captured), of one model."""
+    before = native.library().threads
+    folder = saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
+    plain = load(folder, max_num_seqs=8)
+    monkeypatch.setattr(runner_module, "select", lambda *_: Bucketed())
+    yield load(folder, max_num_seqs=8), plain
+    native.library().set_threads(before)
+
+
+SAMPLING = [
+    SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(seed=5, top_p=0.9, logprobs=1), SamplingParams(temperature=0.0, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2), SamplingParams(temperature=0.0),
+]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
+    seen = []
+    for runner in pair:
+        r, driver = random.Random(4), Driver(runner, seed=3)
+        captured = decodes = 0
+        waiting, found = list(range(6)), {}
+        while waiting or driver.tokens:
+            if waiting and (r.random() < 0.5 or not driver.tokens):
+                request = waiting.pop(0)
+                driver.add(request, ids_of(3 + 5 * request, request), SAMPLING[0 if greedy else request])
+            before = {q: driver.done[q] for q in driver.tokens}
+            result = driver.step(7)
+            captured += result.captured_decodes
+            decodes += sum(before[q] > 0 and driver.done[q] == before[q] + 1 and q in result.token_ids
+                           for q in driver.tokens)
+            for request in [q for q in driver.tokens if len(driver.generated(q)) == 25]:
+                found[request] = driver.end(request)
+        seen.append((found, driver.logprobs, driver.prompt_logprobs))
+        assert 0 < captured <= decodes
+        if runner is pair[1]:
+            assert captured == decodes
+    assert seen[0] == seen[1]
+    graphs = [pair[0]._likeliest, pair[0]._decoding]
+    assert {rows for graph in graphs for rows in graph.replays} == {1, 2, 3, 4}
+    assert len(graphs[0].replays) > 0
+
+
+def test_nobodys_cache_is_touched_by_padding(pair):
+    runner, _ = pair
+    caches = [tensor for layer in runner._cache.layers for tensor in layer]
+    prompt = ids_of(5)
+    runner.collect(runner.launch(Step(
+        [Row(0, prompt, 0, [3], True)], [NewRequest(0, prompt, [], SAMPLING[0])])))
+    before = [tensor.clone() for tensor in caches]
+    runner.collect(runner.launch(Step([Row(0, [1], 5, [3], True)])))
+    assert runner._likeliest.replays[-1] == 1
+    for tensor, was in zip(caches, before, strict=True):
+        changed = [block for block in range(len(tensor)) if not torch.equal(tensor[block], was[block])]
+        assert set(changed) <= {3, runner.num_blocks}
+        assert 3 in changed
+
+
+def test_a_chunk_does_not_end_the_captured_decode(pair):
+    runner, _ = pair
+    news = [NewRequest(q, ids_of(4, q), [], SAMPLING[0]) for q in range(6)]
+    runner.collect(runner.launch(Step(
+        [Row(q, ids_of(4, q), 0, [q], True) for q in range(5)], news)))
+
+    def step(*rows: Row):
+        return runner.collect(runner.launch(Step(list(rows))))
+
+    decodes = [Row(q, [1], 4, [q], True) for q in range(5)]
+    mixed = step(*decodes[:3], Row(5, ids_of(3, 5), 0, [5], False))
+    assert (mixed.captured, mixed.captured_decodes) == (True, 3)
+    assert set(mixed.token_ids) == {0, 1, 2}
+    beyond = step(*decodes)  # more than the largest bucket: each row gets its token all the same
+    assert (beyond.captured, beyond.captured_decodes) == (False, 0)
+    assert set(beyond.token_ids) == set(range(5))
+    chunk = step(Row(5, ids_of(4, 5)[3:], 3, [5], True))
+    assert chunk.captured_decodes == 1  # a prompt's last token is a decode row like any other
+
+
+def test_a_step_whose_kernels_are_timed_runs_them_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "select", lambda *_: Bucketed())
+    calls: list[str] = []
+    folder = saved(random_model("qwen3"), tmp_path)
+    runner = load(folder, kernel_sampling=2, observe=lambda name, *_: calls.append(name))
+    driver = Driver(runner)
+    driver.add(0, ids_of(4))
+    results = [driver.step(64) for _ in range(4)]
+    assert [result.captured for result in results] == [False, True, False, True]
+    assert calls.count("take_ids") == 2
+    assert calls.count("linear_argmax") == 2

@@ -1,0 +1,123 @@
+"""Logits against transformers, which computes each sequence whole, without a cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from npuserve.kernels.native import available
+from npuserve.kernels.registry import KernelSet
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution.batch import make_batch
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.kv_cache import KVCache, block_bytes
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.step import Row
+from tests.support.models import FAMILIES, random_model, saved
+
+BACKENDS = [CpuBackend(native=False), *([CpuBackend()] if available() else [])]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.kernels)
+def backend(request):
+    return request.param
+
+
+class Bench:
+    """A model and its cache, without a runner."""
+
+    def __init__(
+        self, folder, backend: CpuBackend, block_size: int = 16, num_blocks: int = 64,
+        dtype: torch.dtype = torch.float32,
+    ):
+        config = ModelConfig.from_folder(folder)
+        weights = load_weights(folder, config, dtype, backend, lambda done, total: None)
+        table = cos_sin_table(config.rope, config.head_dim, config.context_length)
+        self.model = Model(config, weights, table, KernelSet(backend.kernels))
+        self.cache = KVCache.allocate(config, num_blocks, block_size, dtype, backend)
+        self.backend = backend
+        self.block_size = block_size
+
+    @torch.inference_mode()
+    def logits(self, rows: list[Row]) -> list[torch.Tensor]:
+        """Of all tokens of each row, over the real vocabulary."""
+        batch = make_batch(rows, self.block_size, self.backend)
+        logits = self.model.logits(self.model.hidden(batch, self.cache))[:, : self.model.config.vocab_size]
+        return list(logits.split([len(row.token_ids) for row in rows]))
+
+
+@torch.no_grad()
+def oracle(model, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids])).logits[0]
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(100), k=length)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_prompt_in_one_piece(tmp_path, kind, backend):
+    model = random_model(kind)
+    ids = ids_of(50)
+    [logits] = Bench(saved(model, tmp_path), backend).logits([Row(0, ids, 0, list(range(13)), True)])
+    torch.testing.assert_close(logits, oracle(model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias", "llama-yarn"])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+def test_chunks_decodes_and_prompts_in_one_step_with_blocks_out_of_order(tmp_path, kind, block_size, backend):
+    if block_size % backend.block_multiple:
+        return
+    model = random_model(kind)
+    bench = Bench(saved(model, tmp_path), backend, block_size, num_blocks=256)
+    prompts = {request: ids_of(length, request) for request, length in enumerate((40, 17, 33, 1, 26))}
+    blocks = random.Random(7).sample(range(256), 5 * -(-40 // block_size))
+    tables = {request: blocks[request :: len(prompts)] for request in prompts}
+    done = dict.fromkeys(prompts, 0)
+    parts: dict[int, list[torch.Tensor]] = {request: [] for request in prompts}
+    r = random.Random(3)
+    while any(done[request] < len(ids) for request, ids in prompts.items()):
+        rows = []
+        for request, ids in prompts.items():
+            end = min(len(ids), done[request] + r.choice([0, 1, 1, 5, 19]))
+            if end > done[request]:
+                rows.append(Row(request, ids[done[request] : end], done[request], tables[request], end == len(ids)))
+        r.shuffle(rows)
+        if rows:
+            for row, logits in zip(rows, bench.logits(rows), strict=True):
+                parts[row.request_id].append(logits)
+                done[row.request_id] += len(row.token_ids)
+    for request, ids in prompts.items():
+        torch.testing.assert_close(torch.cat(parts[request]), oracle(model, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_requests_that_share_the_blocks_of_their_prefix(tmp_path, backend):
+    model = random_model("qwen3")
+    bench = Bench(saved(model, tmp_path), backend)
+    shared, first, second = ids_of(32, 1), ids_of(5, 2), ids_of(9, 3)
+    bench.logits([Row(0, shared + first, 0, [5, 3, 8], True)])
+    rows = [Row(1, second, 32, [5, 3, 20], True), Row(0, [42], 37, [5, 3, 8], True)]
+    of_second, of_first = bench.logits(rows)
+    torch.testing.assert_close(of_second, oracle(model, shared + second)[32:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(of_first, oracle(model, [*shared, *first, 42])[37:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_rows_logits_are_close_to_those_in_company_in_bfloat16(tmp_path, backend):
+    model = random_model("qwen3").to(torch.bfloat16)
+    bench = Bench(saved(model, tmp_path), backend, dtype=torch.bfloat16)
+    ids = ids_of(30)
+    [logits] = bench.logits([Row(0, ids, 0, list(range(8)), True)])
+    reference = oracle(random_model("qwen3"), ids)
+    theirs = (oracle(model, ids).float() - reference).abs().mean()
+    assert (logits.float() - reference).abs().mean() < 1.5 * theirs  # as far from float32 as transformers' bfloat16
+
+
+def test_the_cache_takes_the_bytes_it_says(tmp_path, backend):
+    bench = Bench(saved(random_model("qwen3"), tmp_path), backend, block_size=32, num_blocks=5)
+    taken = sum(tensor.nbytes for tensor in bench.cache.tensors)
+    assert taken == 5 * block_bytes(bench.model.config, 32, torch.float32, backend)
+    assert not any(tensor.any() for tensor in bench.cache.tensors)

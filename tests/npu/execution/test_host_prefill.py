@@ -1,0 +1,415 @@
+"""Prompts computed on the host for a device that decodes: the tokens are those of one device. The device here is the
+golden functions on the CPU, in buckets as graphs have them; at the end of the file it is the emulated NPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from npuserve.npu import backends
+from npuserve.npu.backends import BackendError, select_prefill
+from npuserve.npu.backends.base import Captured
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution import runner as runner_module
+from npuserve.npu.execution.host_prefill import HostPrefill, Run, _portions
+from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from npuserve.service.cli import check
+from npuserve.service.config import ServerConfig
+from tests.npu.backends import small
+from tests.npu.emulator.child import missing, run
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Device(CpuBackend):
+    """In memory of its own, though it is the host's."""
+
+    name = "device"
+    padding_blocks = 1
+    block_size = 16
+    vocabulary_tile = 16
+
+    def __init__(self) -> None:
+        super().__init__(native=False)
+
+
+class Graph:
+    """Of two or four rows."""
+
+    largest = 4
+
+    def __init__(self, step: Callable[[int], torch.Tensor]):
+        self._step = step
+
+    def size(self, rows: int) -> int:
+        return 2 if rows <= 2 else 4
+
+    def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
+        return self._step(self.size(rows))[:rows]
+
+    def replay_timed(self, rows: int, context_lens: Sequence[int]) -> None:
+        return
+
+
+class Bucketed(Device):
+    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+        return Graph(step) if decode else None
+
+
+def load(folder: Path, **settings: Any) -> Runner:
+    defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 48, "threads": 1}
+    runner = runner_module.load_runner(
+        folder, **{"kv_cache_memory": 16 << 20, **defaults, **settings}, progress=lambda done, total: None)
+    assert (runner._prefill is not None) == (settings.get("prefill_device") == "cpu")
+    return runner
+
+
+@pytest.fixture(params=[Device, Bucketed])
+def pair(request, tmp_path, monkeypatch, restored_threads) -> tuple[Runner, Runner]:
+    """(all on the device, prompts on the host), of one model."""
+    monkeypatch.setattr(runner_module, "select", lambda *_: request.param())
+    folder = small.saved(tmp_path, head_dim=16)
+    return load(folder), load(folder, prefill_device="cpu")
+
+
+@pytest.fixture
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    CpuBackend().set_threads(0)
+    torch.set_num_threads(before)
+
+
+def check_mirror(runner: Runner) -> int:
+    """What the mirror holds is what the device has, bit by bit; of how many slots."""
+    prefill, size = runner._prefill, runner.block_size
+    assert prefill is not None
+    runner._backend.synchronize()
+    runs = [Run(block, 0, held) for block, held in enumerate(prefill._held) if held]
+    assert all(run.last <= size for run in runs)
+    slots = prefill._slots(runs)
+    for own, cached in zip(prefill._mirror.layers, runner._cache.layers, strict=True):
+        mirrored = prefill._host.read_cache(*own, slots, runner.config.head_dim)
+        for ours, theirs in zip(mirrored, cached, strict=True):
+            there = theirs[: runner.num_blocks].flatten(0, 1)[slots.to(theirs.device)].cpu()
+            assert torch.equal(ours, there[..., : runner.config.head_dim])
+            assert not there[..., runner.config.head_dim :].any()
+            assert ours.any()
+    return len(slots)
+
+
+class Talks:
+    """Turns of talks through the real scheduler: each turn's prompt is all before it and more. What comes next to a
+    preempted request is a prompt, too."""
+
+    def __init__(self, runner: Runner, blocks: int, depth: int, budget: int = 24, seats: int = 4):
+        from npuserve.service.scheduling.block_manager import BlockManager
+        from npuserve.service.scheduling.scheduler import Scheduler
+
+        self.runner, self.depth = runner, depth
+        self.scheduler = Scheduler(
+            BlockManager(blocks, runner.block_size), max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100,
+            aging_seconds=1.0)
+        self.arrivals = 0
+
+    def turn(self, prompts: list[list[int]], count: int, **sampling: Any) -> list[list[int]]:
+        """The answers of `count` tokens, computed side by side."""
+        from npuserve.service.ipc.messages import Request
+
+        sequences = []
+        for seed, prompt in enumerate(prompts):
+            self.arrivals += 1
+            request = Request(f"r{self.arrivals}", prompt, count, float(self.arrivals),
+                              SamplingParams(seed=seed, **({"temperature": 0.0} | sampling)))
+            sequences.append(self.scheduler.add(request, (b"", 0), 0.0))
+        flying: list[Any] = []
+        for _ in range(3000):
+            step = self.scheduler.schedule(0.0)
+            if step.rows:
+                flying.append((step, self.runner.launch(step)))
+            if flying and (not step.rows or len(flying) == self.depth):
+                done, handle = flying.pop(0)
+                self.scheduler.apply(done, self.runner.collect(handle), 0.0)
+            self.scheduler.check_integrity()
+            if not (flying or self.scheduler.has_work):
+                break
+        return [sequence.token_ids[len(prompt):] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(100, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def restored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the slots of each copy from the device to the mirror."""
+    counts: list[int] = []
+    original = HostPrefill._restore
+    monkeypatch.setattr(HostPrefill, "_restore", lambda self, runs: (
+        counts.append(sum(run.last - run.first for run in runs)), original(self, runs))[1])
+    return counts
+
+
+@pytest.mark.parametrize("sampling", [
+    {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.2, "logit_bias": {7: 4.0}}], ids=str)
+def test_tokens_are_those_of_one_device(pair, sampling):
+    """Two steps in flight; chunks come while others decode, and for a while more decode than the largest bucket."""
+    plain, hosted = pair
+    expected, _ = small.answers(plain, small.asks(6, 12, **sampling))
+    got, results = small.answers(hosted, small.asks(6, 12, **sampling))
+    assert got == expected
+    assert len({len(result.token_ids) for result in results}) > 3
+    assert check_mirror(hosted) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_later_turns_find_what_the_device_generated(pair, monkeypatch, depth):
+    seen = []
+    counts = restored(pair[1], monkeypatch)
+    for runner in pair:
+        talks = Talks(runner, blocks=60, depth=depth)
+        prompts, answers = [ids(n, n) for n in (5, 40, 33)], []
+        for turn in range(3):
+            made = talks.turn(prompts, 30)
+            answers.append(made)
+            prompts = [p + a + ids(6 + turn, turn) for p, a in zip(prompts, made, strict=True)]
+        seen.append((answers, talks.scheduler.prefix_hits))
+    assert seen[0] == seen[1]
+    assert seen[0][1] > 200
+    assert sum(counts) >= 100  # generated, and never copied but for the next turn
+    check_mirror(pair[1])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_requests_go_on_where_they_were(pair, monkeypatch, depth, sampling):
+    seen = []
+    counts = restored(pair[1], monkeypatch)
+    for runner in pair:
+        talks = Talks(runner, blocks=9, depth=depth)
+        seen.append(talks.turn([ids(n, n) for n in (20, 30, 9, 40)], 50, **sampling))
+        assert talks.scheduler.preemptions > 1
+    assert seen[0] == seen[1]
+    assert sum(counts) > 0
+    check_mirror(pair[1])
+
+
+def test_blocks_may_go_to_others_at_any_time(pair):
+    """A block whose old owner decoded into it, a new owner's chunk in it, decode rows behind that, and a chunk again
+    behind those: what the mirror lacks is found by slots."""
+    asked: list[list[int]] = []
+    for runner in pair:
+        answers = []
+        for request, prompt in enumerate((ids(1, 1), ids(30, 2), ids(7, 3))):
+            tokens, blocks, done = list(prompt), [3, 1, 2, 7], 0
+            runner.collect(runner.launch(Step([], [NewRequest(request, prompt, [], GREEDY)])))
+            for length in (1, 4, 1, 1, 3, 1, 40, 1, 2, 1):  # as no scheduler would have it: chunks of guessed tokens
+                while len(tokens) < done + length:
+                    tokens.append((7 * len(tokens) + request) % 100)
+                end = min(done + length, len(tokens))
+                row = Row(request, tokens[done:end], done, blocks[: -(-end // 16)], end == len(tokens))
+                result = runner.collect(runner.launch(Step([row])))
+                tokens += result.token_ids.values()
+                done = end
+            runner.launch(Step([], ended=[request]))
+            answers += tokens
+        asked.append(answers)
+    assert asked[0] == asked[1]
+    check_mirror(pair[1])
+
+
+def test_log_probabilities_are_those_of_one_device(pair):
+    prompt = ids(40, 4)
+    seen = []
+    for runner in pair:
+        sampling = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=3)
+        runner.collect(runner.launch(Step([], [NewRequest(1, prompt, [], sampling), NewRequest(2, [5], [], GREEDY)])))
+        reports = []
+        for start in (0, 25):
+            chunk = prompt[start : start + 25]
+            rows = [Row(2, [5], 0, [9], True), Row(1, chunk, start, [4, 0, 2][: 2 + (start > 0)], start > 0)]
+            result = runner.collect(runner.launch(Step(rows)))
+            reports += result.prompt_logprobs[1] + list(result.logprobs.values())
+        seen.append(reports)
+    assert len(seen[0]) == len(prompt)
+    for one, other in zip(*seen, strict=True):
+        assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+
+
+def test_decode_rows_do_not_wait_for_the_host(pair):
+    """Nor does the step before: it is collected while the host computes a chunk."""
+    _, runner = pair
+    first = runner.launch(Step([Row(0, [5], 0, [0], True)], [NewRequest(0, [5], [], GREEDY)]))
+    free = threading.Event()
+    runner._prefill._host.enqueue(lambda: free.wait(60))
+    second = runner.launch(Step(
+        [Row(0, [-1], 1, [0], True), Row(1, ids(9, 1), 0, [1], True)], [NewRequest(1, ids(9, 1), [], GREEDY)]))
+    token = runner.collect(first).token_ids[0]
+    runner._waiting.begun.wait()  # its decode rows are done
+    early = int(runner._last[0])
+    assert second.ran is None
+    free.set()
+    result = runner.collect(second)
+    assert result.token_ids[0] == early
+    plain = pair[0]
+    expected, _ = small.answers(plain, [small.Ask([5], 2), small.Ask(ids(9, 1), 1)])
+    assert [token, result.token_ids[0]] == expected[0]
+    assert result.token_ids[1] == expected[1][0]
+
+
+def test_what_goes_wrong_on_the_host_is_told(pair, monkeypatch):
+    _, runner = pair
+    monkeypatch.setattr(runner._prefill, "_decode", lambda *_: 1 // 0)
+    launched = runner.launch(Step([Row(0, [5, 6], 0, [0], True)], [NewRequest(0, [5, 6], [], GREEDY)]))
+    with pytest.raises(ZeroDivisionError):
+        runner.collect(launched)
+
+
+def test_kernels_of_both_are_timed(tmp_path, monkeypatch, restored_threads):
+    monkeypatch.setattr(runner_module, "select", lambda *_: Device())
+    calls: list[tuple[str, ...]] = []
+    runner = load(small.saved(tmp_path, head_dim=16), prefill_device="cpu", kernel_sampling=1,
+                  observe=lambda *call: calls.append(call[:3]))
+    small.answers(runner, small.asks(1, 1), chunk=64)
+    host = runner._prefill._host.kernels
+    names = [name for name, _, _ in calls]
+    assert {name: names.count(name) for name in ("paged_attention", "embedding", "linear_argmax", "keep_ids")} == {
+        "paged_attention": 2, "embedding": 1, "linear_argmax": 1, "keep_ids": 1}
+    assert {label for name, _, label in calls if name == "paged_attention"} == {host}
+    assert {label for name, _, label in calls if name == "linear_argmax"} == {"golden"}
+
+
+def test_it_is_refused_where_the_model_runs_already():
+    with pytest.raises(BackendError, match="prefill_device: the whole model runs on cpu; leave prefill_device at same"):
+        select_prefill("cpu", CpuBackend())
+    assert select_prefill("same", CpuBackend()) is None
+
+
+def test_a_dtype_and_blocks_that_the_host_has_not(tmp_path, monkeypatch):
+    config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
+    device, host = Device(), CpuBackend()
+    device.dtypes = ("float16",)  # type: ignore[misc]
+    with pytest.raises(BackendError, match=r"prefill_device: cpu does not compute in float16; .* float32, bfloat16"):
+        predict(config, device, dtype="float16", prefill=host)
+    if host.block_multiple > 1:
+        with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are multiples of 16"):
+            predict(config, Device(), block_size=8, prefill=host)
+
+
+def test_what_the_host_takes_is_planned(tmp_path, monkeypatch):
+    config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
+    device, host = Device(), CpuBackend()
+    monkeypatch.setattr(device, "memory_available", lambda: 1 << 30)
+    monkeypatch.setattr(host, "memory_available", lambda: 1 << 30)
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
+    whole, plan = predict(config, device, **settings), predict(config, device, prefill=host, **settings)
+    assert whole.host is None
+    assert plan.fits
+    assert plan.activations < whole.activations  # those of the decode rows
+    block = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, numbers, bytes
+    assert plan.host.kv_cache == plan.num_blocks * block == plan.kv_cache - block  # no block for padding
+    assert plan.host.staging == 2 * 64 * (2 * 2 * 2 * 16 + 64) * 4
+    assert plan.host.needed == (
+        plan.host.weights + plan.host.kv_cache + plan.host.activations + plan.host.staging) <= 1 << 30
+    # The mirror is a part of the host's share: what that holds bounds the device's blocks.
+    free = plan.host.needed - plan.host.kv_cache + 8 * block
+    monkeypatch.setattr(host, "memory_available", lambda: free + 4 * 5 * block - 8 * block)
+    assert predict(config, device, prefill=host, **settings).num_blocks == 5
+    monkeypatch.setattr(host, "memory_available", lambda: 1 << 10)
+    short = predict(config, device, prefill=host, **settings)
+    assert not short.fits
+    with pytest.raises(ModelError, match=r"computing prompts on cpu needs .* \(weights .* staging .*\), and 0.0 MiB"):
+        short.require_fit()
+
+
+def test_check_shows_both(tmp_path, monkeypatch):
+    def select(name: str = "auto", emulate: Sequence[str] | None = None) -> CpuBackend:
+        return CpuBackend() if name == "cpu" else Device()
+
+    monkeypatch.setattr(backends, "select", select)
+    folder = small.saved(tmp_path, head_dim=16)
+    config = ServerConfig(model=str(folder), device="npu", prefill_device="cpu", dtype="float32")
+    found = check.model(config)
+    host = found["host"]
+    assert found["fits"]
+    assert host["fits"]
+    assert host["needed"] == sum(host[part] for part in ("weights", "kv_cache", "activations", "staging")) > 0
+    native = check.native(found["cpu_kernels"])
+    report = {"machine": check.machine(), "native": native, "backends": {}, "optional": {}, "emulated": False}
+    said = check.text(report | {"model": found})
+    assert "prompts are computed on cpu, of whose memory this takes" in said
+    assert said.count(" fits: needs ") == 2
+    assert check.model(msgspec.structs.replace(config, prefill_device="same"))["host"] is None
+    refused = check.model(msgspec.structs.replace(config, device="cpu"))
+    assert refused["error"].startswith("prefill_device: the whole model runs on cpu")
+
+
+def test_portions_of_what_is_copied():
+    runs = [Run(1, 0, 16), Run(2, 4, 16), Run(5, 0, 16), Run(6, 0, 3)]
+    assert list(_portions(runs, 28)) == [runs[:2], runs[2:]]
+    assert list(_portions(runs, 1)) == [[run] for run in runs]
+    assert list(_portions([], 9)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_of_every_layout(cpu, dtype):
+    shapes = cpu.cache_shapes(5, 16, 3, 24, dtype)
+    keys, values = (cpu.empty(shape, dtype).zero_() for shape in shapes)
+    slots = torch.tensor([79, 0, 17, 18, 33, 63])
+    new = torch.randn(2, len(slots), 3, 24).to(dtype)
+    cpu.write_cache(keys, values, slots, *new)
+    for read, written in zip(cpu.read_cache(keys, values, slots, 24), new, strict=True):
+        assert torch.equal(read, written)
+    everything = torch.arange(80)
+    for read, written in zip(cpu.read_cache(keys, values, everything, 24), new, strict=True):
+        expected = torch.zeros(80, 3, 24, dtype=dtype)
+        expected[slots] = written
+        assert torch.equal(read, expected)
+
+
+# On the emulated NPU
+
+
+def on_the_npu(folder: Path, head_dim: int) -> None:
+    small.saved(folder, head_dim=head_dim)
+    settings = {"block_size": 128, "decode_buckets": (1, 2, 4), "kv_cache_memory": 24 << 20}
+    cpu = load(folder, backend="cpu", **settings)
+    npu = load(folder, backend="npu", **settings)
+    hosted = load(folder, backend="npu", prefill_device="cpu", **settings)
+    for sampling in ({}, {"temperature": 0.9}):
+        answers = []
+        for runner in (cpu, npu, hosted):
+            made, results = small.answers(runner, small.asks(6, 8, **sampling))
+            answers.append(made)
+            assert any(result.captured_decodes for result in results)
+            runner.launch(Step([], ended=list(range(6))))
+        assert answers[0] == answers[1] == answers[2]
+    turns = []
+    for runner in (cpu, npu, hosted):
+        talks, prompts, answers = Talks(runner, blocks=7, depth=2, budget=40), [ids(n, n) for n in (100, 250)], []
+        for turn in range(2):
+            answers.append(talks.turn(prompts, 120))
+            prompts = [p + a + ids(5, turn) for p, a in zip(prompts, answers[-1], strict=True)][:1]
+        assert talks.scheduler.prefix_hits
+        turns.append((answers, talks.scheduler.preemptions))
+        runner.launch(Step([], ended=talks.scheduler._ended))
+    assert turns[0] == turns[1] == turns[2]
+    assert check_mirror(hosted) > 300
+
+
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1), ("eager", 0)])
+def test_the_emulated_npu_goes_on_from_the_hosts_chunks(tmp_path: Path, order: str, seed: int) -> None:
+    """Whatever the device does first, and whatever stands in new memory; its heads are padded."""
+    if reason := missing():
+        pytest.skip(reason)
+    run(on_the_npu, {"folder": tmp_path, "head_dim": 32},
+        {"relax": ("fp32",), "order": order, "seed": seed, "poison": True})

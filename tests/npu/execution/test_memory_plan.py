@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.native.packed import compacts, packed_words
+from npuserve.npu.backends import BackendError
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution.kv_cache import KVCache, block_bytes
+from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.runner import load_runner
+from npuserve.npu.model import loader
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.model.weights import read_bytes, stored_bytes
+from tests.npu.model.test_weights import storage
+from tests.support.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
+
+CONFIG = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16})
+BLOCK = block_bytes(CONFIG, 16, torch.float32, CpuBackend())
+
+
+@pytest.fixture
+def available(monkeypatch, cpu):
+    def set_to(count: int) -> None:
+        monkeypatch.setattr(cpu, "memory_available", lambda: count)
+
+    set_to(1 << 30)
+    return set_to
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_cache_take_what_is_predicted(tmp_path, kind, dtype, cpu):
+    folder = saved(random_model(kind), tmp_path)
+    config = ModelConfig.from_folder(folder)
+    plan = predict(config, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3)
+    made = getattr(torch, plan.dtype)
+    weights = load_weights(folder, config, made, cpu, lambda done, total: None)
+    table = cos_sin_table(config.rope, config.head_dim, plan.max_model_len)
+    assert plan.weights == sum(tensor.nbytes for tensor in (table, *storage(weights)))
+    cache = KVCache.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
+    assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
+
+
+def test_kv_cache_that_takes_long_shows_progress(cpu, monkeypatch, caplog):
+    monkeypatch.setattr(loader, "FIRST_REPORT_SECONDS", 0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
+    plan = predict(config, cpu, kv_cache_memory=64 << 20)
+    with caplog.at_level("INFO"):
+        KVCache.allocate(config, plan.num_blocks, plan.block_size, torch.float32, cpu)
+    assert re.fullmatch(r"zeroing the KV cache: \d+ of \d+ MiB", caplog.messages[0])
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (128, "float32")])
+def test_an_int8_cache_holds_nearly_twice_the_tokens_and_takes_what_is_predicted(cpu, head_dim, dtype):
+    """A token's head takes head_dim bytes and 2 of its scale. Beside float32 it is nearly four times."""
+    config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": head_dim})
+    plans = [predict(config, cpu, dtype=dtype, kv_cache_dtype=cache, kv_cache_memory=16 << 20, block_size=16)
+             for cache in ("auto", "int8")]
+    assert [plan.kv_cache_dtype for plan in plans] == [dtype, "int8"]
+    itemsize = getattr(torch, dtype).itemsize
+    gain = plans[1].num_blocks / plans[0].num_blocks
+    assert gain == pytest.approx(itemsize * head_dim / (head_dim + 2), rel=0.01)
+    assert gain >= 1.9
+    cache = KVCache.allocate(config, plans[1].num_blocks, 16, torch.int8, cpu)
+    assert plans[1].kv_cache == sum(t.nbytes for t in cache.tensors)
+    assert plans[1].weights == plans[0].weights
+
+
+def test_the_default_cache_holds_all_requests_at_full_length(cpu, available):
+    plan = predict(CONFIG, cpu, max_num_seqs=5)
+    assert (plan.block_size, plan.max_model_len, plan.num_blocks) == (cpu.block_size, 64, 5)
+    assert plan.fits
+    assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 5 * 4
+
+
+def test_or_a_share_of_what_is_free(cpu, available):
+    plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
+    beside = plan.activations + plan.logits + plan.weights - 4 * plan.max_model_len * CONFIG.head_dim
+    available(beside + 4 * 7 * BLOCK)
+    assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 7
+    available(beside + 4 * 3 * BLOCK)
+    short = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
+    assert (short.num_blocks, short.max_model_len) == (3, 48)  # the context follows what the cache holds
+    asked = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, max_model_len=64)
+    assert (asked.num_blocks, asked.max_model_len) == (4, 64)  # unless it was asked for
+    assert asked.fits
+
+
+def test_weights_that_take_more_take_it_from_the_cache(cpu, available):
+    plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
+    available(plan.peak - plan.base + 100)
+    plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, kv_cache_memory=plan.kv_cache, max_model_len=64)
+    assert plan.grown(100, BLOCK) == replace(plan, weights=plan.weights + 100)
+    less = plan.grown(101 + BLOCK, BLOCK)
+    assert (less.num_blocks, less.kv_cache) == (plan.num_blocks - 2, plan.kv_cache - 2 * BLOCK)
+    less.require_fit()
+    with pytest.raises(ModelError, match="the model needs"):
+        plan.grown(plan.kv_cache, BLOCK).require_fit()
+
+
+def test_a_model_whose_weights_stay_plain_is_counted_so(tmp_path):
+    model = random_model("qwen3")
+    down = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        down.mul_(2.0 ** torch.randint(-60, 1, down.shape))
+    folder = saved(model, tmp_path)
+    runner = load_runner(folder, backend="cpu", dtype="bfloat16", max_num_seqs=2)
+    config, device = ModelConfig.from_folder(folder), CpuBackend()
+    compact = compacts(down.shape[1], torch.bfloat16) if native.available() else False
+    more = runner.weights_bytes - stored_bytes(config, torch.bfloat16, device)
+    assert more == (4 * packed_words(*down.shape, torch.bfloat16, False) if compact else 0)
+    read = runner.read_bytes - read_bytes(config, torch.bfloat16, device)
+    assert read == (more - 4 * packed_words(*down.shape, torch.bfloat16, True) if compact else 0)
+
+
+def test_a_given_cache_is_taken_as_it_is(cpu, available):
+    plan = predict(CONFIG, cpu, kv_cache_memory=10 * BLOCK + 1, max_num_seqs=1000, block_size=16)
+    assert (plan.num_blocks, plan.kv_cache, plan.max_model_len) == (10, 10 * BLOCK, 64)
+
+
+def test_what_does_not_fit_says_so_with_its_parts(cpu, available):
+    available(1 << 20)
+    plan = predict(CONFIG, cpu, kv_cache_memory=1 << 21)
+    assert not plan.fits
+    assert not predict(CONFIG, cpu).fits
+    parts = r"needs [34]\.\d MiB of memory \(weights 0.2 MiB, kv_cache 2.0 MiB, .* 1.0 MiB is"
+    with pytest.raises(ModelError, match=parts):
+        plan.require_fit()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_model_len": 65}, ModelError, "max_model_len: 65 is beyond the model's context of 64 tokens"),
+        ({"kv_cache_memory": BLOCK - 1}, ModelError, "kv_cache_memory: .* holds 0 tokens; one block needs"),
+        (
+            {"kv_cache_memory": 3 * BLOCK, "max_model_len": 64, "block_size": 16},
+            ModelError,
+            "kv_cache_memory: .* holds 48 tokens; max_model_len 64 needs",
+        ),
+        ({"dtype": "float64"}, BackendError, "dtype: 'float64'"),
+        ({"kv_cache_dtype": "int4"}, BackendError, "kv_cache_dtype: 'int4' is not possible on cpu; possible are auto"),
+        (
+            {"kv_cache_dtype": "int8", "prefill": CpuBackend()},
+            BackendError,
+            "kv_cache_dtype: 'int8' is not possible where prompts are computed on another device",
+        ),
+    ],
+)
+def test_settings_that_contradict_the_model(cpu, available, settings, error, message):
+    with pytest.raises(error, match=message):
+        predict(CONFIG, cpu, **settings)
+
+
+def test_a_block_size_that_the_kernels_cannot_have(cpu):
+    assert predict(CONFIG, cpu, block_size=32).block_size == 32
+    if cpu.block_multiple == 1:
+        assert predict(CONFIG, cpu, block_size=8).block_size == 8
+        return
+    with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are multiples of 16"):
+        predict(CONFIG, cpu, block_size=8)
+
+
+PROCESS = """
+import sys
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution.runner import load_runner
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from npuserve.npu.execution import memory_plan as memory, runner as module
+
+plans = []
+module.select = lambda *_: CpuBackend(native=sys.argv[2] == "cpu")
+module.predict = lambda *args, **settings: plans.append(memory.predict(*args, **settings)) or plans[0]
+runner = load_runner(sys.argv[1], max_num_seqs=32, max_num_batched_tokens=256, threads=1, progress=lambda *_: None,
+                     kv_cache_memory=100 << 20, lm_head_dtype=sys.argv[3])
+sampling = SamplingParams(temperature=0.7, top_p=0.9)
+blocks = list(range(64))
+for step in (Step([Row(0, [5] * 256, 512, blocks, True)], [NewRequest(0, [5] * 768, [], sampling)]),
+             Step([Row(i, [5], 3, [i], True) for i in range(32)],
+                  [NewRequest(i, [5] * 4, [], sampling) for i in range(1, 32)])):
+    runner.collect(runner.launch(step))
+print(plans[0].peak, next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_predicted_peak_is_the_measured_one_within_a_tenth(tmp_path: Path, cpu, quantized):
+    """Of a process that loads 80 MB of weights, prefills and decodes: a loader that held a tensor or a mapped page
+    twice would show."""
+    model = random_model("qwen3", vocab_size=20000, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
+                         head_dim=64, max_position_embeddings=1024)
+    folder = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)
+    command = [sys.executable, "-c", PROCESS, str(folder), cpu.kernels, "int8" if quantized else "auto"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    predicted, measured = map(int, run.stdout.split())
+    assert predicted == pytest.approx(measured, rel=0.1)

@@ -1,0 +1,133 @@
+"""A second life finds the weights of the first in memory. Needs the native kernels and a system that makes large pages
+of a file in memory; elsewhere every life loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from npuserve.kernels.native import available, library
+from npuserve.kernels.native.choice import Wanted
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution.shared_weights import SharedMemory
+from tests.npu.execution.test_runner import Driver, load
+from tests.support.models import random_model, saved, saved_w8a8
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no files in memory")
+    made = os.memfd_create("test")
+    yield made
+    os.close(made)
+
+
+@pytest.fixture
+def shared(file: int) -> int:
+    if not available():
+        pytest.skip("the native kernels are not built")
+    with CpuBackend().sharing(file, filled=False) as possible:
+        if not possible:
+            pytest.skip("this system makes no large pages of a file in memory")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Weights have the form that they had, afterwards."""
+    before = available() and library().compact
+    yield
+    if available():
+        library().compact = before
+
+
+def tokens(runner) -> list[int]:
+    driver = Driver(runner)
+    driver.add(0, [5, 6, 7, 8, 9])
+    while len(driver.tokens[0]) < 25:
+        driver.step()
+    return driver.end(0)
+
+
+def told(left: object) -> dict:
+    """As the supervisor gets it."""
+    return json.loads(json.dumps(left))
+
+
+@pytest.fixture
+def no_reading(monkeypatch: pytest.MonkeyPatch):
+    def forbid() -> None:
+        monkeypatch.setattr("npuserve.npu.model.loader._places", lambda *_: pytest.fail("a checkpoint is read"))
+
+    return forbid
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama-bias", "w8a8"])
+def test_a_second_life_reads_nothing_and_makes_the_same_tokens(kind, shared, tmp_path, no_reading):
+    folder = saved_w8a8(random_model("qwen3"), tmp_path) if kind == "w8a8" else saved(random_model(kind), tmp_path)
+    alone = tokens(load(folder))
+    first = load(folder, memory=SharedMemory(shared))
+    assert tokens(first) == alone
+    left = told(first.leaves)
+    no_reading()
+    for _ in range(2):
+        again = load(folder, memory=SharedMemory(shared, left))
+        assert (again.num_blocks, again.max_model_len) == (first.num_blocks, first.max_model_len)
+        assert told(again.leaves) == left
+        assert tokens(again) == alone
+
+
+def test_a_model_that_has_changed_is_loaded(shared, tmp_path):
+    folder = saved(random_model("qwen3"), tmp_path)
+    first = load(folder, memory=SharedMemory(shared))
+    left = told(first.leaves)
+    del first
+    saved(random_model("qwen3", seed=1), tmp_path)
+    os.utime(Path(folder) / "model.safetensors", ns=(1, 1))
+    assert tokens(load(folder, memory=SharedMemory(shared, left))) == tokens(load(folder))
+
+
+def test_weights_that_lie_there_in_another_form_are_loaded(shared, tmp_path):
+    folder = saved(random_model("qwen3"), tmp_path)
+    compact, plain = (Wanted(weights=form) for form in ("compact", "plain"))
+    settings = {"dtype": "bfloat16"}
+    first = load(folder, memory=SharedMemory(shared), cpu=compact, **settings)
+    left, alone, size = told(first.leaves), tokens(first), first.weights_bytes
+    del first
+    second = load(folder, memory=SharedMemory(shared, left), cpu=plain, **settings)
+    assert tokens(second) == alone
+    assert second.weights_bytes > size
+    assert told(second.leaves) != left
+
+
+def test_a_life_that_was_never_ready_leaves_nothing(shared, tmp_path):
+    """Half a model lies there, and nobody said of it that it is whole."""
+    os.ftruncate(shared, 64 << 20)
+    os.pwrite(shared, b"\x7f" * (1 << 20), 0)
+    folder = saved(random_model("qwen3"), tmp_path)
+    assert tokens(load(folder, memory=SharedMemory(shared))) == tokens(load(folder))
+
+
+def test_without_large_pages_every_life_loads(file, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    folder = saved(random_model("qwen3"), tmp_path)
+    monkeypatch.setattr("npuserve.kernels.native.Library.share", refuse)
+    runner = load(folder, memory=SharedMemory(file, None))
+    assert runner.leaves is None
+    assert tokens(runner) == tokens(load(folder))
+
+
+@pytest.mark.skipif(not available(), reason="the native kernels are not built")
+def test_what_comes_after_the_weights_is_not_shared(shared, tmp_path):
+    folder = saved(random_model("qwen3"), tmp_path)
+    load(folder, memory=SharedMemory(shared))
+    small = os.fstat(shared).st_size
+    load(folder, memory=SharedMemory(shared), kv_cache_memory=64 << 20)
+    assert os.fstat(shared).st_size == small

@@ -1,0 +1,37 @@
+"""Checkpoints of `npuserve quantize` in transformers with compressed-tensors, and here. The other way: test_w8a8.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from tests.npu.model import test_w8a8
+from tests.npu.model.test_w8a8 import FLIPS, far, logits, oracles
+from tests.npu.quantize.test_w8a8_checkpoint import outlying, sequences
+from tests.support.models import saved
+from tests.support.quantized import loaded
+
+backend = test_w8a8.backend
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [
+    ("qwen3", torch.bfloat16), ("qwen3-untied", torch.float16), ("qwen2", torch.float32),
+    ("llama-bias", torch.bfloat16),
+])
+def test_transformers_and_this_server_agree_on_what_quantize_made(tmp_path, kind, dtype, backend):
+    model = outlying(kind, dtype)
+    folder = saved(model, tmp_path / "model", max_shard_size="20KB")
+    quantize_checkpoint(folder, tmp_path / "out", sequences(), strength=0.5)
+    whole, theirs = oracles(model.float()), oracles(loaded(tmp_path / "out"))
+    assert 0.005 < far(theirs, whole) < 0.2
+    assert far(logits(tmp_path / "out", backend), theirs) < FLIPS
+
+
+def test_layers_that_were_left_out_are_left_out_there_too(tmp_path, backend):
+    folder = saved(outlying("qwen3-untied", torch.float32), tmp_path / "model")
+    quantize_checkpoint(folder, tmp_path / "out", ignore=["re:.*layers.1.self_attn", "model.layers.2.mlp.down_proj"])
+    theirs = loaded(tmp_path / "out")
+    assert not hasattr(theirs.model.layers[1].self_attn.q_proj, "quantization_scheme")
+    assert hasattr(theirs.model.layers[0].self_attn.q_proj, "quantization_scheme")
+    assert far(logits(tmp_path / "out", backend), oracles(theirs)) < FLIPS

@@ -1,0 +1,121 @@
+"""The file of API keys, and the command that writes it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from npuserve.service.access import api_keys as keys
+from npuserve.service.access.auth import Caller, Limits
+from npuserve.service.cli.main import main
+from npuserve.service.config import ConfigError
+
+HASH, OTHER = hashlib.sha256(b"one").hexdigest(), hashlib.sha256(b"two").hexdigest()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def add(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The key that is printed."""
+    assert main(["keys", "add", *map(str, arguments)]) == 0
+    (key,) = capsys.readouterr().out.splitlines()
+    return key
+
+
+def test_a_key_is_printed_once_and_found(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = add(capsys, file, "alice")
+    root = add(capsys, file, "root", "--admin", "--max-requests", 8)
+    again = add(capsys, file, "alice")
+    assert len({alice, root, again}) == 3
+    # 256 bits in 43 characters, and nothing of them in the file.
+    assert all(re.fullmatch(r"npuserve-[A-Za-z0-9_-]{43}", key) for key in (alice, root, again))
+    assert not any(key in file.read_text() for key in (alice, root, again))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found = keys.read(str(file))
+    assert found.find(alice) == found.find(again) == Caller("alice", Limits(None), admin=False)
+    assert found.find(root) == Caller("root", Limits(8), admin=True)
+    for wrong in ("", "alice", alice[:-1], alice + "x", alice.upper(), hashlib.sha256(alice.encode()).hexdigest(), "ü"):
+        assert found.find(wrong) is None
+    assert main(["keys", "list", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["alice keys=2", "root keys=1 admin=True max_requests=8"]
+    assert main(["keys", "remove", str(file), "alice"]) == 0
+    assert keys.read(str(file)).find(alice) is None
+    assert keys.read(str(file)).find(root)
+
+
+def test_a_file_that_a_person_wrote(file: Path) -> None:
+    file.write_text(f'# ours\n["team.a"]\nsha256 = "{HASH}"\n'
+                    f'[b]\nsha256 = ["{OTHER}"]\nadmin = true\nmax_requests = 0\n')
+    found = keys.read(str(file))
+    assert found.find("one") == Caller("team.a", Limits(None), admin=False)
+    assert found.find("two") == Caller("b", Limits(0), admin=True)
+
+
+def test_a_file_without_keys_lets_nobody_in(file: Path) -> None:
+    file.write_text("")
+    assert keys.read(str(file)).find("") is None
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("x", "not a TOML file"),
+    ("x = 1", "x: a table with sha256 is needed"),
+    ("[x]", "x: a table with sha256 is needed"),
+    (f'["a b"]\nsha256 = "{HASH}"', "a b: a name is 1 to 64 letters"),
+    (f'["ipv4:10.0.0.1"]\nsha256 = "{HASH}"', "a name is 1 to 64 letters"),
+    ('[x]\nsha256 = "abc"', "x.sha256: must be 64 lower-case hex digits"),
+    (f'[x]\nsha256 = "{HASH.upper()}"', "x.sha256: must be 64 lower-case hex digits"),
+    ("[x]\nsha256 = [1]", "x.sha256: must be 64 lower-case hex digits"),
+    (f'[x]\nsha256 = "{HASH}"\nadmin = 1', "x.admin: must be true or false"),
+    (f'[x]\nsha256 = "{HASH}"\nmax_requests = -1', r"x.max_requests: must be a whole number in \[0, 1048576\]"),
+    (f'[x]\nsha256 = "{HASH}"\nmax_requests = true', "x.max_requests: must be a whole number"),
+    (f'[x]\nsha256 = "{HASH}"\nlimit = 1',
+     "x.limit: no such field; there are admin, max_priority, max_requests, min_priority, sha256"),
+    (f'[x]\nsha256 = "{HASH}"\nmin_priority = -101', r"x.min_priority: must be a whole number in \[-100, 100\]"),
+    (f'[x]\nsha256 = "{HASH}"\nmin_priority = 5\nmax_priority = 4', "x.min_priority: must not be above max_priority"),
+    (f'[x]\nsha256 = "{HASH}"\n[y]\nsha256 = "{HASH}"', "y and x have the same key"),
+    ("\n".join(f'[k{i}]\nsha256 = "{i:064x}"' for i in range(1001)), "at most 1000 names, got 1001"),
+])
+def test_what_is_wrong_is_named(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        keys.read(str(file))
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["add", "{file}"], "keys add: NAME is missing"),
+    (["remove", "{file}", "nobody"], "there is no nobody"),
+    (["add", "{file}", "a b"], "a name is 1 to 64 letters"),
+    (["add", "{file}", "x", "--max-requests", "-1"], "x.max_requests: must be"),
+    (["list", "/no/such/file"], "/no/such/file: No such file or directory"),
+    (["add", "/no/such/folder/file", "x"], "/no/such/folder/file: No such file or directory"),
+])
+def test_the_command_says_what_is_wrong(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    file.write_text("")
+    assert main(["keys", *(word.format(file=file) for word in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert out == ""
+    assert file.read_text() == ""
+
+
+def test_every_digest_is_compared_in_constant_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the key is the first, the last or none."""
+    file.write_text("\n".join(f'[k{i}]\nsha256 = "{hashlib.sha256(b"%d" % i).hexdigest()}"' for i in range(5)))
+    found = keys.read(str(file))
+    compared = []
+    compare = keys.hmac.compare_digest
+    monkeypatch.setattr(keys.hmac, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
+    for key, name in (("0", "k0"), ("4", "k4"), ("none", None)):
+        compared.clear()
+        caller = found.find(key)
+        assert (caller and caller.name) == name
+        assert len(compared) == 5

@@ -1,0 +1,212 @@
+"""Who may call what, over a real server and a fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from npuserve.service import metrics
+from npuserve.service.cli.main import main
+from npuserve.service.ipc.messages import Submit
+from npuserve.service.rpc.call import peer_name
+from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
+from npuserve.v1 import generate_pb2 as pb
+from tests.support.fake_engine import make_folder, until
+from tests.support.front_end import ask, running
+from tests.support.whole_server import whole_server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "counting")
+
+
+@pytest.fixture
+def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """By name; and the file's path."""
+    made = {"file": str(tmp_path / "keys")}
+    for name, options in (("alice", ()), ("root", ("--admin",)), ("few", ("--max-requests", "1"))):
+        assert main(["keys", "add", made["file"], name, *options]) == 0
+        made[name] = capsys.readouterr().out.strip()
+    return made
+
+
+def write(file: str, text: str) -> None:
+    Path(file).write_text(text)
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+def calls(server: Any, metadata: Any) -> dict[str, Any]:
+    """One of each kind of call, by name."""
+    inference, admin = server.inference, server.admin
+    reflected = reflection_pb2_grpc.ServerReflectionStub(server.channel).ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata)
+    return {
+        "Generate": inference.Generate(ask("a", 2), metadata=metadata),
+        "StreamGenerate": inference.StreamGenerate(ask("a", 2), metadata=metadata).read(),
+        "ResumeStream": inference.ResumeStream(pb.ResumeStreamRequest(resume_token="x"), metadata=metadata).read(),
+        "Tokenize": inference.Tokenize(tokenize_pb2.TokenizeRequest(text="a"), metadata=metadata),
+        "Detokenize": inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[1]), metadata=metadata),
+        "GetModelInfo": inference.GetModelInfo(model_pb2.GetModelInfoRequest(), metadata=metadata),
+        "GetLoad": inference.GetLoad(model_pb2.GetLoadRequest(), metadata=metadata),
+        "ServerReflectionInfo": reflected.read(),
+        "GetServerInfo": admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest(), metadata=metadata),
+        "Abort": admin.Abort(admin_service_pb2.AbortRequest(request_id="x"), metadata=metadata),
+        "FlushPrefixCache": admin.FlushPrefixCache(admin_service_pb2.FlushPrefixCacheRequest(), metadata=metadata),
+        "Drain": admin.Drain(admin_service_pb2.DrainRequest(), metadata=metadata),
+    }
+
+
+ADMINISTRATION = {"GetServerInfo", "Abort", "FlushPrefixCache", "Drain"}
+
+
+async def codes(server: Any, metadata: Any) -> dict[str, str]:
+    found = {}
+    for name, made in calls(server, metadata).items():
+        try:
+            await made
+            found[name] = "OK"
+        except grpc.aio.AioRpcError as error:
+            found[name] = error.code().name
+    return found
+
+
+async def test_without_a_key_nothing_but_health(folder: Path, keys: dict[str, str]) -> None:
+    async with running(folder, api_keys=keys["file"]) as server:
+        wrong = (
+            None, bearer(""), bearer("x"), bearer(keys["alice"] + "x"), (("authorization", keys["alice"]),),
+            (("authorization", f"Basic {keys['alice']}"),), (("x-api-key", keys["alice"]),),
+            bearer(keys["alice"]) * 2,  # which of them?
+        )
+        for metadata in wrong:
+            assert set((await codes(server, metadata)).values()) == {"UNAUTHENTICATED"}, metadata
+        assert server.engine.got(Submit) == []
+        health = health_pb2_grpc.HealthStub(server.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        assert await health.Watch(health_pb2.HealthCheckRequest()).read()
+        counted = metrics.requests_total.labels("Generate", "UNAUTHENTICATED")._value.get()
+        assert counted >= len(wrong)
+
+
+async def test_administration_needs_its_right(folder: Path, keys: dict[str, str]) -> None:
+    async with running(folder, api_keys=keys["file"]) as server:
+        for name, key in (("alice", keys["alice"]), ("root", keys["root"])):
+            found = await codes(server, bearer(key))
+            denied = {call for call, code in found.items() if code == "PERMISSION_DENIED"}
+            assert denied == (ADMINISTRATION if name == "alice" else set())
+            assert "UNAUTHENTICATED" not in found.values()
+            assert found["Generate"] == found["StreamGenerate"] == found["ServerReflectionInfo"] == "OK"
+        names = {message.request.client for message in server.engine.got(Submit)}
+        assert names == {"alice", "root"}
+        # The scheme's case is of no account, as HTTP has it.
+        await server.inference.Generate(ask(), metadata=(("authorization", f"bearer {keys['alice']}"),))
+
+
+async def test_without_keys_everybody_may_do_all_but_administration(folder: Path) -> None:
+    async with running(folder) as server:
+        found = await codes(server, None)
+        assert "UNAUTHENTICATED" not in found.values()
+        assert {call for call, code in found.items() if code == "PERMISSION_DENIED"} == ADMINISTRATION
+        assert {message.request.client for message in server.engine.got(Submit)} == {"ipv4:127.0.0.1"}
+        assert {message.request.owner for message in server.engine.got(Submit)} == {""}
+
+
+async def test_stream_begun_with_a_key_is_resumed_with_that_key_alone(
+    tmp_path: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "npuserve")
+    async with whole_server(tmp_path, api_keys=keys["file"]) as server, server.client() as stub:
+        call = stub.StreamGenerate(ask("a", 5), metadata=bearer(keys["alice"]))
+        resume = pb.ResumeStreamRequest(resume_token=dict(await call.initial_metadata())["x-resume-token"])
+        assert "".join([part.text async for part in call]) == "bcdef"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ResumeStream(resume, metadata=bearer(keys["root"])).read()
+        info = error_details_pb2.ErrorInfo()
+        assert rpc_status.from_call(refused.value).details[0].Unpack(info)
+        assert info.reason == "STREAM_NOT_FOUND"
+        again = stub.ResumeStream(resume, metadata=bearer(keys["alice"]))
+        assert "".join([part.text async for part in again]) == "bcdef"
+        lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+        assert [(line["rpc"], line["client"]) for line in lines] == [
+            ("StreamGenerate", "alice"), ("ResumeStream", "root"), ("ResumeStream", "alice")]
+
+
+async def test_a_changed_file_is_read_again(
+    folder: Path, keys: dict[str, str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call under way goes on; a broken file changes nothing."""
+    async with running(folder, api_keys=keys["file"]) as server:
+        server.engine.delay = 0.02
+        watched = server.frontend._keys
+        assert watched
+        stream = server.inference.StreamGenerate(ask("a", 30), metadata=bearer(keys["alice"]))
+        text = (await stream.read()).text
+        before = watched.value
+        assert main(["keys", "remove", keys["file"], "alice"]) == 0
+        assert main(["keys", "add", keys["file"], "bob"]) == 0
+        bob = capsys.readouterr().out.splitlines()[-1]
+        await until(lambda: watched.value is not before and watched.value.find(bob))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.inference.Generate(ask(), metadata=bearer(keys["alice"]))
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert (await server.inference.Generate(ask("a", 1), metadata=bearer(bob))).text == "b"
+        while part := await stream.read():
+            text += part.text
+        assert len(text) == 30
+        write(keys["file"], "[bob")
+        assert not watched.look()
+        os.unlink(keys["file"])
+        assert not watched.look()
+        assert len([r for r in caplog.records if "not read again" in r.getMessage()]) == 2
+        assert (await server.inference.Generate(ask("a", 1), metadata=bearer(bob))).text == "b"
+        write(keys["file"], "")
+        assert watched.look()
+        assert set((await codes(server, bearer(bob))).values()) == {"UNAUTHENTICATED"}
+
+
+async def test_a_key_is_in_no_log_metric_or_message(
+    folder: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    async with running(folder, api_keys=keys["file"]) as server:
+        wrong = "npuserve-" + "w" * 43
+        for key in (keys["alice"], wrong):
+            await codes(server, bearer(key))
+        info = await server.admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest(), metadata=bearer(keys["root"]))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.inference.Generate(ask(), metadata=bearer(wrong))
+        sent = [repr(message) for message in server.engine.received]
+    records = [json.dumps([r.getMessage(), vars(r)], default=str) for r in caplog.records]
+    assert any("Generate" in record for record in records)
+    labels = [str(sample.labels) for metric in metrics.requests_total.collect() for sample in metric.samples]
+    for text in (*records, *sent, *labels, info.config_json, str(refused.value)):
+        for key in (keys["alice"], keys["root"], wrong):
+            assert key not in text
+    assert not any("alice" in label for label in labels)
+
+
+@pytest.mark.parametrize(("peer", "name"), [
+    ("ipv4:10.0.0.7:51234", "ipv4:10.0.0.7"),
+    ("ipv6:[2001:db8::1]:51234", "ipv6:[2001:db8::1]"),
+    ("ipv6:%5B::1%5D:51234", "ipv6:[::1]"),
+    (f"ipv6:{urllib.parse.quote('[fe80::1%eth0]', safe=':')}:1", "ipv6:[fe80::1%25eth0]"),
+    ("unix:", "local"),
+    ("unix:/run/x.sock", "local"),
+    ("", "local"),
+])
+def test_a_peers_name_is_its_address(peer: str, name: str) -> None:
+    assert peer_name(peer) == name

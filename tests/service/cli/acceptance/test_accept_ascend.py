@@ -1,0 +1,94 @@
+"""`npuserve check --accept` on an emulated NPU: the built-in model, small settings, all parts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from npuserve.kernels import ascend, registry
+from npuserve.kernels.bench import measure
+from npuserve.kernels.registry import KERNELS
+from npuserve.npu.diagnostics import acceptance
+from npuserve.service.cli import main as cli
+from npuserve.service.cli.acceptance import accept
+from npuserve.service.cli.acceptance import tokens as accept_tokens
+from tests.npu.emulator.child import emulated
+
+RELAX = ("fp32", "small_heads")
+
+
+def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = cli.main(["check", "--accept", "--device", "npu", "--emulate", "--emulate-relax", ",".join(RELAX),
+                         "--json", *arguments])
+    return code, json.loads(out.getvalue())
+
+
+@pytest.mark.slow
+@emulated(relax=RELAX)
+def test_all_parts() -> None:
+    with (
+        mock.patch.object(accept, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        mock.patch.object(acceptance, "READ_BYTES", 1 << 20),
+        mock.patch.object(accept.Measured, "kernels", return_value=[]),
+    ):
+        code, report = accepted("--decode-buckets", "2,8", "--least-share", "1")
+    failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
+    assert (code, failed) == (0, []), failed
+    assert report["emulated"]
+    assert report["backends"]["npu"]["available"]
+    assert set(report["backends"]["npu"]["kernels"].values()) == {ascend.LABEL}
+    found = {(x["part"], x["name"]): x for x in report["acceptance"]["findings"]}
+    own = {name for name, kernel in KERNELS.items() if ascend.LABEL in kernel.implementations}
+    assert {name.split()[0] for part, name in found if part == "kernels"} == own
+    cases = sum(not case.benchmark and not case.zeros for case in KERNELS["linear"].cases)
+    assert found["kernels", "linear float16"]["figures"]["cases"] == cases == 12
+    exact = found["tokens", "beside the CPU, float32"]["figures"]
+    assert (exact["equal_tokens"], exact["equal_argmax"]) == (1.0, 1.0)
+    rounded = found["tokens", "beside the CPU, bfloat16"]["figures"]
+    assert 0.98 < rounded["least_equal_argmax"] <= rounded["equal_argmax"]
+    assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
+    assert [name for part, name in found if part == "capture"] == ["8 rows", "2 rows"]
+    latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]
+    assert [x["passed"] for x in latencies] == [None, None]  # nothing of an emulated device's speed is judged
+
+
+@emulated(relax=RELAX)
+def test_kernels_are_timed_on_the_device() -> None:
+    from npuserve.npu.backends import select
+
+    few = {name: KERNELS[name] for name in ("swiglu", "qk_norm_rope_kv_write")}
+    with mock.patch.object(registry, "KERNELS", few), mock.patch.object(measure, "_PASS_SECONDS", 1e-4):
+        found = list(accept.Measured(True, None, speed=1e9).kernels(select("npu", RELAX)))
+    assert [x.name.split()[0] for x in found] == list(few)
+    assert all(x.figures["seconds"] > 0 and x.passed is None for x in found)
+
+
+@emulated(relax=RELAX)
+def test_a_decode_step_with_wrong_lengths() -> None:
+    """The graphs compute, and the tokens are others than the CPU's."""
+    from npuserve.npu.backends.ascend.graphs import Lengths
+
+    put = Lengths.put
+
+    def off(self: Any, graph: Any, lengths: list[int], *more: Any) -> None:
+        put(self, graph, [max(1, n - 1) for n in lengths] if len(lengths) > 1 else lengths, *more)
+
+    with (
+        mock.patch.object(accept, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(Lengths, "put", off),
+        mock.patch.object(accept, "kernels", return_value=[]),
+        mock.patch.object(accept.Measured, "kernels", return_value=[]),
+    ):
+        code, report = accepted("--decode-buckets", "8")
+    failed = {(x["part"], x["name"]) for x in report["acceptance"]["findings"] if x["passed"] is False}
+    assert code == 1
+    # In bfloat16 the fault shows only where it exceeds the rounding, which is the processor's.
+    assert ("tokens", "beside the CPU, float32") in failed
+    assert ("capture", "8 rows") in failed

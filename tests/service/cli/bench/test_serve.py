@@ -1,0 +1,299 @@
+"""The load generator against a server whose delays are known."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from npuserve.service.cli.bench import report as bench_report
+from npuserve.service.cli.bench import serve as bench_serve
+from npuserve.service.cli.bench.load import INTERRUPTED, NO_FINISH, Load, Outcome
+from npuserve.service.cli.bench.workload import Ask, Prompts
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
+
+CONTEXT = 64
+
+
+class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
+    """Streams max_tokens tokens, `per_message` at a time, `delay` seconds before each message; every `refuse`-th is
+    RESOURCE_EXHAUSTED, and without `finishes` the streams end with no Finish. From the `crowd`-th request on, and
+    not before, all are answered, and `crowded` is called."""
+
+    def __init__(self, delay: float = 0.0, per_message: int = 1, refuse: int = 0, finishes: bool = True, crowd: int = 0,
+                 crowded: Callable[[], None] = lambda: None):
+        self.delay, self.per_message, self.refuse, self.finishes = delay, per_message, refuse, finishes
+        self.crowd, self.crowded, self.crowd_is_here = crowd, crowded, asyncio.Event()
+        self.requests: list[generate_pb2.GenerateRequest] = []
+        self.peers: set[str] = set()
+        self.running = self.most_running = 0
+
+    async def GetModelInfo(self, request, context):
+        return model_pb2.GetModelInfoResponse(
+            name="fake", family="FakeLM", vocabulary_size=100, max_model_len=CONTEXT, eos_token_ids=[2])
+
+    async def StreamGenerate(self, request, context):
+        self.requests.append(request)
+        self.peers.add(context.peer())
+        if self.refuse and len(self.requests) % self.refuse == 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        if len(self.requests) == self.crowd:
+            self.crowd_is_here.set()
+            self.crowded()
+        try:
+            if self.crowd:
+                await self.crowd_is_here.wait()
+            left = request.stopping.max_tokens
+            while left:
+                await asyncio.sleep(self.delay)
+                now = min(left, self.per_message)
+                left -= now
+                answer = generate_pb2.StreamGenerateResponse(text="x" * now, token_ids=[7] * now)
+                if not left and self.finishes:
+                    answer.finish.reason = generate_pb2.FINISH_REASON_LENGTH
+                    answer.finish.usage.prompt_tokens = len(request.token_ids.ids)
+                    answer.finish.usage.generated_tokens = request.stopping.max_tokens
+                yield answer
+        finally:
+            self.running -= 1
+
+
+@contextlib.asynccontextmanager
+async def served(service: FakeService) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def loaded(
+    service: FakeService, asks: list[Ask], channels: int = 1, **options: object
+) -> tuple[list[Outcome], float]:
+    async with served(service) as target:
+        load = Load(target, channels, temperature=0.0, seed=3)
+        try:
+            info = await load.model_info()
+            prompts = Prompts(info.vocabulary_size, info.eos_token_ids, 3)
+            seconds = await load.run(asks, prompts, options.pop("stop", asyncio.Event()), **options)
+        finally:
+            await load.close()
+    return load.outcomes, seconds
+
+
+async def test_every_request_is_sent_as_asked_and_its_messages_are_timed():
+    service = FakeService(delay=0.02, per_message=2)
+    outcomes, seconds = await loaded(service, [Ask(0.05 * i, 10 + i, 5) for i in range(4)])
+    assert [o.code for o in outcomes] == ["OK"] * 4
+    assert sorted(len(r.token_ids.ids) for r in service.requests) == [10, 11, 12, 13]
+    for request in service.requests:
+        assert request.stopping.max_tokens == 5
+        assert request.stopping.ignore_eos
+        assert request.output.return_token_ids
+        assert all(2 < i < 100 for i in request.token_ids.ids)
+    for outcome in outcomes:
+        assert [count for _, count in outcome.arrivals] == [2, 2, 1]
+        times = [time for time, _ in outcome.arrivals]
+        # The n-th message is sent after n delays, and comes when it comes; 1 ms for clocks.
+        assert all(time - outcome.sent >= 0.019 * n for n, time in enumerate(times, 1))
+        assert times == sorted(times)
+        assert outcome.due <= outcome.sent
+        assert times[-1] <= outcome.end <= seconds
+        assert (outcome.reason, outcome.generated_tokens) == ("FINISH_REASON_LENGTH", 5)
+    assert sorted(o.due for o in outcomes) == pytest.approx([0.0, 0.05, 0.1, 0.15])
+
+
+async def test_open_loop_sends_on_time_however_many_are_running():
+    service = FakeService(crowd=20)
+    await loaded(service, [Ask(0.0, 4, 1)] * 20)
+    assert service.most_running == 20
+
+
+async def test_closed_loop_keeps_its_number_of_clients():
+    service = FakeService(delay=0.01)
+    outcomes, _ = await loaded(service, [Ask(0.0, 4, 2)] * 12, concurrency=3)
+    assert len(outcomes) == 12
+    assert service.most_running == 3
+
+
+async def test_channels_are_connections():
+    service = FakeService()
+    await loaded(service, [Ask(0.0, 4, 1)] * 6, channels=3)
+    assert len(service.peers) == 3
+
+
+async def test_failures_are_counted_by_code():
+    outcomes, seconds = await loaded(FakeService(refuse=3), [Ask(0.0, 4, 2)] * 9)
+    figures = bench_report.summary(outcomes, seconds, 9)
+    assert figures["requests"] == {"asked": 9, "sent": 9, "ok": 6, "failed": {"RESOURCE_EXHAUSTED": 3}}
+    assert {o.detail for o in outcomes if not o.ok} == {"the queue is full"}
+    assert figures["tokens"]["output"] == 12
+
+
+async def test_a_stream_without_a_finish_is_a_failure():
+    outcomes, _ = await loaded(FakeService(finishes=False), [Ask(0.0, 4, 2)])
+    assert [o.code for o in outcomes] == [NO_FINISH]
+
+
+@pytest.mark.parametrize("concurrency", [0, 2])
+async def test_stopping_cancels_what_runs_and_counts_it(concurrency: int):
+    stop = asyncio.Event()
+    service = FakeService(delay=60, crowd=2, crowded=stop.set)
+    asks = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
+    outcomes, seconds = await loaded(service, asks, stop=stop, concurrency=concurrency)
+    assert [o.code for o in outcomes] == [INTERRUPTED] * 2
+    assert seconds < 60
+    assert bench_report.summary(outcomes, seconds, 3)["requests"]["failed"] == {INTERRUPTED: 2}
+
+
+async def test_open_loop_counts_latencies_from_the_time_that_was_due():
+    """A load generator that stands still for 0.3 s while requests are due hides none of it."""
+    stalls = iter([0.3])  # as a process that is not scheduled
+    service = FakeService(crowd=1, crowded=lambda: time.sleep(next(stalls, 0.0)))
+    asks = [Ask(0.05 * i, 4, 1) for i in range(20)]
+    outcomes, seconds = await loaded(service, asks)
+    late = [o for o in outcomes if o.sent - o.due > 0.1]
+    assert late
+    for outcome in late:
+        assert bench_report.ttft(outcome) >= outcome.sent - outcome.due
+        assert bench_report.end_to_end(outcome) >= outcome.sent - outcome.due
+        assert not bench_report.meets(outcome, 0.1, None)
+    figures = bench_report.summary(outcomes, seconds, len(asks))
+    assert figures["latency_ms"]["ttft"]["p99"] >= figures["latency_ms"]["lag"]["p99"] > 100
+    assert bench_report.lag_warning(figures).startswith("the load generator sent late: lag p99 ")
+
+
+async def test_closed_loop_requests_are_due_after_their_message_is_made(monkeypatch: pytest.MonkeyPatch):
+    message, made = Load._message, []
+
+    def noted(self: Load, *arguments: Any) -> Any:
+        try:
+            return message(self, *arguments)
+        finally:
+            made.append(self._now())
+
+    monkeypatch.setattr(Load, "_message", noted)
+    outcomes, _ = await loaded(FakeService(), [Ask(0.0, 4, 2)] * 6, concurrency=1)
+    assert all(at <= outcome.due <= outcome.sent for at, outcome in zip(made, outcomes, strict=True))
+
+
+# The command
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_serve.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def served_elsewhere(service: FakeService) -> Iterator[str]:
+    """`served` in a thread, since `run` has a loop of its own."""
+    target: list[str] = []
+    up, down = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with served(service) as address:
+            target.append(address)
+            up.set()
+            await asyncio.to_thread(down.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert up.wait(20)
+    try:
+        yield target[0]
+    finally:
+        down.set()
+        thread.join()
+
+
+def test_run_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    figures = tmp_path / "out.json"
+    with served_elsewhere(FakeService(delay=0.005, refuse=5)) as target:
+        code = bench_serve.run(parsed(
+            "--target", target, "--rate", "200", "--requests", "10", "--prompt-tokens", "60", "--output-tokens", "8",
+            "--slo-ttft-ms", "5000", "--json", str(figures)))
+    said = capsys.readouterr()
+    assert code == 0
+    assert "8 ok, 2 RESOURCE_EXHAUSTED failed, 0 not sent" in said.out
+    assert "10 of 10 requests are cut" in said.err
+    written = json.loads(figures.read_text())
+    assert written["model"]["name"] == "fake"
+    assert written["options"]["rate"] == 200
+    assert written["tokens"] == {"prompt": 8 * 56, "cached": 0, "output": 8 * 8}
+    assert written["goodput_per_second"] == pytest.approx(8 / written["seconds"])
+    assert len(written["outcomes"]) == 10
+
+
+def test_run_draws(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out.png"
+    with served_elsewhere(FakeService(refuse=2)) as target:
+        assert bench_serve.run(parsed("--target", target, "--requests", "4", "--plot", str(picture))) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    assert bench_serve.run(parsed("--plot", "out.xyz")) == 1
+    assert "--plot: no picture of kind 'xyz'" in capsys.readouterr().err
+
+
+def test_ctrl_c_prints_what_there_is(capsys: pytest.CaptureFixture[str]):
+    service = FakeService(delay=60, crowd=2, crowded=lambda: os.kill(os.getpid(), signal.SIGINT))
+    with served_elsewhere(service) as target:
+        code = bench_serve.run(parsed("--target", target, "--concurrency", "2", "--requests", "5"))
+    assert code == 130
+    assert "0 ok, 2 INTERRUPTED failed, 3 not sent" in capsys.readouterr().out
+
+
+def test_run_refuses_what_cannot_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert bench_serve.run(parsed("--json", str(tmp_path / "no" / "x.json"))) == 1
+    assert "--json: there is no folder" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--json", str(tmp_path))) == 1
+    assert f"--json: {tmp_path} is a folder" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--requests", "0")) == 1
+    assert "--requests" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--trace", str(tmp_path / "absent"))) == 1
+    assert "absent" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--tls-ca", str(tmp_path / "absent.pem"))) == 1
+    assert "absent.pem: No such file" in capsys.readouterr().err
+    monkeypatch.setattr(bench_serve.importlib.util, "find_spec", lambda name: None)
+    assert bench_serve.run(parsed("--plot", str(tmp_path / "x.png"))) == 1
+    assert "npuserve[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rate", "0"], "--rate: must be at least"),
+        (["--rate", "nan"], "--rate: must be at least"),
+        (["--concurrency", "two"], "--concurrency: must be at least 1"),
+        (["--temperature", "101"], r"--temperature: must be in \[0, 100\]"),
+        (["--rate", "1", "--concurrency", "1"], "not allowed with"),
+    ],
+)
+def test_options_are_checked(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert re.search(said, capsys.readouterr().err)

@@ -1,0 +1,167 @@
+"""The bench on the built-in model: what it reports is what it did."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.bench import ceilings, measure
+from npuserve.kernels.native.packed import packed_words
+from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import StepResult
+from npuserve.service.cli import main as cli
+
+DECODE = ("batch", "context", "decode_tokens_per_second", "step_ms_p50", "kernel_share", "host_us", "decode_gbs")
+PREFILL = ("prompt", "prefill_tokens_per_second", "ttft_ms_p50", "prefill_gflops")
+SMALL = ["--kv-cache-memory", "64MiB", "--threads", "1"]
+
+
+def held(n: int, k: int) -> int:
+    """Bytes of a weight of bfloat16."""
+    return 4 * packed_words(n, k, torch.bfloat16) if native.available() else 2 * n * k
+
+
+def test_one_object_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "--batch", "1,3", "--context", "40", "--prompt", "70", "--tokens", "4",
+                     "--max-num-batched-tokens", "32", "--json", *SMALL]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["batch"] for row in rows] == [1, 3]
+    for row in rows:
+        assert set(row) == {*DECODE, *PREFILL, "weights_bytes", "cpu_kernels", "peak_rss_bytes"}
+        assert row["context"] == 40
+        assert row["prefill_tokens_per_second"] == pytest.approx(70 / row["ttft_ms_p50"] * 1e3)
+        assert row["peak_rss_bytes"] > row["weights_bytes"] > 1 << 20
+        assert bool(row["cpu_kernels"]) == native.available()
+        if native.available():
+            assert row["cpu_kernels"]["isa"] == native.library().isas[native.library().isa]
+        assert 0 < row["kernel_share"] < 1
+        assert 0 < row["host_us"] < 1e3 * 1e4
+
+
+def test_kernel_share_after_late_collection_is_at_most_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after a late collection ends on the device before the host begins to wait for it."""
+    collect = Runner.collect
+
+    def late(runner: Runner, launched: Launched) -> StepResult:
+        result = collect(runner, launched)
+        if not result.timed:
+            time.sleep(0.05)
+        return result
+
+    monkeypatch.setattr(Runner, "collect", late)
+    assert cli.main(["bench", "step", "--batch", "32", "--context", "64", "--prompt", "8", "--tokens", "16", "--json",
+                     *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert 0 < row["kernel_share"] < 1
+    assert row["host_us"] > 0
+
+
+def test_bytes_and_operations_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in model: 5 layers, hidden 256, 4/2 heads of 64, intermediate 512, a tied vocabulary of 2048."""
+    assert cli.main(["bench", "step", "--batch", "2", "--context", "40", "--prompt", "70", "--tokens", "5",
+                     "--json", *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    layer = 256 * 512 + 256 * 256 + 256 * 1024 + 512 * 256
+    products = 2 * 5 * layer * 70 + 5 * 4 * 4 * 64 * (70 * 71 // 2)
+    assert row["prefill_gflops"] * 1e9 * row["ttft_ms_p50"] / 1e3 == pytest.approx(products, rel=0.01)
+    step = row["decode_gbs"] * 1e9 * 2 / row["decode_tokens_per_second"]
+    keys_and_values = 2 * 5 * 2 * 64 * 2 * (2 * 40)
+    assert step == pytest.approx(row["weights_bytes"] + keys_and_values, rel=0.02)
+    weights = 5 * (held(512, 256) + held(256, 256) + held(1024, 256) + held(256, 512)) + held(2048, 256)
+    assert row["weights_bytes"] == pytest.approx(weights, rel=0.01)
+
+
+def test_bytes_of_weights_are_those_that_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    """The LM head, which is the table of embeddings too, in int8: a scale and a sum for each of its rows."""
+    rows = []
+    for head in ("auto", "int8"):
+        assert cli.main(["bench", "step", "--batch", "1", "--context", "8", "--prompt", "8", "--tokens", "2",
+                         "--lm-head-dtype", head, "--json", *SMALL]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+    whole, int8 = rows
+    less = held(2048, 256) - 2048 * (256 + 8)
+    assert whole["weights_bytes"] - int8["weights_bytes"] == less
+    read = [row["decode_gbs"] * 1e9 / row["decode_tokens_per_second"] for row in rows]
+    assert read[0] - read[1] == pytest.approx(less, rel=0.01)
+
+
+def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
+    monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
+    monkeypatch.setattr(measure, "COLD_BYTES", 1 << 20)
+    assert cli.main(["bench", "step", "--batch", "1,2", "--context", "8,24", "--prompt", "16,48", "--tokens", "4",
+                     "--ceilings", "--json", *SMALL]) == 0
+    *rows, other = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["context"], row["batch"], row["prompt"]) for row in rows] == [
+        (8, 1, 16), (8, 2, 16), (24, 1, 16), (24, 2, 16)]
+    matrix, memory = {"matrix_ceiling_gflops", "matrix_share"}, {"read_ceiling_gbs", "read_share"}
+    for row in rows:
+        assert set(row) == {*DECODE, *PREFILL, *matrix, *memory, "weights_bytes", "cpu_kernels", "peak_rss_bytes"}
+        assert row["read_share"] == pytest.approx(row["decode_gbs"] / row["read_ceiling_gbs"])
+        assert row["matrix_share"] == pytest.approx(row["prefill_gflops"] / row["matrix_ceiling_gflops"])
+    assert set(other) == {*PREFILL, *matrix, "weights_bytes", "cpu_kernels", "peak_rss_bytes"}
+    assert other["prompt"] == 48
+
+
+def test_read_share_of_weights_that_caches_hold_is_absent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
+    monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
+    assert cli.main(["bench", "step", "--batch", "1", "--context", "8", "--prompt", "8", "--tokens", "4",
+                     "--ceilings", "--json", *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["weights_bytes"] < measure.COLD_BYTES
+    assert row["read_share"] is None
+    assert row["read_ceiling_gbs"] > 0
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "2", *SMALL]) == 0
+    *chosen, head, row = capsys.readouterr().out.splitlines()
+    assert native.available() == any(line.startswith("CPU kernels run on ") for line in chosen)
+    assert head.split()[:2] == ["batch", "context"]
+    assert row.split()[:2] == ["2", "8"]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--context", "600"], "max_model_len is 512"),
+    (["--batch", "64", "--context", "300", "--prompt", "100", "--kv-cache-memory", "8MiB",
+      "--max-num-batched-tokens", "4096"],
+     "the KV cache holds"),
+])
+def test_what_does_not_fit_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("batch", ["0", "1,,2", "x", "-1"])
+def test_nonsense_batches(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "step", "--batch", batch])
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_taken_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["bench", "step", "--layers", "1", "--lm-head", "skip", "--dump", str(tmp_path), "--batch", "2",
+                     "--prompt", "5", "--threads", "1"]) == 0
+    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["step", "index", "kernel", "shape", "difference", "relative", "drift"]
+    calls = [line for line in lines if line[1] != "captured:"]
+    assert [line[0] for line in calls] == ["prompt"] * 10 + ["decode"] * 10
+    assert calls[0][1:4] == ["0", "embedding", "10x256"]
+    assert calls[-1][1:4] == ["9", "add_rms_norm", "2x256"]
+    assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 10
+
+
+def test_a_prefix_of_a_model_that_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "--layers", "6"]) == 2
+    assert "layers: 6 are more than the 5" in capsys.readouterr().err

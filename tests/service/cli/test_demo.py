@@ -1,0 +1,40 @@
+"""`npuserve demo`: with the built-in model, and where the server does not come up."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FAKE = Path(__file__).parents[2] / "support" / "fake_child.py"
+
+DRIVER = """
+import asyncio, sys
+from npuserve.service.config import ServerConfig
+from npuserve.service.cli.demo import demonstrate
+from npuserve.service.supervisor.supervisor import Supervisor
+fake, journal, front, engine = sys.argv[1:]
+command = lambda name, behaviour: [sys.executable, "-S", fake, name, journal, behaviour]
+config = ServerConfig(model=".", port=0, metrics_port=0)
+supervisor = Supervisor(config, frontend=command("front", front), engine=command("engine", engine))
+sys.exit(asyncio.run(demonstrate(supervisor, "Once", 8)))
+"""
+
+
+def test_demo_answers_and_stops() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "npuserve.service.cli", "demo", "Once upon a time", "--max-tokens", "8"],
+        capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) >= 8
+    assert re.search(r"^8 tokens, \d+ tokens/s, first after \d+ ms \(LENGTH\)$", done.stderr, re.MULTILINE)
+
+
+def test_a_server_that_does_not_come_up_ends_it(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    journal.touch()
+    command = [sys.executable, "-c", DRIVER, FAKE, journal, "live", "exit:2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,179 @@
+"""`npuserve top` on pages of its own, and against a server that is not there."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from npuserve.service.cli import top
+from npuserve.service.cli.main import main
+from npuserve.service.cli.metrics_reader import Page, Window
+from tests.service.cli.test_metrics_reader import answering, histogram, pages
+from tests.support.command import npuserve
+
+KERNEL = "npuserve_kernel_latency_seconds"
+
+
+def page(
+    tokens: int, linear: int, swiglu: int, *, waiting: int = 0, ok: int = 0, failed: int = 0, age: float = 0.2
+) -> str:
+    """A server's page: so many tokens, and kernel calls of 1 ms and 3 ms."""
+    def kernel(name: str, calls: int, seconds: float) -> str:
+        made = histogram(KERNEL, ("0.002", calls if seconds < 0.002 else 0), ("0.005", calls), ("+Inf", calls),
+                         total=calls * seconds, labels=f'kernel="{name}",phase="decode",backend="cpu"')
+        return made.partition("\n")[2]
+
+    return "\n".join([
+        "# TYPE npuserve_build_info gauge",
+        'npuserve_build_info{version="1.2.3",torch="2",backend="cpu",model="teller"} 1',
+        "# TYPE npuserve_generation_tokens counter", f"npuserve_generation_tokens_total {tokens}",
+        "# TYPE npuserve_requests counter", f'npuserve_requests_total{{rpc="Generate",code="OK"}} {ok}',
+        f'npuserve_requests_total{{rpc="Generate",code="INTERNAL"}} {failed}',
+        f'npuserve_requests_total{{rpc="Generate",code="CANCELLED"}} {ok}',
+        "# TYPE npuserve_requests_waiting gauge", f"npuserve_requests_waiting {waiting}",
+        "# TYPE npuserve_engine_heartbeat_age_seconds gauge", f"npuserve_engine_heartbeat_age_seconds {age}",
+        f"# TYPE {KERNEL} histogram", kernel("linear", linear, 0.001), kernel("swiglu", swiglu, 0.003)]) + "\n"
+
+
+def shown(window: Window) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140).print(top.view(top.figures(window), "host:9090"))
+    return out.getvalue()
+
+
+def test_figures_are_of_the_time_between_the_pages() -> None:
+    found = top.figures(pages(page(100, 10, 10), page(300, 20, 11, waiting=3, ok=4, failed=2)))
+    assert (found["model"], found["backend"], found["version"]) == ("teller", "cpu", "1.2.3")
+    assert (found["generated_tokens"], found["waiting"], found["errors"]) == (100, 3, 1)
+    assert [(kernel["kernel"], kernel["calls"]) for kernel in found["kernels"]] == [("linear", 10), ("swiglu", 1)]
+    assert found["kernels"][0]["share"] == pytest.approx(10 / 13)
+    assert found["kernels"][0]["mean"] == pytest.approx(0.001)
+    assert found["kernels"][1]["p50"] == pytest.approx(0.0035)
+    assert not found["kernels_since_start"]
+
+
+def test_kernels_that_were_not_timed_meanwhile_are_shown_since_the_start() -> None:
+    window = pages(page(100, 10, 20), page(300, 10, 20))
+    found = top.figures(window)
+    assert found["kernels_since_start"]
+    assert [(kernel["kernel"], kernel["calls"]) for kernel in found["kernels"]] == [("swiglu", 20), ("linear", 10)]
+    assert "kernels, since the start" in shown(window)
+
+
+def test_the_screen_says_what_matters() -> None:
+    text = shown(pages(page(100, 10, 10), page(300, 20, 11, waiting=3)))
+    assert "teller  cpu  npuserve 1.2.3  host:9090" in text
+    assert "generated 100 tok/s" in text
+    assert "waiting 3" in text
+    line = next(line for line in text.splitlines() if line.startswith("linear"))
+    assert line.split() == ["linear", "decode", "cpu", "76.9%", "10", "1", "ms", "1", "ms", "1.98", "ms"]
+    assert "silent" not in text
+    assert "the engine has been silent for 42 s" in shown(pages(page(1, 0, 0), page(1, 0, 0, age=42)))
+
+
+def test_an_empty_server_has_dashes() -> None:
+    bare = "# TYPE npuserve_requests_running gauge\nnpuserve_requests_running 0\n"
+    text = shown(pages(bare, bare))
+    assert "no model yet" in text
+    assert "time to first token" in text
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (None, "–"), (12.345, "12.35 s"), (0.0123, "12.3 ms"), (0.000456, "456 µs"), (0.0, "0 µs")])
+def test_times_are_short(seconds: float | None, text: str) -> None:
+    assert top._time(seconds) == text
+
+
+def test_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(200, page(100, 10, 10)) as url:
+        target = url.split("/")[2]
+        assert main(["top", "--once", "--interval", "0.1", "--target", target]) == 0
+        assert "teller" in capsys.readouterr().out
+        assert main(["top", "--json", "--interval", "0.1", "--target", target]) == 0
+        assert json.loads(capsys.readouterr().out)["generated_tokens"] == 0
+
+
+def test_top_takes_the_url_that_serve_prints() -> None:
+    with answering(200, page(100, 10, 10)) as url:
+        for target in (url, url.removesuffix("/metrics"), f"{url.removesuffix('metrics')}"):
+            done = npuserve("top", "--once", "--interval", "0.1", "--target", target)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert f"teller  cpu  npuserve 1.2.3  {url.split('/')[2]}  over" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["localhost", "ftp://host:1/metrics", "http://", "host:port", ""])
+def test_top_with_a_target_of_another_form_says_so(target: str) -> None:
+    done = npuserve("top", "--target", target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"npuserve top: argument --target: must be HOST:PORT or a URL, got {target!r}; "
+                           "see npuserve top --help\n")
+
+
+def kernels_shown(width: int) -> list[list[str]]:
+    """Cells of the table of kernels, as `npuserve top` prints it on a screen of that width."""
+    long = page(100, 1234567, 1234567).replace('kernel="linear"', 'kernel="qk_norm_rope_kv_write"')
+    with answering(200, long) as url:
+        done = npuserve("top", "--once", "--interval", "0.1", "--target", url, environ={"COLUMNS": str(width)})
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    start = next(i for i, line in enumerate(lines) if line.startswith("kernels"))
+    return [re.split(r" +(?=\S)(?!ms|µs|s )", line.strip()) for line in lines[start:]]
+
+
+def test_top_on_80_columns_shows_every_column() -> None:
+    head, *rows = kernels_shown(80)
+    assert head[-7:] == ["phase", "backend", "share", "calls", "mean", "p50", "p99"]
+    assert ["qk_norm_rope_kv_write", "decode", "cpu", "25.0%", "1234567", "1 ms", "1 ms", "1.98 ms"] in rows
+
+
+def test_top_on_a_narrow_screen_leaves_out_whole_columns() -> None:
+    head, *rows = kernels_shown(60)
+    assert head[-5:] == ["phase", "share", "mean", "p50", "p99"]
+    assert ["qk_norm_rope_kv_write", "decode", "25.0%", "1 ms", "1 ms", "1.98 ms"] in rows
+    assert "a wider screen shows backend, calls" in " ".join(rows[-1])
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80])
+def test_top_on_a_narrow_screen_cuts_no_load_figure(width: int) -> None:
+    out = io.StringIO()
+    found = top.figures(pages(page(0, 0, 0), page(24_691_356, 0, 0, waiting=123456)))
+    Console(file=out, width=width).print(top.view(found, "host:9090"))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    for figure in ("generated 12345678 tok/s", "waiting 123456", "prompts 0 tok/s", "restarts 0"):
+        assert sum(figure in line for line in lines) == 1
+
+
+def test_a_server_that_is_away_is_a_sentence(
+    free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"127.0.0.1:{free_port()}"
+    assert main(["top", "--once", "--target", target]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"npuserve top: http://{target}/metrics: no server answers there (Connection refused)")
+
+
+def test_a_server_that_leaves_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The live view: a page, none, a page, and Ctrl-C."""
+    answers: list[object] = [page(1, 0, 0), top.Unreadable("away"), page(2, 0, 0), KeyboardInterrupt()]
+
+    def read(url: str) -> Page:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return pages(str(answer), str(answer)).after
+
+    seen: list[float] = []
+    monkeypatch.setattr(top, "read_page", read)
+    monkeypatch.setattr(top, "view", lambda found, target: seen.append(found["seconds"]) or "")
+    assert main(["top", "--interval", "0.1"]) == 0
+    assert not answers
+    assert len(seen) == 1

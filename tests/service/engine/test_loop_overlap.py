@@ -1,0 +1,177 @@
+"""The engine's loop with two steps in flight against the plain one: the same answers for the same requests, each ended
+once, nothing leaked. The socket is a script, so that every turn of the loop is the test's."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.npu.step import SamplingParams, Step, StepResult
+from npuserve.service.engine.loop import Engine
+from npuserve.service.ipc import messages as m
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from tests.service.engine.test_loop import MODEL
+from tests.support.counting_runner import FakeRunner
+
+FRONTEND = b"1"
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Script:
+    """messages: turn of the loop -> what comes in it. The engine stops when all have come and it is idle."""
+
+    messages: dict[int, list[m.ToEngine]]
+    turn: int = 0
+    last: int = 0
+    outputs: dict[int, list[m.Output]] = field(default_factory=dict)
+    engine: Engine | None = None
+
+    def receive(self, timeout: float) -> list[tuple[bytes, m.ToEngine]]:
+        assert self.engine
+        found = self.messages.pop(self.turn, [])
+        self.turn += 1
+        if timeout:
+            assert not self.engine._flying, "it sleeps with a step in flight"
+            if not self.messages and not found:
+                self.engine.stop()
+        assert self.turn < 5000, "it never ends"
+        return [(FRONTEND, message) for message in found]
+
+    def has_input(self) -> bool:
+        return self.turn in self.messages
+
+    def send(self, frontend: bytes, message: m.ToFrontend) -> bool:
+        if isinstance(message, m.Outputs):
+            for output in message.outputs:
+                made = self.outputs.setdefault(output.key, [])
+                assert not made or not (made[-1].finish or made[-1].error), "an output after the last"
+                made.append(output)
+        return True
+
+
+def answers(script: Script) -> dict[int, tuple[list[int], list[int], str | None]]:
+    """Key -> (tokens, tokens reported with logprobs, how it ended)."""
+    found = {}
+    for key, outputs in script.outputs.items():
+        end = outputs[-1]
+        how = end.finish.reason if end.finish else end.error[0] if end.error else None
+        found[key] = ([token for output in outputs for token in output.token_ids],
+                      [report.token_id for output in outputs for report in output.logprobs or []], how)
+    return found
+
+
+def serve(messages: dict[int, list[m.ToEngine]], double_buffering: bool, pool: int, seats: int, budget: int) -> Script:
+    blocks = BlockManager(pool, BLOCK_SIZE)
+    scheduler = Scheduler(
+        blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=2, aging_seconds=1.0)
+    script = Script({turn: list(said) for turn, said in messages.items()})
+    runner = FakeRunner(vocabulary=60, block_size=BLOCK_SIZE)
+    engine = script.engine = Engine(
+        scheduler, runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
+    engine.run()
+    assert not engine.ledger.live
+    engine.ledger.check_integrity()
+    assert not engine._flying
+    assert blocks.counts.used == 0, "blocks leaked"
+    scheduler.check_integrity()
+    return script
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> dict[int, list[m.ToEngine]]:
+    messages: dict[int, list[m.ToEngine]] = {0: [m.Hello()]}
+    for key in range(draw(st.integers(1, 9))):
+        turn = draw(st.integers(0, 25))
+        start, length = draw(st.integers(0, 59)), draw(st.integers(1, 14))
+        sampling = SamplingParams(
+            min_tokens=draw(st.sampled_from([0, 0, 5])), logprobs=draw(st.sampled_from([None, 0])))
+        request = m.Request(
+            f"r{key}", [(start + i) % 60 for i in range(length)], draw(st.sampled_from([1, 2, 9, 20])), float(key),
+            sampling, priority=draw(st.sampled_from([0, 0, -3])),
+            eos_token_ids=frozenset(draw(st.lists(st.integers(0, 59), max_size=5))))
+        messages.setdefault(turn, []).append(m.Submit(key, request))
+        end = draw(st.sampled_from([None] * 5 + ["cancel", "stop", "abort"]))
+        if end:
+            message = {
+                "cancel": m.Cancel(key, sent=time.monotonic()), "stop": m.Cancel(key, keep=1, sent=time.monotonic()),
+                "abort": m.Abort(key, f"r{key}")}[end]
+            messages.setdefault(turn + draw(st.integers(0, 12)), []).append(message)
+    return messages
+
+
+@given(messages=scripts(), pool=st.sampled_from([9, 12, 64]), seats=st.sampled_from([8, 3, 1]),
+       budget=st.sampled_from([64, 8, 3]))
+def test_the_same_answers_with_one_step_in_flight_and_with_two(
+    messages: dict[int, list[m.ToEngine]], pool: int, seats: int, budget: int
+) -> None:
+    plain, overlapped = (answers(serve(messages, on, pool, seats, budget)) for on in (False, True))
+    ended_by_hand = {said.key for turn in messages.values() for said in turn if isinstance(said, m.Cancel)} | {
+        said.call for turn in messages.values() for said in turn if isinstance(said, m.Abort)}
+    for key in plain.keys() | overlapped.keys():
+        one, other = plain.get(key, ([], [], None)), overlapped.get(key, ([], [], None))
+        if key in ended_by_hand or "QueueFull" in (one[2], other[2]):  # when is another matter
+            for mine, its in zip(one[:2], other[:2], strict=True):
+                both = min(len(mine), len(its))
+                assert mine[:both] == its[:both]
+        else:
+            assert one == other
+            assert one[2]
+
+
+class Watched(FakeRunner):
+    """seen: (what, steps launched and not collected) in order."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=BLOCK_SIZE)
+        self.seen: list[tuple[str, int]] = []
+
+    def launch(self, step: Step) -> tuple[StepResult, float]:
+        self.seen.append(("launch", len(self._flying)))
+        return super().launch(step)
+
+    def collect(self, handle: tuple[StepResult, float]) -> StepResult:
+        self.seen.append(("collect", len(self._flying)))
+        return super().collect(handle)
+
+
+def watched(double_buffering: bool) -> list[tuple[str, int]]:
+    scheduler = Scheduler(
+        BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
+    script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 4, 0.0))]})
+    runner = Watched()
+    script.engine = Engine(scheduler, runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
+    script.engine.run()
+    return runner.seen
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
+    assert watched(True) == [("launch", 0), *[("launch", 1), ("collect", 2)] * 3, ("collect", 1)]
+
+
+def test_without_double_buffering_one_step_is_in_flight() -> None:
+    assert watched(False) == [("launch", 0), ("collect", 1)] * 4
+
+
+def test_what_is_in_flight_is_applied_before_the_engine_stops() -> None:
+    scheduler = Scheduler(
+        BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
+    script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 40, 0.0))]})
+    runner = Watched()
+    engine = script.engine = Engine(scheduler, runner, script, MODEL, 7)  # type: ignore[arg-type]
+    launch = runner.launch
+
+    def stopping(step: Step) -> tuple[StepResult, float]:
+        if len(runner.seen) > 6:
+            engine.stop()
+        return launch(step)
+
+    runner.launch = stopping  # type: ignore[method-assign]
+    engine.run()
+    assert not runner._flying
+    sequence = next(iter(engine.ledger.live.values()))
+    assert sequence.in_flight == sequence.num_pending_tokens == 0

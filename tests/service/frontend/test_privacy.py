@@ -1,0 +1,200 @@
+"""Nothing of a prompt, an answer or a secret is in a log line, a metric or a trace, whatever becomes of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from google.protobuf import struct_pb2
+from prometheus_client import REGISTRY, generate_latest
+
+from npuserve.service import logs
+from npuserve.service.config import ServerConfig
+from npuserve.service.errors import Unavailable, to_wire
+from npuserve.service.logs import JsonFormatter, TextFormatter
+from npuserve.v1 import admin_service_pb2, prompt_pb2, tokenize_pb2
+from npuserve.v1 import generate_pb2 as pb
+from tests.service.rpc.test_tracing import Collector
+from tests.support.fake_engine import make_folder, until
+from tests.support.front_end import Running, ask, running
+
+MARK = "zqjxmark"
+"""In every text that a client sends."""
+
+TEMPLATE = """
+{%- if messages[0].content.endswith('refuse') %}{{ raise_exception('no: ' ~ messages[0].content) }}{% endif %}
+{% if messages[0].content.endswith('fail') %}{{ messages[0].content + 1 }}{% endif %}
+{% if messages[0].content.endswith('key') %}{{ messages[0][messages[0].content].x.y }}{% endif %}
+{{- messages[0].content }}"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = make_folder(tmp_path / "counting")
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    made = Collector()
+    yield made
+    made.server.stop(None).wait()
+
+
+def struct(**values: object) -> struct_pb2.Struct:
+    made = struct_pb2.Struct()
+    made.update(values)
+    return made
+
+
+def chat(content: str, **fields: Any) -> pb.GenerateRequest:
+    turn = prompt_pb2.Message(role=fields.pop("role", "user"), content=content, **fields.pop("turn", {}))
+    return pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[turn], **fields))
+
+
+REFUSED: dict[str, pb.GenerateRequest] = {
+    "too long": ask(MARK * 20),
+    "far too long": ask(MARK * 10_000),
+    "stop string too long": ask(MARK, stop=[MARK * 200]),
+    "stop string among others": ask(MARK, stop=[MARK, ""]),
+    "salt too long": ask(MARK, cache_salt=MARK * 40),
+    "another model": ask(MARK, model=MARK),
+    "regex": ask(MARK, regex=MARK), "schema": ask(MARK, json_schema=MARK), "grammar": ask(MARK, grammar=MARK),
+    "regex too large": ask(MARK, regex=MARK * 10_000),
+    "choices": pb.GenerateRequest(text=MARK, choices=pb.Choices(choices=[MARK])),
+    "temperature": ask(MARK, temperature=-1),
+    "template refuses": chat(f"{MARK} refuse"),
+    "template fails": chat(f"{MARK} fail"),
+    "template misses a key": chat(f"{MARK} key"),
+    "template argument taken": chat(MARK, template_args=struct(messages=MARK)),
+    "template argument NaN": chat(MARK, template_args=struct(**{MARK: float("nan")})),
+    "tool that is no JSON": chat(MARK, tools=[f"{{'{MARK}'"]),
+    "tool call that is no JSON": chat(MARK, turn={"tool_calls": [f"[{MARK}"]}),
+    "chat too long": chat(MARK * 20, role=MARK, turn={"name": MARK, "reasoning_content": MARK}),
+}
+
+
+async def code(call: Any) -> str:
+    """As which the call ended; whatever text it is given, it takes."""
+    try:
+        if hasattr(call, "read"):
+            while await call.read():
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return (await call.code()).name
+
+
+async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Calls of all kinds, and how they ended."""
+    inference, engine, found = server.inference, server.engine, {}
+    for name, request in REFUSED.items():
+        found[name] = await code(inference.StreamGenerate(request))
+        found[f"{name}, unary"] = await code(inference.Generate(request))
+    found["answered"] = await code(inference.StreamGenerate(ask(MARK, 3, stop=[MARK])))
+    found["chat"] = await code(inference.Generate(chat(MARK, template_args=struct(**{MARK: MARK}))))
+    found["tokenize"] = await code(inference.Tokenize(tokenize_pb2.TokenizeRequest(text=MARK)))
+    found["tokenize for another"] = await code(
+        inference.Tokenize(tokenize_pb2.TokenizeRequest(text=MARK, model=MARK)))
+    found["detokenize"] = await code(inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[9999])))
+    found["resume"] = await code(inference.ResumeStream(pb.ResumeStreamRequest(resume_token=MARK)))
+    found["abort"] = await code(server.admin.Abort(admin_service_pb2.AbortRequest(request_id=MARK)))
+    engine.refuse = to_wire(Unavailable("no"))
+    found["refused by the engine"] = await code(inference.Generate(ask(MARK, 3)))
+    engine.refuse = None
+    engine.hold.clear()
+    found["deadline"] = await code(inference.StreamGenerate(ask(MARK, 3), timeout=0.2))
+    await until(lambda: engine.live == 0)
+    held = inference.StreamGenerate(ask(MARK, 3))
+    reading = asyncio.ensure_future(code(held))
+    await until(lambda: engine.live == 1)
+    held.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    engine.hold.set()
+    folder = server.frontend._inference.folder
+    assert folder
+    assert folder.tokenizer
+
+    def bug(text: str, *_: object, **__: object) -> list[int]:
+        try:
+            raise KeyError(text)
+        except KeyError as error:
+            raise ValueError(f"cannot take {text}") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.tokenizer, "encode", bug)
+        info = server.frontend._engine.require()
+        patch.setattr(server.frontend._engine, "model_info", msgspec.structs.replace(info, max_model_len=1 << 20))
+        found["a bug"] = await code(inference.StreamGenerate(ask(MARK)))
+        found["a bug, in a chat"] = await code(inference.Generate(chat(MARK)))
+        found["a bug, in a thread"] = await code(inference.Tokenize(tokenize_pb2.TokenizeRequest(text=MARK * 9999)))
+    return found
+
+
+async def test_whatever_becomes_of_a_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, collector: Collector
+) -> None:
+    caplog.set_level(logging.DEBUG, "npuserve")
+    caplog.set_level(logging.INFO)
+    async with running(folder, administrator=True, otlp_endpoint=collector.url, max_model_len=64) as server:
+        found = await every_end(server, monkeypatch)
+        info = await server.admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest())
+    assert set(found.values()) == {
+        "OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL"}, found
+    assert found["answered"] == found["chat"] == "OK"
+    assert found["a bug"] == found["a bug, in a chat"] == found["a bug, in a thread"] == "INTERNAL"
+    lines = [form("frontend-0").format(record) for record in caplog.records for form in (JsonFormatter, TextFormatter)]
+    spans = [str(span) for span in collector.spans]
+    assert len([line for line in lines if "request" in line]) >= 2 * (len(found) - 2)
+    assert len(spans) > len(REFUSED)
+    for text in (*lines, *spans, generate_latest(REGISTRY).decode(), info.config_json):
+        assert MARK not in text.lower(), text
+    bugs = [r.fields for r in caplog.records if r.getMessage() == "internal error"]  # type: ignore[attr-defined]
+    assert len(bugs) == 3
+    assert all(b["exception_type"] == "ValueError from KeyError" and "in bug" in b["traceback"] for b in bugs)
+    fields = {r.fields.get("error") for r in caplog.records if hasattr(r, "fields")}
+    assert {"InvalidField: stopping.stop[0]", "InvalidField: chat.template_args", "ModelNotFound"} <= fields
+
+
+async def test_a_resume_token_is_a_secret(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "npuserve")
+    async with running(folder) as server:
+        stream = server.inference.StreamGenerate(ask("a", 3))
+        token = dict(await stream.initial_metadata())["x-resume-token"]
+        assert await code(stream) == "OK"
+        await code(server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token=token)))
+        page = generate_latest(REGISTRY).decode()
+    for record in caplog.records:
+        assert token not in JsonFormatter("x").format(record)
+    assert token not in page
+
+
+def test_prompts_that_are_to_be_logged_bring_exceptions_texts_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("npuserve.service.somewhere")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for wanted in (False, True):
+        logs.setup(ServerConfig(log_format="json", log_prompts=wanted), "x")
+        try:
+            raise ValueError(MARK)
+        except ValueError as error:
+            logs.bug(log, "internal error", error, error_id="7")
+        logging.getLogger().handlers[0].flush()
+        line = json.loads(capsys.readouterr().err)
+        assert (line["exception_type"], line["error_id"]) == ("ValueError", "7")
+        assert line.get("text") == (MARK if wanted else None)
+    logs.setup(ServerConfig(), "x")
+    logging.captureWarnings(False)

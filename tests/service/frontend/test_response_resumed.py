@@ -1,0 +1,158 @@
+"""A stream that goes on in another call: wherever the client was, it has the whole answer once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.npu.step import SamplingParams, TokenLogprobs
+from npuserve.service.frontend import resume
+from npuserve.service.frontend.response import Answer
+from npuserve.service.ipc.messages import Finish, Output, Request, Timing
+from npuserve.service.requests.validation import Ask
+from npuserve.service.text.tokenizer import Tokenizer
+from npuserve.v1 import generate_pb2 as pb
+from tests.service.text.test_detokenizer import KINDS, STOPS, tokenizer
+
+TIMING = Timing(0.0, [], 0.0, 0.0, 0.0, 0.0)
+
+
+def report(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -1.0, 1, [], [])
+
+
+class Call:
+    """One call that reads the answer `ids`, which end for `reason`, from token `held` on.
+
+    parts: the messages that were sent to it. pause: seconds between two reads.
+    """
+
+    def __init__(
+        self, ask: Ask, made: Tokenizer | None, ids: Sequence[int], reason: str, held: int = 0, pause: float = 0.0
+    ):
+        self.answer = Answer(ask, made, held)
+        self.parts: list[pb.StreamGenerateResponse] = []
+        self.over = False
+        self._ids, self._reason, self._at = ids, reason, 0
+        self._now, self._pause = 0.0, pause
+
+    def read(self, until: int) -> None:
+        """The tokens up to this one come, and a message is sent if there is one."""
+        ids, first = list(self._ids[self._at : until]), not self._at
+        self._at = until
+        finish = None
+        if until == len(self._ids):
+            finish = Finish(self._reason, 3, 0, len(self._ids), TIMING)  # type: ignore[arg-type]
+        prompt = [report(7), report(8)] if first else None
+        given = self.answer.add([Output(1, ids, finish, None, [report(i) for i in ids], prompt)])
+        if self.answer.keep is not None or given:
+            finish = given or Finish("stop_string", 3, 0, self.answer.keep or 0, TIMING)
+            self.parts.append(self.answer.last(finish, 1.0))
+            self.over = True
+        else:
+            self._now += self._pause
+            part = self.answer.message(self._now)
+            if part:
+                self.parts.append(part)
+
+
+def asked(draw: st.DrawFn, ids: int) -> Ask:
+    sampling = SamplingParams(
+        logprobs=draw(st.sampled_from([None, 0])), prompt_logprobs=draw(st.sampled_from([None, 0])),
+        min_tokens=draw(st.integers(0, 3)))
+    ask = Ask(
+        Request("r", [5, 6, 7], max(ids, 1), 0.0, sampling),
+        stop=tuple(draw(st.lists(st.sampled_from(STOPS), unique=True, max_size=3))),
+        include_stop=draw(st.booleans()), skip_special_tokens=draw(st.booleans()), return_token_ids=draw(st.booleans()))
+    carried = Request("r", ask.request.prompt_ids, ask.request.max_tokens, 0.0, sampling, ask=resume.pack(ask))
+    assert resume.unpack(carried) == Ask(carried, *(getattr(ask, name) for name in (
+        "stop", "include_stop", "skip_special_tokens", "return_token_ids")))
+    return ask
+
+
+@st.composite
+def answers(draw: st.DrawFn, kind: str) -> tuple[Ask, list[int], str, list[int]]:
+    """(ask, ids, reason, where the outputs end)."""
+    chance = random.Random(draw(st.integers(0, 1 << 30)))
+    size = {"byte level": 700, "byte fallback": 300}.get(kind, 9)
+    common = [chance.randrange(size) for _ in range(6)]
+    ids = [chance.choice(common) if chance.random() < 0.6 else chance.randrange(size)
+           for _ in range(draw(st.integers(1, 40)))]
+    if kind.startswith("byte"):
+        text = draw(st.sampled_from(["ab 你好, bab 👩‍👧 aaaa there was", "", "天气 e up\n"]))
+        ids += tokenizer(kind).encode(text)
+    cuts = sorted({*draw(st.lists(st.integers(1, len(ids)), max_size=30)), len(ids)})
+    return asked(draw, len(ids)), ids, draw(st.sampled_from(["length", "eos", "stop_token"])), cuts
+
+
+def joined(parts: Sequence[pb.StreamGenerateResponse]) -> tuple[str, list[int], list[int], list[int]]:
+    """Text, ids, tokens with reports, prompt tokens with reports; the offsets are checked."""
+    at = parts[0].offset if parts else 0
+    for part in parts:
+        assert part.offset == at
+        at += part.num_tokens
+    return ("".join(part.text for part in parts), [i for part in parts for i in part.token_ids],
+            [p.chosen.token_id for part in parts for p in part.logprobs],
+            [p.chosen.token_id for part in parts for p in part.prompt_logprobs])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@given(data=st.data())
+def test_resumed_after_any_message(kind: str, data: st.DataObject) -> None:
+    """However far the engine is when the client comes back, and however often it goes."""
+    ask, ids, reason, cuts = data.draw(answers("words" if kind == "none" else kind))
+    made = None if kind == "none" else tokenizer(kind)
+    if made is None:
+        ask = Ask(ask.request, (), False, True, ask.return_token_ids)
+    alone = Call(ask, made, ids, reason)
+    for cut in cuts:
+        if not alone.over:
+            alone.read(cut)
+    whole, last = joined(alone.parts), alone.parts[-1]
+
+    got: list[pb.StreamGenerateResponse] = []
+    made_so_far, calls = 0, 0
+    while not (got and got[-1].HasField("finish")):
+        held = got[-1].offset + got[-1].num_tokens if got else 0
+        call = Call(ask, made, ids, reason, held, data.draw(st.sampled_from([0.0, 1.0])))
+        for _ in range(data.draw(st.integers(1, 4)) if calls < 6 else len(cuts) + 1):
+            made_so_far = data.draw(st.sampled_from([cut for cut in cuts if cut >= max(made_so_far, 1)]))
+            if not call.over and (call._at < made_so_far or not call._at or made_so_far == len(ids)):
+                call.read(made_so_far)
+        calls += 1
+        got += call.parts[: data.draw(st.integers(0, len(call.parts))) if calls < 6 else None]
+        if calls >= 6:
+            made_so_far = len(ids)
+    assert joined(got) == whole
+    assert got[-1].finish == last.finish
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_resumed_at_any_token(kind: str, data: st.DataObject) -> None:
+    """Also inside a character or a stop string: ids go on exactly there, and the text with the characters that the
+    client's tokens do not complete."""
+    ask, ids, reason, _ = data.draw(answers(kind))
+    ask = Ask(ask.request, (), False, ask.skip_special_tokens, True)
+    whole = Call(ask, tokenizer(kind), ids, reason)
+    whole.read(len(ids))
+    text, all_ids, *_ = joined(whole.parts)
+    held = data.draw(st.integers(1, len(ids)))
+    call = Call(ask, tokenizer(kind), ids, reason, held)
+    call.read(len(ids))
+    assert call.parts[0].offset == held
+    rest, rest_ids, *_ = joined(call.parts)
+    assert rest_ids == all_ids[held:]
+    assert text.endswith(rest)
+    # No more than what follows the messages that end there or before, and no less than what follows the next.
+    step = Call(ask, tokenizer(kind), ids, reason)
+    for until in range(1, len(ids) + 1):
+        if not step.over:
+            step.read(until)
+    before = "".join(part.text for part in step.parts if part.offset + part.num_tokens <= held)
+    after = "".join(part.text for part in step.parts if part.offset < held)
+    assert len(text) - len(after) <= len(rest) <= len(text) - len(before)

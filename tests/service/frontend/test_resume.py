@@ -1,0 +1,112 @@
+"""Resume tokens and error reasons over a real gRPC server and a fake engine that counts."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from npuserve.service import errors
+from npuserve.service.ipc.messages import Resume, Submit
+from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc
+from npuserve.v1 import generate_pb2 as pb
+from tests.client.counting import Proxy
+from tests.service.frontend.test_response import whole
+from tests.support.fake_engine import make_folder, until
+from tests.support.front_end import ask, running
+from tests.support.whole_server import whole_server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "counting")
+
+
+async def test_resuming(folder: Path) -> None:
+    async with running(folder) as server:
+        server.engine.delay = 0.002
+        call = server.inference.StreamGenerate(ask("a", 60, request_id="mine", stop=["xy"], return_token_ids=True))
+        metadata = dict(await call.initial_metadata())
+        parts = [await call.read(), await call.read()]
+        call.cancel()
+        await until(lambda: server.engine.live == 0)
+        (sent,) = server.engine.got(Submit)
+        assert (sent.request.resume_token, len(metadata["x-resume-token"])) == (metadata["x-resume-token"], 32)
+        kept = server.frontend._engine._records.find(metadata["x-resume-token"], "", time.monotonic())
+        assert kept
+        server.engine.records[metadata["x-resume-token"]] = kept
+        held = parts[-1].offset + parts[-1].num_tokens
+        again = server.inference.ResumeStream(
+            pb.ResumeStreamRequest(resume_token=metadata["x-resume-token"], token_offset=held))
+        assert dict(await again.initial_metadata()) == metadata
+        text, ids, finish = whole(parts + [part async for part in again])
+        assert (text, ids) == ("bcdefghijklmnopqrstuvw", list(range(1, 25)))
+        assert (finish.reason, finish.matched_stop) == (pb.FINISH_REASON_STOP_STRING, "xy")
+        (asked,) = server.engine.got(Resume)
+        assert (asked.token, asked.token_offset) == (metadata["x-resume-token"], held)
+        assert asked.owner == sent.request.owner == ""
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read()
+        assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_anonymous_stream_is_resumed_from_another_address(tmp_path: Path) -> None:
+    """As after a change of the network, or behind a NAT with several addresses."""
+    async with whole_server(tmp_path, delay=0.005) as server, server.client() as stub:
+        call = stub.StreamGenerate(ask("a", 60))
+        token = dict(await call.initial_metadata())["x-resume-token"]
+        text = (await call.read()).text
+        call.cancel()
+        proxy = Proxy(int(server.target.rpartition(":")[2]), source="127.0.0.2")
+        await proxy.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:
+            other = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            again = other.ResumeStream(pb.ResumeStreamRequest(resume_token=token, token_offset=len(text)))
+            text += "".join([part.text async for part in again])
+        proxy.close()
+        assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
+
+
+async def test_no_token_where_nothing_is_kept(folder: Path) -> None:
+    async with running(folder, resume_seconds=0) as server:
+        call = server.inference.StreamGenerate(ask("a", 3))
+        assert "x-resume-token" not in dict(await call.initial_metadata())
+        assert len([part async for part in call]) >= 1
+        unary = server.inference.Generate(ask("a", 3))
+        assert "x-resume-token" not in dict(await unary.initial_metadata())
+        assert [sent.request.resume_token for sent in server.engine.got(Submit)] == ["", ""]
+
+
+def test_error_reasons_are_upper_snake_case_and_unique() -> None:
+    kinds, found = [errors.ServeError], {}
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]+[A-Z0-9]", kind.reason())
+        found[kind.__name__] = kind.reason()
+    assert len(set(found.values())) == len(found)
+    assert found["InvalidField"] == "INVALID_FIELD"
+    assert found["EngineKiller"] == "ENGINE_KILLER"
+
+
+async def test_what_is_not_found_is_told_by_the_reason(folder: Path) -> None:
+    async with running(folder, administrator=True) as server:
+        stub = server.inference
+        calls = {
+            "MODEL_NOT_FOUND": stub.Generate(ask(model="typo")),
+            "REQUEST_NOT_FOUND": server.admin.Abort(admin_service_pb2.AbortRequest(request_id="nobody")),
+            "STREAM_NOT_FOUND": stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read(),
+        }
+        for reason, call in calls.items():
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call
+            assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+            info = error_details_pb2.ErrorInfo()
+            assert rpc_status.from_call(failed.value).details[0].Unpack(info)
+            assert (info.reason, info.domain) == (reason, "npuserve.dev")

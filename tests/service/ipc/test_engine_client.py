@@ -1,0 +1,273 @@
+"""The client against a fake engine: outputs in order, one end for each request, the engine's death and return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from npuserve.service import metrics
+from npuserve.service.errors import InternalError, QueueFull, Unavailable
+from npuserve.service.ipc import engine_client as module
+from npuserve.service.ipc.engine_client import EngineClient, Stream
+from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore
+from tests.support import fake_engine
+from tests.support.fake_engine import INFO, FakeEngine, until
+
+
+@contextlib.asynccontextmanager
+async def connected(**options: object) -> AsyncIterator[tuple[EngineClient, FakeEngine]]:
+    async with fake_engine.engine(**options) as engine:
+        client = EngineClient(engine.address)
+        client.start()
+        await until(lambda: client.state == "ready")
+        try:
+            yield client, engine
+        finally:
+            await client.close()
+
+
+def request(max_tokens: int = 5, name: str = "r") -> Request:
+    return Request(name, [0], max_tokens, time.monotonic())
+
+
+async def ids_of(stream: Stream) -> list[int]:
+    return [token async for outputs in stream for output in outputs for token in output.token_ids]
+
+
+async def test_states_and_the_models_facts() -> None:
+    states: list[str] = []
+    async with fake_engine.engine(started=False) as engine:
+        client = EngineClient(engine.address, states.append)
+        client.start()
+        await asyncio.sleep(0.1)
+        assert (client.state, client.model_info, states) == ("starting", None, [])
+        with pytest.raises(Unavailable, match="loading"):
+            client.submit(request())
+        engine.start()
+        await until(lambda: client.state == "ready")
+        assert (client.model_info, client.epoch, len(engine.got(Hello))) == (INFO, 1, 1)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        with pytest.raises(Unavailable, match="restarting"):
+            client.submit(request())
+        engine.epoch = 2
+        engine.start()
+        await until(lambda: client.state == "ready")
+        assert (client.epoch, states) == (2, ["ready", "down", "ready"])
+        assert await ids_of(client.submit(request())) == [1, 2, 3, 4, 5]
+        await client.close()
+
+
+async def test_a_silent_engine_is_stalled_until_it_speaks() -> None:
+    async with connected() as (client, engine):
+        client._stall_seconds = 1
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: client.state == "stalled")
+        with pytest.raises(Unavailable, match="does not answer"):
+            client.submit(request())
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        assert client.state == "ready"
+        await until(lambda: client.state == "stalled")
+        await engine.die()
+        await until(lambda: client.state == "down")
+
+
+async def test_many_streams_at_once_each_get_their_own() -> None:
+    async with connected(delay=0.001, info=msgspec.structs.replace(INFO, max_num_seqs=64)) as (client, engine):
+        streams = [client.submit(Request(str(i), [i], 10 + i % 7, time.monotonic())) for i in range(50)]
+        answers = await asyncio.gather(*map(ids_of, streams))
+        for i, answer in enumerate(answers):
+            assert answer == [(i + 1 + k) % 26 for k in range(10 + i % 7)]
+        for stream in streams:
+            stream.close()
+        assert engine.got(Cancel) == []
+        assert client._streams == {}
+
+
+async def test_what_piles_up_comes_as_one_list() -> None:
+    async with connected() as (client, _):
+        stream = client.submit(request(8))
+        await until(lambda: stream._ended)
+        assert stream.buffered == 8
+        batches = [outputs async for outputs in stream]
+        assert [[output.token_ids for output in outputs] for outputs in batches] == [[[i] for i in range(1, 9)]]
+        assert batches[0][-1].finish.generated_tokens == 8
+        assert stream.buffered == 0
+
+
+async def test_death_is_a_pause() -> None:
+    async with connected(delay=0.01) as (client, engine):
+        stream = client.submit(request(12))
+        await until(lambda: stream.buffered >= 3)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        got = [output.token_ids for output in await stream.__anext__()]
+        assert got[:3] == [[1], [2], [3]]
+        engine.epoch = 2
+        engine.start()
+        assert await ids_of(stream) == list(range(len(got) + 1, 13))
+        (live,) = [record for _, record in engine.got(Restore)[-1].live]
+        assert live.token_ids[: len(got)] == [i for ids in got for i in ids]
+        stream.close()
+        assert client._streams == {}
+
+
+async def test_leaving_ends_what_is_in_flight() -> None:
+    async with connected(delay=0.01) as (client, _):
+        stream = client.submit(request(1000))
+        await until(lambda: stream.buffered >= 1)
+        await client.close()
+        await stream.__anext__()
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="leaving") as ended:
+                await stream.__anext__()
+        assert ended.value.retry_seconds > 0
+        stream.close()
+        assert client._streams == {}
+
+
+async def test_calls_in_flight_end_with_the_engine() -> None:
+    async with connected() as (client, engine):
+        assert engine._task
+        engine._task.cancel()  # it hears nothing any more, and still holds the connection
+        await asyncio.sleep(0.02)
+        call = asyncio.ensure_future(client.flush_prefix_cache())
+        await asyncio.sleep(0.02)
+        assert not call.done()
+        await engine.die()
+        with pytest.raises(Unavailable):
+            await call
+
+
+async def test_messages_of_a_dead_epoch_are_dropped() -> None:
+    async with connected(epoch=7) as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: engine.live == 1)
+        frontend, key = next(iter(engine._live))
+        await engine.send(frontend, Outputs(6, Load(running=99), [Output(key, [25])]))
+        await engine.send(frontend, Outputs(7, Load(running=3), [Output(key + 1000, [25])]))
+        await until(lambda: client.load.running == 3)
+        assert stream.buffered == 0
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+
+
+async def test_close_cancels_once() -> None:
+    async with connected(delay=0.005) as (client, engine):
+        stream = client.submit(request(1000))
+        await stream.__anext__()
+        stream.close()
+        stream.close()
+        await until(lambda: engine.live == 0)
+        await client.flush_prefix_cache()
+        assert [(c.key, c.keep) for c in engine.got(Cancel)] == [(stream.key, None)]
+
+
+async def test_stop_waits_for_the_engines_finish() -> None:
+    async with connected(delay=0.005) as (client, engine):
+        stream = client.submit(request(1000))
+        await stream.__anext__()
+        finish = await stream.stop(1)
+        assert (finish.reason, finish.generated_tokens) == ("stop_string", 1)
+        stream.close()
+        assert [c.keep for c in engine.got(Cancel)] == [1]
+
+
+async def test_stop_takes_a_finish_that_was_on_its_way() -> None:
+    async with connected() as (client, engine):
+        stream = client.submit(request(3))
+        await until(lambda: stream._ended)
+        finish = await stream.stop(1)
+        assert (finish.reason, finish.generated_tokens) == ("length", 3)
+        assert engine.got(Cancel) == []
+
+
+async def test_refusals_are_the_streams_error() -> None:
+    async with connected() as (client, engine):
+        engine.refuse = ("QueueFull", "8 requests wait already", 2.5)
+        with pytest.raises(QueueFull, match="8 requests"):
+            await ids_of(client.submit(request()))
+        engine.refuse = ("SomethingNew", "x", 0.0)
+        with pytest.raises(InternalError):
+            await ids_of(client.submit(request()))
+
+
+async def test_a_front_end_holds_a_bounded_number() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        streams = [client.submit(request(name=str(i))) for i in range(2 * (INFO.max_num_seqs + INFO.max_queue))]
+        refused = metrics.queue_rejections_total.labels("front_end")._value.get()
+        with pytest.raises(QueueFull):
+            client.submit(request())
+        assert metrics.queue_rejections_total.labels("front_end")._value.get() == refused + 1
+        streams.pop().close()
+        streams.append(client.submit(request()))
+        for stream in streams:
+            stream.close()
+
+
+async def test_abort_and_flush() -> None:
+    async with connected(delay=0.005) as (client, _):
+        stream = client.submit(request(1000, "mine"))
+        await stream.__anext__()
+        assert await client.abort("mine")
+        assert not await client.abort("mine")
+        finishes = [outputs[-1].finish async for outputs in stream]
+        assert finishes[-1].reason == "aborted"
+        assert await client.flush_prefix_cache() == 11
+
+
+async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: engine.live == 1)
+        frontend, _ = next(iter(engine._live))
+        engine.socket._frontends[frontend].socket.send(b"\x08\0\0\0\xc1garbage")
+        await until(lambda: len(engine.got(Hello)) == 2)
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        assert client.state == "ready"
+
+
+@pytest.mark.parametrize(("kind", "method", "work"), [
+    (EngineClient, "_take", "engine client"), (EngineClient, "_listen", "engine client"),
+    (Stream, "check_reader", "slow readers")])
+async def test_background_work_that_fails_is_logged_and_starts_again(
+    kind: type, method: str, work: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FAILED_SECONDS", 0.01, raising=False)
+    calls: list[int] = []
+    works = getattr(kind, method)
+
+    def fails(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("a bug")
+        return works(*arguments)
+
+    async def fails_in_its_task(self: EngineClient) -> None:
+        await fails(self)  # type: ignore[misc]
+
+    monkeypatch.setattr(kind, method, fails_in_its_task if method == "_listen" else fails)
+    async with fake_engine.engine() as engine:
+        client = EngineClient(engine.address, slow_reader_seconds=0.04)
+        client.start()
+        await until(lambda: client.state == "ready")
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: len(calls) > 1)
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        await client.close()
+    (bug,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert bug.getMessage().startswith(work)
+    assert bug.fields["exception_type"] == "KeyError"  # type: ignore[attr-defined]

@@ -1,0 +1,98 @@
+"""The engine's end of the local socket, with front ends that read slowly, or not, or leave."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from npuserve.service.ipc import engine_socket
+from npuserve.service.ipc import messages as m
+from npuserve.service.ipc.engine_socket import EngineSocket
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[EngineSocket]:
+    made = EngineSocket(f"{tmp_path}/e")
+    yield made
+    made.close()
+
+
+def connect(tmp_path: Path) -> socket.socket:
+    frontend = socket.socket(socket.AF_UNIX)
+    frontend.settimeout(10)
+    frontend.connect(f"{tmp_path}/e")
+    return frontend
+
+
+def first(engine: EngineSocket) -> tuple[bytes, m.ToEngine]:
+    for _ in range(100):
+        if found := engine.receive(1.0):
+            return found[0]
+    raise AssertionError("nothing came")
+
+
+def test_each_front_end_hears_its_own(tmp_path: Path, engine: EngineSocket) -> None:
+    frontends = [connect(tmp_path) for _ in range(3)]
+    names = []
+    for number, frontend in enumerate(frontends):
+        frontend.sendall(m.encode(m.FlushPrefixCache(number)))
+        name, message = first(engine)
+        assert message == m.FlushPrefixCache(number)
+        names.append(name)
+    for number in (2, 0, 1):
+        assert engine.send(names[number], m.Reply(1, number, 7))
+    for number, frontend in enumerate(frontends):
+        [data] = m.Splitter().feed(frontend.recv(1000))
+        assert m.decode_to_frontend(data) == m.Reply(1, number, 7)
+        frontend.close()
+
+
+def test_what_the_system_has_no_room_for_comes_later_and_in_order(tmp_path: Path, engine: EngineSocket) -> None:
+    with connect(tmp_path) as frontend:
+        frontend.sendall(m.encode(m.Hello()))
+        name, _ = first(engine)
+        sent = [m.Outputs(1, m.Load(), [m.Output(number, list(range(2000)))]) for number in range(500)]
+        for message in sent:
+            assert engine.send(name, message)
+        splitter, found = m.Splitter(), []
+        while len(found) < len(sent):
+            found += splitter.feed(frontend.recv(1 << 20))
+            assert engine.receive(0.0) == []
+        assert [m.decode_to_frontend(data) for data in found] == sent
+        # Nothing is left to write, so nothing wakes the engine.
+        assert engine.receive(0.05) == []
+
+
+def test_one_that_reads_nothing_is_lost(
+    tmp_path: Path, engine: EngineSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_socket, "MAX_UNSENT", 10_000)
+    with connect(tmp_path) as frontend:
+        frontend.sendall(m.encode(m.Hello()))
+        name, _ = first(engine)
+        message = m.Outputs(1, m.Load(), [m.Output(0, list(range(2000)))])
+        assert any(not engine.send(name, message) for _ in range(10_000))
+        assert not engine.send(name, message)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_one_that_has_left_is_lost(tmp_path: Path, engine: EngineSocket, heard: bool) -> None:
+    frontend = connect(tmp_path)
+    frontend.sendall(m.encode(m.Hello()))
+    name, _ = first(engine)
+    frontend.close()
+    if heard:
+        assert engine.receive(1.0) == [(name, None)]
+    assert not engine.send(name, m.Reply(1, 1, 1))
+
+
+def test_the_address_of_a_dead_engine_is_taken_over(tmp_path: Path) -> None:
+    dead, living = EngineSocket(f"{tmp_path}/e"), EngineSocket(f"{tmp_path}/e")
+    with connect(tmp_path) as frontend:
+        frontend.sendall(m.encode(m.Hello()))
+        assert first(living)[1] == m.Hello()
+    dead.close()
+    living.close()

@@ -1,0 +1,69 @@
+"""Attributes of processes, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def run(script: str) -> str:
+    return subprocess.run([sys.executable, "-c", f"from npuserve.service.ipc.process_control import *\n{script}"],
+                          capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie, too."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except FileNotFoundError:
+        return False
+
+
+def test_die_with_parent_a_stopped_child_dies() -> None:
+    child = ("from npuserve.service.ipc.process_control import *; import time; die_with_parent(); "
+             "print(os.getpid(), flush=True); time.sleep(600)")
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        pid = int(process.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        until(lambda: not is_running(pid))
+
+
+def test_dumpable_is_what_was_set() -> None:
+    assert run("print(is_dumpable()); set_dumpable(False); print(is_dumpable()); set_dumpable(True); "
+               "print(is_dumpable())").split() == ["True", "False", "True"]
+
+
+def test_orphan_reaper_reaps_orphans_and_leaves_its_own() -> None:
+    """Forty orphans are reaped by two calls; a child that is waited for, or named, keeps its exit code."""
+    assert run("""
+import subprocess, time
+adopt_orphans()
+own = subprocess.Popen(["sh", "-c", "exit 7"])
+subprocess.run(["sh", "-c", "for i in $(seq 40); do (sleep 0.2) & done"])
+reaper, reaped = OrphanReaper(), 0
+deadline = time.monotonic() + 30
+while reaped < 40 and time.monotonic() < deadline:
+    time.sleep(0.3)
+    reaped += reaper.reap({own.pid})
+print(reaped, own.wait())
+""").split() == ["40", "7"]

@@ -1,0 +1,311 @@
+"""What is kept of streams: bounded, for its time, for its owner, and across a stop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.npu.step import SamplingParams, TokenLogprobs
+from npuserve.service.ipc import records as module
+from npuserve.service.ipc.messages import (
+    MAX_RESTORE_BYTES,
+    EndedRecord,
+    Finish,
+    Output,
+    Record,
+    Request,
+    Timing,
+    decode_to_engine,
+    encode,
+)
+from npuserve.service.ipc.records import FILE, Records, is_resumable, load, max_size, new_token, restore_messages, save
+from tests.support.fake_engine import INFO
+
+TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
+
+
+def record(token: str, tokens: int = 3, owner: str = "me", finish: bool = False) -> Record:
+    made = Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, owner=owner, resume_token=token))
+    made.add(Output(1, list(range(tokens)), Finish("length", 3, 0, tokens, TIMING) if finish else None))
+    return made
+
+
+def handed_over(one: Record) -> EndedRecord:
+    """As a front end has it of a stream that was left at second 0.5."""
+    of_front_end = Records(1e9)
+    of_front_end.end(one, 0.5)
+    return of_front_end.ended(0.5)[0]
+
+
+def test_tokens_are_long_random_and_fit_metadata() -> None:
+    tokens = {new_token() for _ in range(1000)}
+    assert len(tokens) == 1000
+    assert all(len(token) >= 32 and token.replace("-", "a").replace("_", "a").isalnum() for token in tokens)
+
+
+def test_a_record_is_its_owner_s_alone_and_for_its_time() -> None:
+    kept = Records(10.0)
+    one = record("t")
+    kept.begin(one)
+    assert kept.find("t", "me", 1e9) is one  # however long it lives
+    assert kept.find("t", "other", 0.0) is None
+    assert kept.find("t", "", 0.0) is None
+    assert kept.find("", "me", 0.0) is None
+    kept.end(one, 100.0)
+    assert kept.find("t", "me", 109.9) == one
+    assert kept.find("t", "me", 110.0) is None
+    kept.check_integrity()
+
+
+def test_a_record_of_an_anonymous_caller_is_found_by_whoever_has_its_token() -> None:
+    kept = Records(10.0)
+    kept.begin(one := record("t", owner=""))
+    assert kept.find("t", "", 0.0) is one
+    assert kept.find("t", "me", 0.0) is one
+    assert kept.find("u", "", 0.0) is None
+
+
+def test_without_a_time_nothing_is_kept() -> None:
+    kept = Records(0.0)
+    one = record("t")
+    kept.begin(one)
+    kept.end(one, 0.0)
+    assert kept.find("t", "me", 0.0) is None
+    assert kept.ended(0.0) == []
+
+
+def test_without_a_token_nothing_is_kept() -> None:
+    kept = Records(10.0)
+    kept.begin(record(""))
+    kept.end(record(""), 0.0)
+    assert (kept.live, kept.ended(0.0)) == ({}, [])
+
+
+def test_the_oldest_go_first() -> None:
+    kept = Records(10.0, most=3)
+    for number in range(5):
+        kept.end(record(str(number)), float(number))
+    assert [one.token for one in kept.ended(5.0)] == ["2", "3", "4"]
+    kept.begin(record("3"))
+    assert [one.token for one in kept.ended(5.0)] == ["2", "4"]
+    kept.check_integrity()
+
+
+def test_bytes_are_bounded_and_the_live_stay() -> None:
+    kept = Records(10.0, most_bytes=3 * 800)
+    kept.begin(live := record("live", 10_000))
+    for number in range(5):
+        kept.end(record(str(number), 100), float(number))
+    assert len(kept.ended(5.0)) == 3
+    kept.end(record("big", 10_000), 6.0)
+    assert kept.ended(6.0) == []
+    assert kept.find("live", "me", 6.0) is live
+
+
+REPORT = TokenLogprobs(1 << 31, -0.1, 1 << 31, [1 << 31] * 20, [-0.1] * 20)
+IDS = st.lists(st.integers(0, (1 << 32) - 1), max_size=50)
+
+
+@given(prompt=IDS, allowed=IDS, ending=IDS, stop=IDS, bias=IDS, made=IDS, reports=st.integers(0, 30),
+       top=st.integers(0, 20))
+def test_max_size_bounds_what_a_record_takes(
+    prompt: list[int], allowed: list[int], ending: list[int], stop: list[int], bias: list[int], made: list[int],
+    reports: int, top: int,
+) -> None:
+    sampling = SamplingParams(
+        logit_bias=dict.fromkeys(bias, 0.1), allowed_token_ids=tuple(allowed), ending_ids=tuple(ending), logprobs=top,
+        prompt_logprobs=top)
+    request = Request("r" * 128, prompt, 1 << 20, 1e6 / 3, sampling, frozenset(stop), frozenset(stop), ask=b"x" * 99,
+                      client="c" * 128, owner="o" * 128, cache_salt="s" * 128, resume_token=new_token())
+    report = msgspec.structs.replace(REPORT, top_ids=REPORT.top_ids[:top], top_logprobs=REPORT.top_logprobs[:top])
+    finish = Finish("length", 9, 9, 9, TIMING)
+    one = Record(request, made, [report] * reports, [report] * reports, finish, 1.5, 3, TIMING)
+    assert len(msgspec.msgpack.encode(one)) <= max_size(request, len(made), reports, reports)
+
+
+def large(token: str, ids: int = 4000) -> Record:
+    """A record whose request names many tokens."""
+    sampling = SamplingParams(
+        logit_bias={1000 + i: 0.5 for i in range(1024)}, allowed_token_ids=tuple(range(1000, 1000 + ids)),
+        ending_ids=tuple(range(2000, 2100)))
+    return Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, sampling, owner="me", resume_token=token), [5, 6])
+
+
+def test_records_of_requests_with_many_ids_take_what_is_counted() -> None:
+    import tracemalloc
+
+    kept, most = Records(1e9, most=100_000, most_bytes=2 << 20), 0
+    tracemalloc.start()
+    for number in range(300):
+        kept.end(large(str(number)), 0.0)
+        most = max(most, kept._bytes)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 50 < len(kept.ended(0.0)) < 300
+    assert most <= (2 << 20) + len(kept.ended(0.0)[0].data) + 600
+    assert taken < 3 << 20
+
+
+@pytest.mark.parametrize(("change", "fits"), [
+    ({}, True), ({"sampling": SamplingParams(allowed_token_ids=tuple(range(151_936)))}, True),
+    ({"max_tokens": 32_768, "sampling": SamplingParams(logprobs=0)}, True),
+    ({"max_tokens": 32_768, "sampling": SamplingParams(logprobs=20)}, False),
+    ({"prompt_ids": [1] * 40_000, "sampling": SamplingParams(prompt_logprobs=20)}, False),
+    ({"prompt_ids": [1] * 2_000_000}, False)])
+def test_is_resumable_as_far_as_the_largest_record_fits(change: dict[str, Any], fits: bool) -> None:
+    assert is_resumable(msgspec.structs.replace(record("t").request, **change)) is fits
+
+
+def test_restore_messages_are_bounded_and_whole() -> None:
+    live = [(key, large(f"live {key}", 100 * key)) for key in range(80)]
+    ended = Records(1e9)
+    for number in range(80):
+        ended.end(large(f"ended {number}", 100 * number), 0.0)
+    parts = list(restore_messages(iter(live), lambda: ended.ended(0.0)))
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert [pair for part in parts for pair in part.live] == live
+    assert [one.token for part in parts for one in part.ended] == [f"ended {n}" for n in range(80)]
+    largest = max_size(live[-1][1].request, 2, 0, 0)
+    assert max(len(encode(part)) for part in parts) <= MAX_RESTORE_BYTES + largest
+    assert len(parts) > 20
+    for part in parts:
+        assert decode_to_engine(encode(part)[4:]) == part
+
+
+def test_restore_messages_leave_out_what_ends_meanwhile() -> None:
+    gone: set[int] = set()
+    live = ((key, large(str(key))) for key in range(50) if key not in gone)
+    parts = restore_messages(live, lambda: [])
+    first = [key for key, _ in next(parts).live]
+    gone.add(first[-1] + 1)
+    assert [key for part in parts for key, _ in part.live] == list(range(first[-1] + 2, 50))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "restore", "find"]), st.sampled_from("abcd"),
+                          st.integers(0, 5)), max_size=40))
+def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
+    kept = Records(5.0, most=3, most_bytes=6000)
+    for now, (what, token, tokens) in enumerate(doings):
+        if what in ("begin", "end", "restore"):
+            one = kept.live.get(token) if what == "end" else None
+            one = one or record(token, tokens)
+            if what == "restore":
+                kept.restore(handed_over(one), float(now))
+            else:
+                kept.begin(one) if what == "begin" else kept.end(one, float(now))
+        elif what == "drop":
+            kept.drop(token)
+        else:
+            kept.find(token, "me", float(now))
+        kept.check_integrity()
+        assert len(kept.ended(float(now))) <= 3
+
+
+def test_of_two_the_one_that_tells_more_counts() -> None:
+    kept = Records(10.0)
+    kept.restore(handed_over(record("t", 5)), 1.0)
+    kept.restore(handed_over(record("t", 3)), 1.0)
+    kept.restore(handed_over(record("u", 3, finish=True)), 1.0)
+    kept.restore(handed_over(record("u", 5)), 1.0)
+    kept.begin(live := record("v", 1))
+    kept.restore(handed_over(record("v", 9, finish=True)), 1.0)
+    found = {token: kept.find(token, "me", 1.0) for token in "tuv"}
+    assert [len(found[token].token_ids) for token in "tu"] == [5, 3]  # type: ignore[union-attr]
+    assert found["v"] is live
+
+
+def test_saved_and_loaded_once(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "deep" / "state", Records(10.0)
+    kept.begin(record("live", 4))
+    kept.end(record("done", 2, finish=True), time.monotonic())
+    assert save(folder, INFO, "/m", kept) == 2
+    (file,) = folder.iterdir()
+    assert (file.name, stat.S_IMODE(file.stat().st_mode)) == (FILE, 0o600)
+    fresh = Records(10.0)
+    assert load(folder, INFO, "/m", fresh) == 2
+    now = time.monotonic()
+    live, done = fresh.find("live", "me", now), fresh.find("done", "me", now)
+    assert live
+    assert done
+    assert (live.token_ids, live.finish, done.finish) == ([0, 1, 2, 3], None, Finish("length", 3, 0, 2, TIMING))
+    assert load(folder, INFO, "/m", Records(10.0)) == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_of_another_model_it_is_dropped(tmp_path: Path) -> None:
+    for name, model in (("/other", INFO), ("/m", msgspec.structs.replace(INFO, vocabulary_size=5))):
+        kept = Records(10.0)
+        kept.end(record("t"), time.monotonic())
+        save(tmp_path, INFO, "/m", kept)
+        assert load(tmp_path, model, name, Records(10.0)) == 0
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_keep_leaves_no_file(tmp_path: Path) -> None:
+    assert save(tmp_path / "state", INFO, "/m", Records(10.0)) == 0
+    assert not (tmp_path / "state").exists()
+
+
+def test_garbage_is_removed_and_said(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"\xc1 no msgpack")
+    with pytest.raises(msgspec.MsgspecError):
+        load(tmp_path, INFO, "/m", Records(10.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Records(10.0)
+    kept.end(record("t"), time.monotonic())
+    save(tmp_path, INFO, "/m", kept)
+    before = (tmp_path / FILE).read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    kept.end(record("u"), time.monotonic())
+    with pytest.raises(OSError, match="space"):
+        save(tmp_path, INFO, "/m", kept)
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_after_a_reboot_clocks_begin_anew(tmp_path: Path) -> None:
+    kept = Records(10.0)
+    one = record("t")
+    one.request = msgspec.structs.replace(one.request, arrival=time.monotonic() + 1e6)
+    one.timing = TIMING
+    kept.end(one, time.monotonic())
+    save(tmp_path, INFO, "/m", kept)
+    fresh = Records(10.0)
+    load(tmp_path, INFO, "/m", fresh)
+    found = fresh.find("t", "me", time.monotonic())
+    assert found
+    assert found.request.arrival <= time.monotonic()
+    assert found.timing is None
+
+
+def test_what_is_left_of_a_request() -> None:
+    report = TokenLogprobs(1, -1.0, 1, [], [])
+    one = record("t", 4)
+    one.request = msgspec.structs.replace(
+        one.request, sampling=msgspec.structs.replace(one.request.sampling, prompt_logprobs=1))
+    one.add(Output(1, prompt_logprobs=[report]))
+    one.cached_tokens, one.timing = 2, TIMING
+    rest = one.rest(accepted=True)
+    assert (rest.output_ids, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1)
+    assert (rest.past.num_reported, rest.past.cached_tokens, rest.past.timing) == (1, 2, TIMING)
+    one.add(Output(1, prompt_logprobs=[report]))
+    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all are reported
+    assert one.request.sampling.prompt_logprobs == 1
+    one.add(Output(1, [9, 9], Finish("stop_string", 3, 0, 5, TIMING)))
+    assert one.token_ids == [0, 1, 2, 3, 9]

@@ -1,0 +1,329 @@
+"""Streams across the deaths of engines: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
+from npuserve.service.ipc import stream as stream_module
+from npuserve.service.ipc.messages import (
+    MAX_RESTORE_BYTES,
+    Cancel,
+    Finish,
+    Output,
+    Record,
+    Request,
+    Restore,
+    Submit,
+    Timing,
+    encode,
+)
+from npuserve.service.ipc.stream import Stream
+from tests.service.ipc.test_engine_client import connected, ids_of, request
+from tests.support import fake_engine
+from tests.support.fake_engine import FakeEngine, until
+
+
+async def reborn(engine: FakeEngine, client: object) -> None:
+    """The engine dies, and the next one has got what it is to go on with."""
+    lives = len(engine.got(Restore))
+    await engine.die()
+    await until(lambda: client.state == "down")  # type: ignore[attr-defined]
+    engine.epoch += 1
+    engine.start()
+    await until(lambda: client.state == "ready")  # type: ignore[attr-defined]
+    await until(lambda: len(engine.got(Restore)) > lives)
+
+
+def asked(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: object) -> Request:
+    return Request(name, [prompt, prompt + 1], max_tokens, time.monotonic(), SamplingParams(**sampling),  # type: ignore[arg-type]
+                   resume_token=token, owner="me")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(deaths=st.lists(st.integers(0, 25), max_size=4), batch=st.integers(1, 3), count=st.integers(1, 6))
+def test_whenever_engines_die_each_stream_is_whole(deaths: list[int], batch: int, count: int) -> None:
+    async def run() -> None:
+        async with connected(delay=0.001, batch=batch) as (client, engine):
+            streams = [client.submit(asked(str(i), i, 20 + i, logprobs=1, prompt_logprobs=0)) for i in range(count)]
+            reading = [asyncio.ensure_future(whole(stream)) for stream in streams]
+            for pause in deaths:
+                await asyncio.sleep(pause / 1000)
+                await reborn(engine, client)
+            for i, task in enumerate(reading):
+                outputs = await task
+                ids = [token for output in outputs for token in output.token_ids]
+                assert ids == [(i + 2 + k) % 26 for k in range(20 + i)]
+                assert [r.token_id for output in outputs for r in output.logprobs or []] == ids
+                assert [r.token_id for output in outputs for r in output.prompt_logprobs or []] == [i + 1]
+                finish = outputs[-1].finish
+                assert finish
+                assert (finish.reason, finish.generated_tokens) == ("length", 20 + i)
+                streams[i].close()
+            assert client._streams == {}
+
+    asyncio.run(run())
+
+
+async def whole(stream: Stream) -> list[Output]:
+    return [output async for outputs in stream for output in outputs]
+
+
+async def test_they_go_on_in_order_of_arrival() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        late, early = time.monotonic(), time.monotonic() - 10
+        for name, arrival in (("late", late), ("early", early)):
+            client.submit(Request(name, [0], 3, arrival))
+        await reborn(engine, client)
+        assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
+
+
+class Desk:
+    """A line to no engine."""
+
+    def __init__(self, stream_interval: int, max_buffered_tokens: int):
+        self.stream_interval, self.max_buffered_tokens = stream_interval, max_buffered_tokens
+
+    def send(self, message: object) -> bool:
+        return True
+
+    def forget(self, stream: Stream) -> None:
+        return
+
+
+@pytest.mark.parametrize(("interval", "most", "sizes"), [
+    (1, 512, [1] * 11), (4, 512, [1, 4, 4, 2]), (4, 3, [1, 3, 3, 3, 1]), (20, 512, [1, 10])])
+async def test_messages_of_several_tokens(
+    interval: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
+    monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
+    stream = Stream(Desk(interval, most), 0, Record(request(11)))
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        async for outputs in stream:
+            taken.append([token for output in outputs for token in output.token_ids])
+
+    reading = asyncio.ensure_future(read())
+    for token in range(11):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        finish = Finish("length", 1, 0, 11, Timing(0.0, [], 0.0, 0.0, 0.0, 0.0)) if token == 10 else None
+        stream.push(Output(0, [token], finish=finish), time.monotonic())
+    await reading
+    assert [token for tokens in taken for token in tokens] == list(range(11))
+    assert [len(tokens) for tokens in taken] == sizes
+
+
+async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 50.0
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
+    stream = Stream(Desk(100, 512), 0, Record(request(11)))
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        async for outputs in stream:
+            taken.append([token for output in outputs for token in output.token_ids])
+
+    reading = asyncio.ensure_future(read())
+    for token in range(8):
+        stream.push(Output(0, [token]), now)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        now += 0.125
+    assert taken == [[0], [1, 2], [3, 4], [5, 6]]
+    reading.cancel()
+
+
+async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
+    stream = Stream(Desk(4, 512), 0, Record(request(11)))
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        async for outputs in stream:
+            taken.append([token for output in outputs for token in output.token_ids])
+
+    async def push(*tokens: int) -> None:
+        stream.push(Output(0, list(tokens)), time.monotonic())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    reading = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    for tokens in ((), (), (1,), (2,), (3,)):  # a prompt's chunks, for their log-probabilities
+        await push(*tokens)
+    assert taken == [[], [], [1]]
+    stream.cut()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert taken == [[], [], [1], [2, 3]]
+    for token in (4, 5, 6):  # of the next engine
+        await push(token)
+    assert len(taken) == 4
+    await push(7)
+    assert taken[4:] == [[4, 5, 6, 7]]
+    stream.close()
+    with pytest.raises(Unavailable):
+        await reading
+
+
+async def test_a_lost_connection_keeps_what_is_known() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        stream.started(fake_engine.Started(stream.key, 4), time.monotonic())
+        await engine.die()
+        await until(lambda: client.state == "down")
+        engine.start()  # of the same epoch
+        await until(lambda: client.state == "ready")
+        assert stream.record.cached_tokens == 4
+
+
+async def test_a_stop_string_found_as_the_engine_dies_ends_the_answer() -> None:
+    async with connected(delay=0.002) as (client, engine):
+        stream = client.submit(request(1000))
+        await until(lambda: len(stream.record.token_ids) >= 5)
+        await stream.__anext__()
+        assert engine._task
+        engine._task.cancel()  # it hears nothing any more
+        await asyncio.sleep(0.01)
+        stopping = asyncio.ensure_future(stream.stop(4))
+        await asyncio.sleep(0.01)
+        assert not stopping.done()
+        await engine.die()
+        finish = await stopping
+        assert (finish.reason, finish.generated_tokens, finish.cached_tokens) == ("stop_string", 4, 3)
+        timing = finish.timing
+        assert timing.queue + sum(timing.prefill_chunks) + timing.decode == pytest.approx(
+            timing.last_step_end - stream.request.arrival)
+        assert stream.record.token_ids == [1, 2, 3, 4]
+        other = client._streams.get(stream.key)
+        assert other is stream
+        stream.close()
+        assert engine.got(Cancel) == []
+
+
+async def test_what_may_be_resumed_is_handed_to_the_next_engine() -> None:
+    async with fake_engine.engine(delay=0.001) as engine:
+        from npuserve.service.ipc.engine_client import EngineClient
+
+        client = EngineClient(engine.address, resume_seconds=60.0)
+        client.start()
+        await until(lambda: client.state == "ready")
+        done, left = client.submit(asked("done", 0, 3, "d")), client.submit(asked("left", 0, 500, "l"))
+        plain = client.submit(asked("plain", 0, 500))
+        assert len(await ids_of(done)) == 3
+        await until(lambda: len(left.record.token_ids) > 3)
+        for stream in (done, left, plain):
+            stream.close()
+        await reborn(engine, client)
+        ended = engine.got(Restore)[-1].ended
+        assert [(record.token, record.is_finished) for record in ended] == [("d", True), ("l", False)]
+        assert msgspec.msgpack.decode(ended[1].data, type=Record).token_ids == left.record.token_ids
+        await client.close()
+
+
+async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
+    async with fake_engine.engine() as engine:
+        from npuserve.service.ipc.engine_client import EngineClient
+
+        old: list[Stream] = []
+        new: list[Stream] = []
+
+        def changed(state: str) -> None:
+            """With the second engine, before anything is handed over."""
+            if state == "ready" and old:
+                new.append(client.submit(request(5, "new")))
+                old[11].close()
+
+        engine.hold.clear()
+        client = EngineClient(engine.address, changed, resume_seconds=60.0)
+        client.start()
+        await until(lambda: client.state == "ready")
+        old += [client.submit(Request(f"old {i}", [0] * 9000, 3, float(i))) for i in range(12)]
+        for i in range(40):
+            client._records.end(Record(asked(f"ended {i}", 0, 3, f"t{i}"), [1] * 9000), time.monotonic())
+        await until(lambda: engine.live == 12)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        engine.received.clear()
+        engine.start()
+        await until(lambda: engine.got(Submit))
+        parts = engine.got(Restore)
+        assert [record.request.request_id for part in parts for _, record in part.live] == [
+            f"old {i}" for i in range(11)]
+        assert [one.token for part in parts for one in part.ended] == [f"t{i}" for i in range(40)]
+        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert len(parts) > 5
+        assert max(len(encode(part)) for part in parts) < MAX_RESTORE_BYTES + 50_000
+        assert engine.received.index(parts[-1]) < engine.received.index(engine.got(Submit)[0])
+        engine.hold.set()
+        for stream in [*old[:11], *new]:
+            assert len(await ids_of(stream)) == stream.request.max_tokens
+            stream.close()
+        await client.close()
+
+
+async def test_resuming() -> None:
+    async with connected(delay=0.001) as (client, engine):
+        record = Record(asked("r", 0, 10, "t"))
+        record.add(Output(1, [2, 3, 4]))
+        engine.records["t"] = record
+        stream = await client.resume("t", 1, "me", None)
+        assert await ids_of(stream) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+        assert stream.first_token is None
+        stream.close()
+        with pytest.raises(StreamNotFound):
+            await client.resume("u", 0, "me", None)
+        assert client._resuming == {}
+        assert client._streams == {}
+
+
+async def test_a_taken_over_stream_is_not_kept() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(asked("r", 0, 10, "t"))
+        stream.push(Output(stream.key, error=("TakenOver", "elsewhere", 0.0)), 0.0)
+        with pytest.raises(TakenOver):
+            await stream.__anext__()
+        assert not stream.resumable
+
+
+async def test_who_leaves_before_the_answer_cancels() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        record = Record(asked("r", 0, 10, "t"))
+        engine.records["t"] = record
+        asking = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await until(lambda: engine.got(Cancel))
+        assert engine.live == 0
+        assert client._streams == {}
+
+
+async def test_resuming_fails_with_the_engine() -> None:
+    async with connected() as (client, engine):
+        assert engine._task
+        engine._task.cancel()
+        await asyncio.sleep(0.01)
+        asking = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        await asyncio.sleep(0.01)
+        await engine.die()
+        with pytest.raises(Unavailable):
+            await asking
+        with pytest.raises(Unavailable, match="restarting"):
+            await client.resume("t", 0, "me", None)

@@ -1,0 +1,75 @@
+"""Counting calls by connection, and closing a connection by its peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from npuserve.service.rpc.connections import Connections
+
+
+class Call:
+    """What Connections needs of a call's context."""
+
+    def __init__(self, peer: str):
+        self._peer = peer
+        self._done: list[Callable[[Any], None]] = []
+
+    def peer(self) -> str:
+        return self._peer
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._done.append(callback)
+
+    def end(self) -> None:
+        for callback in self._done:
+            callback(self)
+
+
+async def test_connections_wait_until_none_ends_with_the_last_call() -> None:
+    connections, calls = Connections(), [Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:2")]
+    assert await connections.wait_until_none(60)
+    for call in calls:
+        connections.begin(call)  # type: ignore[arg-type]
+    assert not await connections.wait_until_none(0)
+    waiting = asyncio.ensure_future(connections.wait_until_none(60))
+    for call in calls:
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        call.end()
+    assert await waiting
+
+
+@pytest.mark.parametrize(("family", "host", "peer"), [
+    (socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1:{}"), (socket.AF_INET6, "::1", "ipv6:%5B::1%5D:{}"),
+    (socket.AF_INET6, "::ffff:127.0.0.1", "ipv4:127.0.0.1:{}"),
+])
+async def test_connections_close_idle_closes_those_without_a_call(
+    family: socket.AddressFamily, host: str, peer: str
+) -> None:
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket(family))
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        idle, busy = (sockets.enter_context(socket.socket(family)) for _ in range(2))
+        for client in (idle, busy):
+            client.connect((host, port))
+            client.setblocking(False)
+            sockets.enter_context(listener.accept()[0])
+        connections = Connections()
+        running = Call(peer.format(busy.getsockname()[1]))
+        for call in (running, Call("unix:/nowhere")):
+            connections.begin(call)  # type: ignore[arg-type]
+        connections.close_idle(port)
+        assert await asyncio.get_running_loop().sock_recv(idle, 1) == b""
+        with pytest.raises(BlockingIOError):
+            busy.recv(1)
+        running.end()
+        connections.close_idle(port)
+        assert await asyncio.get_running_loop().sock_recv(busy, 1) == b""

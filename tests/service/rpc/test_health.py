@@ -1,0 +1,82 @@
+"""Readiness and liveness over a real server, by the standard stub."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+from npuserve.service.rpc.health import LIVENESS, READINESS, Health
+
+SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
+UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[Health, health_pb2_grpc.HealthStub, grpc.aio.Server]]:
+    health, server = Health(), grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield health, health_pb2_grpc.HealthStub(channel), server
+    await server.stop(0)
+
+
+def test_the_services_of_the_contract() -> None:
+    assert {LIVENESS, *READINESS} == {
+        "", "npuserve.readiness", "npuserve.liveness", "npuserve.v1.InferenceService", "npuserve.v1.AdminService"}
+
+
+async def test_check_follows_readiness() -> None:
+    async with served() as (health, stub, _):
+        async def status(service: str) -> int:
+            return (await stub.Check(pb.HealthCheckRequest(service=service))).status
+
+        for ready in (False, True, False):
+            health.set_ready(ready)
+            for service in READINESS:
+                assert await status(service) == (SERVING if ready else NOT_SERVING)
+            assert await status(LIVENESS) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await status("nobody")
+        assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+        health.drain()
+        health.set_ready(True)
+        assert (await status(""), await status(LIVENESS)) == (NOT_SERVING, SERVING)
+
+
+async def test_watch_sends_each_change_once_and_ends_with_the_drain() -> None:
+    async with served() as (health, stub, server):
+        watches = {s: stub.Watch(pb.HealthCheckRequest(service=s)) for s in ("", LIVENESS, "nobody")}
+        first = {service: (await call.read()).status for service, call in watches.items()}
+        assert first == {"": NOT_SERVING, LIVENESS: SERVING, "nobody": UNKNOWN}
+        for ready in (True, True, False, True):
+            health.set_ready(ready)
+            await asyncio.sleep(0.01)
+        assert [(await watches[""].read()).status for _ in range(3)] == [SERVING, NOT_SERVING, SERVING]
+        health.drain()
+        stopping = asyncio.ensure_future(server.stop(30))
+        assert (await watches[""].read()).status == NOT_SERVING
+        for call in watches.values():
+            assert await call.read() is grpc.aio.EOF
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_watch_drain_during_a_write_sends_not_serving() -> None:
+    health, sent = Health(), []
+    health.set_ready(True)
+
+    class Context:
+        async def write(self, response: pb.HealthCheckResponse) -> None:
+            sent.append(response.status)
+            health.drain()
+
+    await health.Watch(pb.HealthCheckRequest(), Context())  # type: ignore[arg-type]
+    assert sent == [SERVING, NOT_SERVING]

@@ -1,0 +1,182 @@
+"""Traces as an OTLP collector in this process receives them; without --otlp-endpoint nothing of it is there."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.frontend.process import Frontend, FrontendArgs
+from npuserve.service.ipc.messages import Timing
+from tests.support.fake_engine import make_folder, until
+from tests.support.front_end import ask, running
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+SERVER_SPAN = "npuserve.v1.InferenceService/StreamGenerate"
+
+
+class Collector:
+    """url: of an OTLP gRPC server. spans: what came."""
+
+    def __init__(self) -> None:
+        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
+        pb = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+        pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+        self.spans: list[Any] = []
+        self.resources: list[dict[str, str]] = []
+        collector = self
+
+        class Service(service.TraceServiceServicer):  # type: ignore[misc,name-defined]
+            def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
+                for group in request.resource_spans:
+                    collector.resources.append({a.key: a.value.string_value for a in group.resource.attributes})
+                    for scope in group.scope_spans:
+                        collector.spans += scope.spans
+                return pb.ExportTraceServiceResponse()
+
+        self.server = grpc.server(futures.ThreadPoolExecutor(1))
+        service.add_TraceServiceServicer_to_server(Service(), self.server)
+        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    made = Collector()
+    yield made
+    made.server.stop(None).wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "counting")
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    found = {}
+    for attribute in span.attributes:
+        kind = attribute.value.WhichOneof("value")
+        value = getattr(attribute.value, kind)
+        found[attribute.key] = [v.string_value for v in value.values] if kind == "array_value" else value
+    return found
+
+
+async def test_a_stream_is_one_trace_of_its_phases(folder: Path, collector: Collector) -> None:
+    began = time.time_ns()
+    metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        server.engine.delay = 0.01
+        call = server.inference.StreamGenerate(ask("ab", 5), metadata=metadata)
+        finish = [part async for part in call][-1].finish
+        await until(lambda: len(collector.spans) >= 4)
+    ended = time.time_ns()
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
+    root = next(span for span in collector.spans if span.name == SERVER_SPAN)
+    assert root.parent_span_id.hex() == PARENT
+    children = sorted((s for s in collector.spans if s is not root), key=lambda s: s.start_time_unix_nano)
+    # The fake engine's timing: no wait, one chunk, no decode.
+    assert [child.name for child in children] == ["queue", "prefill chunk", "detokenize and send"]
+    assert {child.parent_span_id for child in children} == {root.span_id}
+    assert began <= root.start_time_unix_nano < root.end_time_unix_nano <= ended
+    assert children[0].start_time_unix_nano >= root.start_time_unix_nano
+    for child, following in itertools.pairwise(children):
+        assert abs(child.end_time_unix_nano - following.start_time_unix_nano) <= 2
+    assert children[-1].end_time_unix_nano == root.end_time_unix_nano
+    assert children[1].end_time_unix_nano - children[1].start_time_unix_nano == pytest.approx(
+        finish.timing.prefill_chunks[0].ToNanoseconds(), abs=2)
+    told = attributes(root)
+    assert told["rpc.method"] == "StreamGenerate"
+    assert told["rpc.grpc.status_code"] == 0
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (2, 5)
+    assert told["gen_ai.request.model"] == "counting"
+    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    assert told["npuserve.cached_tokens"] == 3
+    (first,) = root.events
+    assert first.name == "first token"
+    assert root.start_time_unix_nano < first.time_unix_nano < root.end_time_unix_nano
+    assert collector.resources[0]["service.name"] == "npuserve"
+
+
+async def test_errors_and_cancels_are_spans_too(
+    folder: Path, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.inference.Generate(ask("ab", 5, top_p=7.0))
+        server.engine.hold.clear()
+        call = server.inference.StreamGenerate(ask("ab", 5))
+        await until(lambda: server.engine.live)
+        call.cancel()
+        await until(lambda: len(collector.spans) == 2)
+        await server.engine.die()
+        await until(lambda: server.frontend._engine.state == "down")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.inference.Generate(ask("ab", 5))
+        await until(lambda: len(collector.spans) == 3)
+    codes = [(attributes(s)["rpc.method"], attributes(s)["rpc.grpc.status_code"]) for s in collector.spans]
+    assert codes == [("Generate", 3), ("StreamGenerate", 1), ("Generate", 14)]
+    # Only what is the server's fault is an error of its span.
+    assert [span.status.code for span in collector.spans] == [0, 0, 2]
+    assert collector.spans[2].status.message == "the engine is restarting"
+    assert len({span.trace_id for span in collector.spans}) == 3
+
+
+async def test_what_the_client_does_not_sample_is_not_exported(folder: Path, collector: Collector) -> None:
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        for flag in ("00", "01"):
+            metadata = (("traceparent", f"00-{TRACE}-{PARENT}-{flag}"),)
+            await server.inference.Generate(ask("ab", 2), metadata=metadata)
+        await until(lambda: len(collector.spans) >= 4)
+    assert len([span for span in collector.spans if span.name.endswith("/Generate")]) == 1
+
+
+async def test_a_collector_that_is_away_holds_nobody_up(folder: Path, free_port: Any) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    async with running(folder, otlp_endpoint=f"http://127.0.0.1:{free_port()}") as server:
+        assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
+
+
+def test_phases_are_all_of_the_time() -> None:
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from npuserve.service.rpc.tracing import Trace
+
+    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate")
+    trace.finished(Timing(1.0, [2.0, 3.0], 4.0, 0.0, 0.0, 20.0), "m", None)
+    assert list(trace._phases(22.0)) == [
+        ("queue", 10.0, 11.0), ("prefill chunk", 11.0, 13.0), ("prefill chunk", 13.0, 16.0), ("decode", 16.0, 20.0),
+        ("detokenize and send", 20.0, 22.0)]
+
+
+def test_without_an_endpoint_nothing_is_imported() -> None:
+    script = (
+        "import sys\nfrom npuserve.service import frontend, servicer, supervisor\n"
+        "from npuserve.service.config import ServerConfig\n"
+        "assert frontend._open_tracing(ServerConfig()) is None\n"
+        "print([name for name in sys.modules if 'opentelemetry' in name])")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_extra_is_asked_for_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "npuserve.service.rpc.tracing", None)
+    with pytest.raises(ConfigError, match=r"^otlp_endpoint: .*pip install 'npuserve\[otel\]'"):
+        Frontend(FrontendArgs(ServerConfig(model=str(folder), otlp_endpoint="http://collector:4317"), 0, "", 0))
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector", "ftp://c:1", "http://a b:1"])
+def test_an_endpoint_is_a_url(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"^otlp_endpoint: .* must be like http://host:4317"):
+        ServerConfig(otlp_endpoint=endpoint)

@@ -1,0 +1,103 @@
+"""A plain model of what the scheduler must bring about, right by inspection: how a request is answered alone, and a
+device that remembers what each KV-cache slot was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from npuserve.npu.step import PENDING, NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
+from npuserve.service.ipc.messages import FinishReason, Request
+
+VOCABULARY = 7
+
+
+def next_token(tokens: Sequence[int], num_prompt: int, sampling: SamplingParams) -> int:
+    """The "model" and its sampler: depends on every token before and on nothing else."""
+    token = crc32(bytes(tokens)) % VOCABULARY
+    while len(tokens) - num_prompt < sampling.min_tokens and token in sampling.ending_ids:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def report(token: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -float(position), 1, [], [])
+
+
+def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
+    """All tokens of the answer, and why it ends."""
+    tokens, num_prompt = [*request.prompt_ids, *request.output_ids], len(request.prompt_ids)
+    while True:
+        tokens.append(next_token(tokens, num_prompt, request.sampling))
+        if tokens[-1] in request.eos_token_ids:
+            return tokens[num_prompt:], "eos"
+        if tokens[-1] in request.stop_token_ids:
+            return tokens[num_prompt:], "stop_token"
+        if len(tokens) - num_prompt == request.max_tokens:
+            return tokens[num_prompt:], "length"
+
+
+class FakeDevice:
+    """Runs steps, in the order of `run`, against a KV cache whose slot holds (salt, all tokens up to and with its own):
+    what the numbers of a real one are a function of. Raises AssertionError on anything that a real device would
+    silently get wrong."""
+
+    def __init__(self, num_blocks: int, block_size: int, salts: dict[int, str]) -> None:
+        self.block_size = block_size
+        self.salts = salts
+        self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.num_slots = num_blocks * block_size
+        self.known: dict[int, NewRequest] = {}
+        self.met: set[int] = set()
+        self.sampled: dict[int, int] = {}  # by the step before
+
+    def run(self, step: Step, device_seconds: float = 0.0) -> StepResult:
+        for request_id in step.ended:
+            del self.known[request_id]
+        for new in step.new:
+            assert new.request_id not in self.met, "met twice"
+            self.met.add(new.request_id)
+            self.known[new.request_id] = new
+        written: set[int] = set()
+        contexts: dict[int, tuple[int, ...]] = {}
+        for row in step.rows:  # all write before any reads, as in one layer of a batch
+            assert row.request_id not in contexts, "two rows of one request"
+            assert row.token_ids, "a row without tokens"
+            end = row.start + len(row.token_ids)
+            assert len(row.block_ids) == -(-end // self.block_size), "block_ids are not those of [0, end)"
+            slots = [row.block_ids[p // self.block_size] * self.block_size + p % self.block_size for p in range(end)]
+            assert all(0 <= slot < self.num_slots for slot in slots)
+            assert written.isdisjoint(slots[row.start :]), "two rows write one slot"
+            written.update(slots[row.start :])
+            before = [self.slots[slot][1][-1] for slot in slots[: row.start]]
+            token_ids = row.token_ids
+            if PENDING in token_ids:
+                assert token_ids == [PENDING], "a token that is known beside one that is not"
+                assert row.samples
+                assert row.request_id in self.sampled, "a token that the step before has not sampled"
+                token_ids = [self.sampled[row.request_id]]
+            context = (*before, *token_ids)
+            for position in range(row.start, end):
+                self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
+            contexts[row.request_id] = context
+        result = StepResult({}, {}, {}, device_seconds)
+        for row in step.rows:
+            new, context = self.known[row.request_id], contexts[row.request_id]
+            for position in range(len(context)):
+                slot = row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+                expected = (self.salts[row.request_id], context[: position + 1])
+                assert self.slots[slot] == expected, f"request {row.request_id} reads another's slot at {position}"
+            num_prompt = len(new.prompt_ids)
+            assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "not its own prompt"
+            if row.samples:
+                assert len(context) >= num_prompt + len(new.output_ids), "samples before its last known token"
+                result.token_ids[row.request_id] = next_token(context, num_prompt, new.sampling)
+                if new.sampling.logprobs is not None:
+                    token = result.token_ids[row.request_id]
+                    result.logprobs[row.request_id] = report(token, len(context))
+            if new.sampling.prompt_logprobs is not None:
+                predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
+                result.prompt_logprobs[row.request_id] = [report(new.prompt_ids[p], p) for p in predicted]
+        if step.rows:
+            self.sampled = result.token_ids
+        return result

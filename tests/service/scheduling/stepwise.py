@@ -1,0 +1,182 @@
+"""A scheduler with a fake device, run step by step, every promise checked on the way."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from npuserve.npu.step import PENDING, Step, StepResult, TokenLogprobs
+from npuserve.service.errors import ServeError
+from npuserve.service.ipc.messages import FinishReason, Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import Sequence
+from tests.service.scheduling.reference import FakeDevice, answer_alone, report
+
+TICK = 1 / 64  # sums of it are exact
+
+
+@dataclass
+class House:
+    """A scheduler with its device and a clock; every step of it is checked.
+
+    depth: steps planned before the oldest of them is applied; 1 is the plain loop.
+    """
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 8
+    budget: int = 64
+    max_queue: int = 1000
+    aging: float = 1.0
+    prefix_cache: bool = True
+    depth: int = 1
+    now: float = 100.0
+    tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    logprobs: defaultdict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    started: dict[int, float] = field(default_factory=dict)
+    live: dict[int, Sequence] = field(default_factory=dict)
+    dropped: dict[int, ServeError | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
+            max_queue=self.max_queue, aging_seconds=self.aging,
+        )
+        self.salts: dict[int, str] = {}
+        self.device = FakeDevice(self.num_blocks, self.block_size, self.salts)
+        self.flying: deque[tuple[Step, StepResult]] = deque()
+
+    def add(self, prompt: list[int], max_tokens: int = 3, **fields: object) -> Sequence:
+        fields = {"arrival": self.now, **fields}
+        sequence = self.scheduler.add(Request("r", prompt, max_tokens, **fields), (b"", 0), self.now)  # type: ignore[arg-type]
+        self.salts[sequence.id] = sequence.request.cache_salt
+        self.live[sequence.id] = sequence
+        self.settle()
+        return sequence
+
+    def settle(self) -> None:
+        """Take in what the scheduler has dropped."""
+        for sequence, error in self.scheduler.dropped():
+            del self.live[sequence.id]
+            assert sequence.block_ids == []
+            assert (error is None) == (sequence.num_generated_tokens > 0)
+            self.dropped[sequence.id] = error
+        self.scheduler.check_integrity()
+
+    def pause(self, sequence: Sequence) -> None:
+        self.scheduler.pause(sequence.id)
+        self.scheduler.check_integrity()
+
+    def unpause(self, sequence: Sequence) -> None:
+        self.scheduler.unpause(sequence.id)
+        self.scheduler.check_integrity()
+
+    def cancel(self, sequence: Sequence) -> None:
+        assert (self.scheduler.cancel(sequence.id) is sequence) == (self.live.pop(sequence.id, None) is not None)
+        assert sequence.block_ids == []
+
+    def plan(self) -> Step:
+        """Schedule, check and launch."""
+        self.scheduler.expire(self.now)
+        self.settle()
+        active = [s for s in self.live.values() if not s.paused]
+        held = [s for s in self.live.values() if not s.waits and s.id in self.scheduler._paused]
+        running = [s for s in active if not s.waits and s not in held]
+        decoding = [s for s in running if s.num_uncomputed_tokens == 1]
+        returning = [s for s in held if not s.paused and s.num_uncomputed_tokens == 1]
+        preemptions = self.scheduler.preemptions
+        planned = {s.id: s.num_tokens for s in self.live.values()}
+        step = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        rows = [self.live[row.request_id] for row in step.rows]
+        assert step.num_tokens <= self.budget
+        assert self.scheduler.num_running <= self.max_num_seqs
+        assert [new.request_id for new in step.new] == [s.id for s in rows if s.id not in self.started]
+        assert step.rows or not (step.new or step.ended)
+        for row, sequence in zip(step.rows, rows, strict=True):
+            end = row.start + len(row.token_ids)
+            assert row.token_ids == (sequence.token_ids[row.start : end] or [PENDING])
+            assert row.samples == (end == planned[sequence.id])
+            assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
+            assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
+            self.started.setdefault(sequence.id, self.now)
+        assert not any(s.paused for s in rows), "a row for a slow reader"
+        for victim in running:
+            if victim.waits:
+                assert all(victim.rank > s.rank for s in rows if s in running), "preempted by one that ranks after it"
+                assert all(s.waits or not s.paused for s in held), "preempted before the paused"
+        if self.depth == 1:
+            assert step.rows or not active, "requests, and no progress"
+            assert all(s.waits or s in rows for s in decoding), "a decode row starves"
+            first = min((s for s in active if not s.waits), key=lambda s: s.rank, default=None)
+            assert first in rows or first is None, "the first in rank makes no progress"
+            if self.scheduler.preemptions == preemptions:
+                decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.rank)
+                assert rows[: len(decoding)] == decoding, "chunks before decodes"
+        if step.rows:
+            self.flying.append((step, self.device.run(step, TICK / 2)))
+        return step
+
+    def collect(self) -> None:
+        """Apply the oldest step in flight."""
+        step, result = self.flying.popleft()
+        self.now += TICK
+        for progress in self.scheduler.apply(step, result, self.now):
+            key = progress.sequence.id
+            assert self.live[key] is progress.sequence, "progress of one that has ended"
+            assert progress.token_ids or progress.prompt_logprobs
+            self.tokens[key] += progress.token_ids
+            self.logprobs[key] += progress.logprobs or []
+            self.prompt_logprobs[key] += progress.prompt_logprobs or []
+            if progress.reason:
+                self.reasons[key] = progress.reason
+                del self.live[key]
+                assert progress.sequence.block_ids == []
+        self.scheduler.check_integrity()
+
+    def tick(self) -> Step:
+        step = self.plan()
+        if self.flying and (not step.rows or len(self.flying) >= self.depth):
+            self.collect()
+        self.now += TICK
+        return step
+
+    def finish(self) -> None:
+        for _ in range(10_000):
+            if not self.live and not self.flying:
+                break
+            self.tick()
+        assert not self.live, "it never ends"
+        assert not self.scheduler._paused
+        assert not self.scheduler.has_work
+        assert self.blocks.counts.used == 0, "blocks leaked"
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """It ended with exactly what it would have got alone."""
+        request = sequence.request
+        answer, reason = answer_alone(request)
+        assert request.output_ids + self.tokens[sequence.id] == answer
+        assert self.reasons[sequence.id] == reason
+        num_prompt = len(request.prompt_ids)
+        finish = sequence.finish(reason)
+        assert (finish.prompt_tokens, finish.generated_tokens) == (num_prompt, len(answer))
+        assert 0 <= finish.cached_tokens <= num_prompt
+        timing = finish.timing
+        assert timing.queue + sum(timing.prefill_chunks) + timing.decode == timing.last_step_end - request.arrival
+        assert timing.device + timing.host == sum(timing.prefill_chunks) + timing.decode
+        if request.sampling.logprobs is not None:
+            all_tokens = request.prompt_ids + answer
+            begin = num_prompt + len(request.output_ids)
+            assert self.logprobs[sequence.id] == [report(all_tokens[p], p) for p in range(begin, len(all_tokens))]
+        if request.sampling.prompt_logprobs is not None:
+            assert finish.cached_tokens == 0
+            expected = [report(request.prompt_ids[p], p) for p in range(1, num_prompt)]
+            assert self.prompt_logprobs[sequence.id] == expected
+
+
+def crowded(**fields: object) -> House:
+    return House(num_blocks=6, block_size=2, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.service.scheduling.block_manager import (
+    AUDIT_BLOCKS,
+    BlockCounts,
+    BlockManager,
+    BlockTable,
+    IntegrityError,
+)
+
+
+def hold(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
+    """A table of `tokens`, all of them computed and registered."""
+    table = BlockTable(salt)
+    assert blocks.allocate(table, len(tokens), blocks.find_prefix(table, tokens))
+    blocks.register(table, tokens, len(tokens))
+    return table
+
+
+def found(blocks: BlockManager, tokens: list[int], salt: str = "") -> list[int]:
+    return blocks.find_prefix(BlockTable(salt), tokens)
+
+
+def test_blocks_cover_the_tokens_and_are_distinct() -> None:
+    blocks = BlockManager(8, 4)
+    a, b = BlockTable(), BlockTable()
+    assert blocks.allocate(a, 5)
+    assert blocks.allocate(b, 4)
+    assert (len(a.block_ids), len(b.block_ids)) == (2, 1)
+    assert len({*a.block_ids, *b.block_ids}) == 3
+    assert blocks.allocate(a, 8)
+    assert len(a.block_ids) == 2
+    assert blocks.counts == BlockCounts(3, 0, 5)
+    blocks.check_integrity([a, b])
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    blocks = BlockManager(3, 4)
+    a = hold(blocks, [1, 2, 3, 4])
+    b = BlockTable()
+    prefix = blocks.find_prefix(b, [1, 2, 3, 4, *range(9)])
+    assert prefix == a.block_ids
+    assert not blocks.allocate(b, 13, prefix)
+    assert b.block_ids == []
+    assert blocks.counts == BlockCounts(1, 0, 2)
+    assert not blocks.allocate(b, 12, prefix, spare=1)
+    assert blocks.allocate(b, 12, prefix)
+    blocks.check_integrity([a, b])
+
+
+def test_a_cached_prefix_that_is_shared_is_not_evicted_for_the_sharer() -> None:
+    blocks = BlockManager(2, 2)
+    blocks.free(hold(blocks, [1, 2, 3, 4]))
+    table = BlockTable()
+    prefix = blocks.find_prefix(table, [1, 2, 9, 9, 9])
+    assert len(prefix) == 1
+    assert not blocks.allocate(table, 5, prefix)  # the one cached block left does not do for two
+    assert blocks.counts == BlockCounts(0, 2, 0)
+    assert blocks.allocate(table, 4, prefix)
+    assert table.block_ids[0] == prefix[0]
+    blocks.check_integrity([table])
+
+
+def test_prefix_is_whole_blocks_and_leaves_one_token() -> None:
+    blocks = BlockManager(8, 4)
+    blocks.free(hold(blocks, list(range(10))))
+    assert len(found(blocks, list(range(4)))) == 0
+    assert len(found(blocks, list(range(5)))) == 1
+    assert len(found(blocks, list(range(8)))) == 1
+    assert len(found(blocks, list(range(9)))) == 2
+    assert len(found(blocks, list(range(13)))) == 2
+    assert len(found(blocks, [0, 1, 2, 3, 9, 9, 9, 9, 9])) == 1
+    assert found(blocks, [9, 1, 2, 3, 4, 5, 6, 7, 8]) == []
+
+
+def test_the_same_block_elsewhere_is_no_hit() -> None:
+    blocks = BlockManager(8, 2)
+    blocks.free(hold(blocks, [1, 2, 3, 4]))
+    assert found(blocks, [3, 4, 1]) == []
+    assert len(found(blocks, [1, 2, 1, 2, 1])) == 1
+
+
+def test_salt_separates() -> None:
+    blocks = BlockManager(8, 2)
+    blocks.free(hold(blocks, [1, 2, 3, 4], "a"))
+    assert found(blocks, [1, 2, 3, 4, 5]) == []
+    assert found(blocks, [1, 2, 3, 4, 5], "b") == []
+    assert len(found(blocks, [1, 2, 3, 4, 5], "a")) == 2
+
+
+def test_only_computed_blocks_are_found() -> None:
+    blocks = BlockManager(8, 2)
+    table, tokens = BlockTable(), [1, 2, 3, 4, 5]
+    blocks.allocate(table, 5)
+    assert found(blocks, tokens) == []
+    blocks.register(table, tokens, 3)
+    assert found(blocks, tokens) == table.block_ids[:1]
+    blocks.register(table, tokens, 5)
+    assert found(blocks, tokens) == table.block_ids[:2]
+    blocks.check_integrity([table])
+
+
+def test_equal_content_computed_twice_is_found_once() -> None:
+    blocks = BlockManager(8, 2)
+    a, b = BlockTable(), BlockTable()
+    for table in (a, b):
+        blocks.allocate(table, 4)
+    for table in (a, b):
+        blocks.register(table, [1, 2, 3, 4], 4)
+    assert found(blocks, [1, 2, 3, 4, 5]) == a.block_ids
+    blocks.free(b)
+    assert blocks.counts == BlockCounts(2, 0, 6)
+    blocks.free(a)
+    assert blocks.counts == BlockCounts(0, 2, 6)
+    blocks.check_integrity([])
+
+
+def test_eviction_takes_the_oldest_and_its_leaf_first() -> None:
+    blocks = BlockManager(4, 2)
+    old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+    first, second = hold(blocks, old), hold(blocks, new)
+    blocks.free(first)
+    blocks.free(second)
+    table = BlockTable()
+    blocks.allocate(table, 1)
+    assert len(found(blocks, [*old, 0])) == 1
+    assert len(found(blocks, [*new, 0])) == 2
+    blocks.allocate(table, 5)
+    assert found(blocks, [*old, 0]) == []
+    assert len(found(blocks, [*new, 0])) == 1
+    blocks.check_integrity([table])
+
+
+def test_a_hit_makes_a_prefix_recent() -> None:
+    blocks = BlockManager(4, 2)
+    old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+    for tokens in (old, new, old):
+        blocks.free(hold(blocks, tokens))
+    table = BlockTable()
+    blocks.allocate(table, 1)
+    assert len(found(blocks, [*old, 0])) == 2
+    assert len(found(blocks, [*new, 0])) == 1
+
+
+def test_free_blocks_are_taken_before_cached_ones() -> None:
+    blocks = BlockManager(4, 2)
+    blocks.free(hold(blocks, [1, 2, 3, 4]))
+    table = BlockTable()
+    blocks.allocate(table, 4)
+    assert blocks.counts == BlockCounts(2, 2, 0)
+
+
+def test_flush_spares_what_is_in_use() -> None:
+    blocks = BlockManager(8, 2)
+    used = hold(blocks, [1, 2, 3, 4])
+    blocks.free(hold(blocks, [1, 2, 9, 9, 8, 8]))
+    assert blocks.counts == BlockCounts(2, 2, 4)
+    assert blocks.flush_prefix_cache() == 2
+    assert blocks.counts == BlockCounts(2, 0, 6)
+    assert found(blocks, [1, 2, 9, 9, 8, 8, 7]) == used.block_ids[:1]
+    blocks.check_integrity([used])
+    blocks.free(used)
+    assert blocks.flush_prefix_cache() == 2
+    assert blocks.flush_prefix_cache() == 0
+    assert found(blocks, [1, 2, 3, 4, 5]) == []
+    blocks.check_integrity([])
+
+
+def test_without_prefix_cache_nothing_is_kept() -> None:
+    blocks = BlockManager(4, 2, prefix_cache=False)
+    blocks.free(hold(blocks, [1, 2, 3, 4]))
+    assert blocks.counts == BlockCounts(0, 0, 4)
+    assert found(blocks, [1, 2, 3, 4, 5]) == []
+
+
+def test_a_table_is_registered_anew_after_free() -> None:
+    blocks = BlockManager(4, 2)
+    table = hold(blocks, [1, 2, 3, 4])
+    blocks.free(table)
+    blocks.flush_prefix_cache()
+    blocks.allocate(table, 4)
+    assert found(blocks, [1, 2, 3, 4, 5]) == []
+    blocks.register(table, [1, 2, 3, 4], 4)
+    assert found(blocks, [1, 2, 3, 4, 5]) == table.block_ids
+
+
+def test_a_list_handed_out_survives_free() -> None:
+    blocks = BlockManager(4, 2)
+    table = hold(blocks, [1, 2, 3])
+    ids = table.block_ids
+    held = list(ids)
+    blocks.free(table)
+    assert ids == held
+    assert table.block_ids == []
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0), (-1, 4)])
+def test_bad_sizes(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        BlockManager(num_blocks, block_size)
+
+
+def test_integrity_names_what_is_wrong() -> None:
+    blocks = BlockManager(4, 2)
+    table = hold(blocks, [1, 2, 3])
+    blocks.check_integrity([table])
+    with pytest.raises(IntegrityError, match=r"block 0: 1 references, but 0 tables"):
+        blocks.check_integrity([])
+    with pytest.raises(IntegrityError, match=r"block 0: 1 references, but 2 tables"):
+        blocks.check_integrity([table, table])
+    stranger = BlockTable()
+    stranger.block_ids = [77]
+    with pytest.raises(IntegrityError, match=r"do not exist: \[77\]"):
+        blocks.check_integrity([table, stranger])
+    blocks._free.append(3)
+    with pytest.raises(IntegrityError, match=r"block 3: does not exist, or is in the free list twice"):
+        blocks.check_integrity([table])
+    blocks._free[-1] = 4
+    with pytest.raises(IntegrityError, match=r"block 4: does not exist, or is in the free list twice"):
+        blocks.check_integrity([table])
+    blocks._free[-1] = 0
+    with pytest.raises(IntegrityError, match=r"block 0: in 2 of the states"):
+        blocks.check_integrity([table])
+    blocks._free.pop()
+    blocks._cached[4] = None
+    with pytest.raises(IntegrityError, match=r"blocks are cached that do not exist: 4"):
+        blocks.check_integrity([table])
+    del blocks._cached[4]
+    blocks._free.pop()
+    with pytest.raises(IntegrityError, match=r"block 2: in 0 of the states"):
+        blocks.check_integrity([table])
+
+
+def test_integrity_of_digests() -> None:
+    blocks = BlockManager(4, 2)
+    blocks.free(hold(blocks, [1, 2, 3]))
+    (digest,) = blocks._by_digest
+    blocks._by_digest[digest] = 2
+    with pytest.raises(IntegrityError, match=f"block 0: its digest {digest.hex()} does not find it"):
+        blocks.check_integrity([])
+    blocks._by_digest[digest] = 0
+    blocks._by_digest[b"other"] = 0
+    with pytest.raises(IntegrityError, match="2 digests, but 1 blocks have one"):
+        blocks.check_integrity([])
+    blocks._digest[3], blocks._by_digest[b"other"] = b"other", 3
+    with pytest.raises(IntegrityError, match="block 3: free, but found by a digest"):
+        blocks.check_integrity([])
+    blocks._by_digest.clear()
+    blocks._digest[0] = blocks._digest[3] = None
+    with pytest.raises(IntegrityError, match="block 0: cached, but without a digest"):
+        blocks.check_integrity([])
+
+
+def test_audit_pauses_after_each_part() -> None:
+    blocks = BlockManager(3 * AUDIT_BLOCKS, 2)
+    assert sum(1 for _ in blocks.audit([])) == 6  # of the free list, and of all blocks
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+actions = st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]), st.integers(0, 9))
+
+
+@given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), steps=st.lists(actions, max_size=40))
+def test_shared_blocks_hold_what_their_holders_think(
+    num_blocks: int, size: int, steps: list[tuple[str, list[int], str, int]]
+) -> None:
+    """Against a plain cache: each block remembers (salt, tokens up to its end) of who wrote it."""
+    blocks = BlockManager(num_blocks, size)
+    content: dict[int, tuple[str, list[int]]] = {}
+    held: list[BlockTable] = []
+    for what, tokens, salt, which in steps:
+        if what == "a":
+            table = BlockTable(salt)
+            prefix = blocks.find_prefix(table, tokens)
+            assert len(prefix) * size < len(tokens)
+            before = blocks.counts
+            fits = blocks.allocate(table, len(tokens), prefix)
+            needed = -(-len(tokens) // size) - len(prefix)
+            assert fits or (blocks.counts == before and needed > before.free + before.cached - len(prefix))
+            if fits:
+                held.append(table)
+                assert len(table.block_ids) == len(prefix) + needed
+                for index, block in enumerate(table.block_ids):
+                    own = (salt, tokens[: (index + 1) * size])
+                    if index < len(prefix):
+                        assert content[block] == own
+                    content[block] = own
+                blocks.register(table, tokens, len(tokens))
+        elif what == "f" and held:
+            blocks.free(held.pop(which % len(held)))
+        elif what == "x":
+            cached = blocks.counts.cached
+            assert blocks.flush_prefix_cache() == cached
+        blocks.check_integrity(held)
+    for table in held:
+        blocks.free(table)
+    assert blocks.counts.used == 0

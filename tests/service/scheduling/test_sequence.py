@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service.ipc.messages import Finish, Request, Timing
+from npuserve.service.scheduling.fair_queue import Account
+from npuserve.service.scheduling.sequence import Sequence
+
+
+def make(**fields: object) -> Sequence:
+    fields = {"request_id": "r", "prompt_ids": [1, 2, 3], "max_tokens": 4, "arrival": 10.0, **fields}
+    return Sequence(5, (b"front", 7), Request(**fields), 10.0, Account(""))  # type: ignore[arg-type]
+
+
+def test_begins_with_prompt_and_what_a_dead_engine_made() -> None:
+    sequence = make(output_ids=[8, 9])
+    assert sequence.token_ids == [1, 2, 3, 8, 9]
+    assert (sequence.num_prompt_tokens, sequence.num_generated_tokens, sequence.num_uncomputed_tokens) == (3, 2, 5)
+    assert sequence.request.prompt_ids == [1, 2, 3]
+    sequence.token_ids.append(4)
+    assert sequence.request.output_ids == [8, 9]
+
+
+def test_rank_is_age_and_turn_is_priority_in_seconds_of_waiting() -> None:
+    assert make().rank == make().turn == make(priority=-3).rank == (10.0, 5)
+    assert make(priority=-3, arrival=35.0).turn < make(arrival=10.0).turn
+    assert make(priority=-3, arrival=45.0).turn > make(arrival=10.0).turn
+
+
+def test_phases_are_disjoint_and_add_up() -> None:
+    sequence = make()
+    sequence.admit(0, 10.5)
+    sequence.end_step(0, 0.125, 10.75)
+    sequence.end_step(2, 0.125, 11.0)  # the last token of the prompt, alone: still a chunk
+    sequence.token_ids.append(4)
+    sequence.end_step(3, 0.25, 12.0)
+    assert sequence.timing == Timing(0.5, [0.25, 0.25], 1.0, 0.5, 1.0, 12.0)
+    sequence.token_ids.append(5)
+    sequence.preempt()
+    sequence.admit(0, 15.0)
+    sequence.end_step(0, 0.5, 15.5)  # computes prompt and answer again: chunks
+    sequence.end_step(4, 0.5, 16.0)
+    sequence.token_ids.append(6)
+    sequence.end_step(5, 0.5, 17.0)
+    timing = sequence.timing
+    assert timing == Timing(3.5, [0.25, 0.25, 0.5, 0.5], 2.0, 2.0, 1.5, 17.0)
+    assert timing.queue + sum(timing.prefill_chunks) + timing.decode == timing.last_step_end - 10.0
+    assert timing.device + timing.host == sum(timing.prefill_chunks) + timing.decode
+
+
+def test_device_is_never_more_than_the_wall() -> None:
+    sequence = make()
+    sequence.admit(0, 10.0)
+    sequence.end_step(0, 99.0, 10.5)
+    assert (sequence.timing.device, sequence.timing.host) == (0.5, 0.0)
+
+
+def test_cancelled_in_the_queue() -> None:
+    assert make().finish("aborted") == Finish("aborted", 3, 0, 0, Timing(0.0, [], 0.0, 0.0, 0.0, 10.0))
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    sequence = make()
+    sequence.admit(2, 11.0)
+    sequence.preempt()
+    sequence.admit(0, 12.0)
+    assert sequence.finish("length").cached_tokens == 2
+
+
+def test_cached_tokens_are_of_the_prompt() -> None:
+    sequence = make(output_ids=[8, 9, 7])
+    sequence.admit(5, 11.0)
+    assert sequence.num_computed_tokens == 5
+    assert sequence.cached_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([9], "eos"), ([8], "stop_token"), ([7], None), ([7, 7, 7, 7], "length"), ([7, 7, 7, 9], "eos"),
+        ([7, 8], "stop_token"),
+    ],
+)
+def test_finish_reason(tokens: list[int], reason: str | None) -> None:
+    sequence = make(eos_token_ids=frozenset([9]), stop_token_ids=frozenset([8, 9]))
+    sequence.token_ids += tokens
+    assert sequence.finish_reason() == reason
+
+
+def test_no_end_before_min_tokens() -> None:
+    sequence = make(eos_token_ids=frozenset([9]), stop_token_ids=frozenset([8]), sampling=SamplingParams(min_tokens=3))
+    reasons = []
+    for token in (9, 8, 9):
+        sequence.token_ids.append(token)
+        reasons.append(sequence.finish_reason())
+    assert reasons == [None, None, "eos"]
+
+
+def test_finish_of_a_cut_answer() -> None:
+    sequence = make()
+    sequence.token_ids += [4, 5, 6]
+    assert sequence.finish("stop_string", 2).generated_tokens == 2
+    assert sequence.finish("aborted").generated_tokens == 3
+
+
+def test_who_uses_the_prefix_cache() -> None:
+    assert make().uses_prefix_cache
+    assert not make(bypass_prefix_cache=True).uses_prefix_cache
+    assert not make(sampling=SamplingParams(prompt_logprobs=0)).uses_prefix_cache
+
+
+def test_tokens_of_steps_in_flight_are_planned_and_at_most_one_beyond_the_host_is_computed() -> None:
+    sequence = make(max_tokens=3)
+    sequence.admit(0, 11.0)
+    sequence.num_computed_tokens = 3
+    sequence.num_pending_tokens = 1
+    assert (sequence.num_tokens, sequence.num_generated_tokens, sequence.num_uncomputed_tokens) == (4, 0, 1)
+    assert sequence.may_go_on
+    sequence.num_pending_tokens = 2
+    assert not sequence.may_go_on
+    sequence.token_ids.append(7)
+    sequence.num_pending_tokens = 1
+    assert sequence.may_go_on
+    sequence.token_ids.append(8)
+    assert not sequence.may_go_on  # the third is being sampled

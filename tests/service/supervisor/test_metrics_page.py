@@ -1,0 +1,324 @@
+"""The page over several processes: what adds up, what goes with the dead. Each page has a process of its own, since
+prometheus_client looks at its environment once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from npuserve.service.supervisor.metrics_page import AGE, HEARTBEAT
+from tests.service.test_metrics import DOCUMENT, documented
+
+# A server's process: two children write, one dies. Prints its pages before and after.
+SERVER = """
+import json, os, subprocess, sys, time, urllib.request
+from pathlib import Path
+from npuserve.service.config import ServerConfig
+from npuserve.service.supervisor.metrics_page import MetricsPage
+
+CHILD = '''
+import sys, time
+from npuserve.service import metrics
+me = int(sys.argv[1])
+metrics.requests_total.labels("Generate", "OK").inc(me)
+metrics.prompt_tokens_total.inc(10 * me)
+metrics.requests_running.set(me)
+metrics.kv_cache_blocks.labels("free").set(100 * me)
+metrics.request_finish_total.labels("eos").inc(me)
+metrics.request_finish_total.labels("stop_string").inc(1)
+metrics.step_tokens.labels("decode").observe(me)
+metrics.step_tokens.labels("prefill").observe(100)
+metrics.queue_time_seconds.observe(0.3)
+if me == 2:
+    metrics.engine_heartbeat.set(time.monotonic() - 1000)
+    metrics.engine_heartbeat.set(time.monotonic())
+print("written", flush=True)
+sys.stdin.read()
+'''
+living = {}
+config = ServerConfig(metrics_port=0, metrics_vllm_aliases=len(sys.argv) > 2, max_num_seqs=48, max_queue=96)
+page = MetricsPage(Path(sys.argv[1]), config, lambda: living)
+scrape = lambda: urllib.request.urlopen(page.url).read().decode()
+environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": sys.argv[1]}
+pages = [scrape()]
+children = [subprocess.Popen([sys.executable, "-c", CHILD, str(me)], stdin=-1, stdout=-1, env=environment)
+            for me in (1, 2)]
+for child in children:
+    child.stdout.readline()
+page.built("cpu", "teller")
+living["engine"] = children[1].pid
+pages.append(scrape())
+children[1].kill()
+children[1].wait()
+living.clear()
+page.forget(children[1].pid)
+page.engine_restarted()
+pages.append(scrape())
+children[0].communicate()
+page.close()
+print(json.dumps(pages))
+"""
+
+
+# A server's process whose children die one after another while a thread scrapes. Prints the number of files after each
+# death, the scraped sums, and the last page.
+DEATHS = """
+import json, os, subprocess, sys, threading, urllib.request
+from pathlib import Path
+from npuserve.service.config import ServerConfig
+from npuserve.service.supervisor.metrics_page import MetricsPage
+
+CHILD = '''
+import os
+from npuserve.service import metrics
+metrics.prompt_tokens_total.inc(10)
+metrics.requests_running.set(1)
+metrics.queue_time_seconds.observe(0.3)
+metrics.requests_total.labels("Generate", "OK").inc()
+os._exit(1)
+'''
+folder, deaths = Path(sys.argv[1]), int(sys.argv[2])
+page = MetricsPage(folder, ServerConfig(metrics_port=0))
+scrape = lambda: urllib.request.urlopen(page.url).read().decode()
+seen, over = [], threading.Event()
+
+def watch():
+    while not over.is_set():
+        (line,) = [line for line in scrape().splitlines() if line.startswith("npuserve_prompt_tokens_total ")]
+        seen.append(float(line.split()[1]))
+
+watching = threading.Thread(target=watch)
+watching.start()
+counts = []
+for _ in range(deaths):
+    child = subprocess.Popen([sys.executable, "-c", CHILD], env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)})
+    child.wait()
+    page.forget(child.pid)
+    counts.append(len(list(folder.glob("*.db"))))
+(folder / "counter_4000000.db").touch()  # a process was killed before it sized the file
+page.forget(4000000)
+(folder / "counter_4000001.db").touch()  # a process is about to size it
+last = scrape()
+over.set()
+watching.join()
+page.close()
+print(json.dumps({"files": counts, "seen": seen, "last": last}))
+"""
+
+
+def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page) for sample in family.samples
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The page before anybody wrote, of two children, and with the second one dead."""
+    return served(tmp_path_factory.mktemp("metrics"))
+
+
+def served(folder: Path, *options: str) -> list[str]:
+    # A variable left over from elsewhere must not matter.
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": "/nowhere"}
+    command = [sys.executable, "-c", SERVER, str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_what_nobody_counted_is_zero(pages: list[str]) -> None:
+    first = samples(pages[0])
+    for name, (kind, labels) in documented().items():
+        if not labels:
+            key = f"{name}_count" if kind == "histogram" else name
+            if name == AGE:
+                assert 0 <= first[key, ()] < 60
+            else:
+                assert first[key, ()] == 0, name
+
+
+def test_every_metric_is_named_from_the_start(pages: list[str]) -> None:
+    for page in pages:
+        named = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")}
+        assert named == {name: kind for name, (kind, _) in documented().items()}
+
+
+def test_processes_add_up(pages: list[str]) -> None:
+    second = samples(pages[1])
+    assert second["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == 3
+    assert second["npuserve_prompt_tokens_total", ()] == 30
+    assert second["npuserve_requests_running", ()] == 3
+    assert second["npuserve_kv_cache_blocks", (("state", "free"),)] == 300
+    assert second["npuserve_queue_time_seconds_count", ()] == 2
+    assert second["npuserve_queue_time_seconds_bucket", (("le", "0.25"),)] == 0
+    assert second["npuserve_queue_time_seconds_bucket", (("le", "0.5"),)] == 2
+    assert 0 <= second[AGE, ()] < 60
+    (build,) = [(labels, value) for (name, labels), value in second.items() if name == "npuserve_build_info"]
+    assert (dict(build[0])["backend"], dict(build[0])["model"], build[1]) == ("cpu", "teller", 1)
+
+
+def test_metrics_page_limits_are_the_settings(pages: list[str]) -> None:
+    first = samples(pages[0])
+    assert first["npuserve_requests_limit", (("state", "running"),)] == 48
+    assert first["npuserve_requests_limit", (("state", "waiting"),)] == 96
+
+
+def test_metrics_page_memory_is_of_the_living(pages: list[str]) -> None:
+    memory = [{process: samples(page).get(("npuserve_resident_memory_bytes", (("process", process),)))
+               for process in ("supervisor", "engine")} for page in pages]
+    assert [found["engine"] is None for found in memory] == [True, False, False]
+    assert all(1 << 20 < (found["supervisor"] or 0) < 1 << 32 for found in memory)
+    assert 1 << 20 < (memory[1]["engine"] or 0) < 1 << 32
+    assert memory[2]["engine"] == 0
+
+
+def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> None:
+    third = samples(pages[2])
+    assert third["npuserve_prompt_tokens_total", ()] == 30
+    assert third["npuserve_queue_time_seconds_count", ()] == 2
+    assert third["npuserve_requests_running", ()] == 1
+    assert third["npuserve_kv_cache_blocks", (("state", "free"),)] == 100
+    assert third["npuserve_engine_restarts_total", ()] == 1
+    # Seen before it died: the age goes on from there.
+    assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
+
+
+def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) -> None:
+    """No scrape, at whatever moment of a merge, misses or repeats a count."""
+    deaths = 8
+    done = subprocess.run([sys.executable, "-c", DEATHS, str(tmp_path), str(deaths)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["files"] == [told["files"][0]] * deaths
+    assert told["seen"] == sorted(told["seen"])
+    assert {value % 10 for value in told["seen"]} == {0}
+    last = samples(told["last"])
+    assert last["npuserve_prompt_tokens_total", ()] == 10 * deaths
+    assert last["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == deaths
+    assert last["npuserve_queue_time_seconds_count", ()] == deaths
+    assert last["npuserve_queue_time_seconds_sum", ()] == pytest.approx(0.3 * deaths)
+    assert last["npuserve_queue_time_seconds_bucket", (("le", "0.25"),)] == 0
+    assert last["npuserve_queue_time_seconds_bucket", (("le", "0.5"),)] == deaths
+    assert last["npuserve_requests_running", ()] == 0
+
+
+def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> None:
+    first = samples(pages[0])
+    assert first["npuserve_queue_rejections_total", (("why", "queue_full"),)] == 0
+    assert first["npuserve_requests_total", (("code", "INTERNAL"), ("rpc", "StreamGenerate"))] == 0
+    assert first["npuserve_target_seconds", (("latency", "ttft"),)] == 2
+    assert first["npuserve_target_seconds", (("latency", "itl"),)] == 0.2
+
+
+def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) -> None:
+    before, *_, last = served(tmp_path, "aliases")
+    assert "vllm:" not in before, "vLLM has no page before its model is loaded"
+    assert not any("vllm:" in page for page in pages)
+    found = samples(last)
+    named = (("engine", "0"), ("model_name", "teller"))
+    assert found["vllm:num_requests_running", named] == found["npuserve_requests_running", ()] == 1
+    assert found["vllm:prompt_tokens_total", named] == 30
+    assert found["vllm:request_queue_time_seconds_count", named] == 2
+    assert found["vllm:request_queue_time_seconds_bucket", (named[0], ("le", "0.5"), named[1])] == 2
+    # Sums over what vLLM does not tell apart.
+    reasons = {dict(labels)["finished_reason"]: value for (name, labels), value in found.items()
+               if name == "vllm:request_success_total"}
+    assert reasons == {"stop": 5, "length": 0, "abort": 0}
+    assert found["vllm:iteration_tokens_total_count", named] == 4
+    assert found["vllm:iteration_tokens_total_sum", named] == 203
+    kinds = {line.split()[2]: line.split()[3] for line in last.splitlines() if line.startswith("# TYPE vllm:")}
+    assert kinds["vllm:num_requests_waiting"] == kinds["vllm:kv_cache_usage_perc"] == "gauge"
+    assert kinds["vllm:generation_tokens_total"] == "counter"
+    assert kinds["vllm:e2e_request_latency_seconds"] == "histogram"
+    described = set(re.findall(r"`(vllm:[a-z0-9_]+)`", DOCUMENT.read_text(encoding="utf-8")))
+    assert {name for name in kinds if not name.startswith("vllm:gpu_prefix")} == described
+
+
+def test_only_the_age_of_the_heartbeat_is_shown(pages: list[str]) -> None:
+    assert not any(HEARTBEAT in page for page in pages)
+
+
+def test_promtool_finds_nothing(pages: list[str]) -> None:
+    promtool = shutil.which("promtool")
+    if not promtool:
+        pytest.skip("no promtool")
+    for page in pages:
+        done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
+    script = (
+        "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.config import ServerConfig\n"
+        "from npuserve.service.supervisor.metrics_page import MetricsPage\n"
+        "page = MetricsPage(Path(sys.argv[1]), ServerConfig(host='::1', metrics_port=0))\n"
+        "urllib.request.urlopen(page.url).read(); page.close()\n"
+        "print(page.url)")
+    url = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert url.stdout.startswith("http://[::1]:")
+
+
+def test_a_taken_port_is_said(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    script = """
+import sys
+from pathlib import Path
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.supervisor.metrics_page import MetricsPage
+config = ServerConfig(metrics_port=int(sys.argv[2]))
+first = MetricsPage(Path(sys.argv[1]), config)
+try:
+    MetricsPage(Path(sys.argv[1]), config)
+except ConfigError as error:
+    print(error)
+first.close()
+"""
+    port = str(free_port())
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), port], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+NO_FILES = """
+import json, os, resource, subprocess, sys
+from pathlib import Path
+from npuserve.service.config import ServerConfig
+from npuserve.service.supervisor.metrics_page import MetricsPage
+
+folder = Path(sys.argv[1])
+page = MetricsPage(folder, ServerConfig(metrics_port=0))
+script = "import os\\nfrom npuserve.service import metrics\\nmetrics.prompt_tokens_total.inc(10)\\nos._exit(1)"
+pids = []
+for _ in range(2):
+    variables = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": sys.argv[1]}
+    child = subprocess.Popen([sys.executable, "-c", script], env=variables)
+    child.wait()
+    pids.append(child.pid)
+page.forget(pids[0])
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+page.forget(pids[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+left = len(list(folder.glob(f"*_{pids[1]}.db")))
+found = {name: metric.samples[0].value for metric in page.collect() if (name := metric.name) in (
+    "npuserve_prompt_tokens", "npuserve_metrics_files_skipped")}
+print(json.dumps([left > 0, len(list(folder.glob(f"*_{pids[1]}.db"))), found]))
+os._exit(0)
+"""
+
+
+def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -> None:
+    """What a death leaves is added up at the next scrape."""
+    done = subprocess.run([sys.executable, "-c", NO_FILES, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, 0, {"npuserve_prompt_tokens": 20, "npuserve_metrics_files_skipped": 0}]

@@ -1,0 +1,118 @@
+"""The metrics page's HTTP server: what it answers, and what bounds it."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
+
+from npuserve.service.supervisor import metrics_server
+from npuserve.service.supervisor.metrics_server import MetricsServer
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    registry = CollectorRegistry()
+    Gauge("answer", "of everything", registry=registry).set(42)
+    made = MetricsServer("127.0.0.1", 0, make_wsgi_app(registry))
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+def get(server: MetricsServer, **headers: str) -> bytes:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return bytes(answer.read())
+
+
+def raw(server: MetricsServer, sent: bytes) -> bytes:
+    """Return all that the server sends until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(sent)
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                found += part
+        return found
+
+
+def test_metrics_server_page_and_its_encodings(server: MetricsServer) -> None:
+    assert b"\nanswer 42.0\n" in get(server)
+    assert b"\nanswer 42.0\n" in gzip.decompress(get(server, **{"Accept-Encoding": "gzip"}))
+    assert get(server, Accept="application/openmetrics-text; version=1.0.0").endswith(b"# EOF\n")
+    assert raw(server, b"GET /?name[]=none HTTP/1.0\r\n\r\n").endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(("sent", "status"), [
+    (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"), (b"nonsense\r\n\r\n", b"400"), (b"\x16\x03\x01\xff\r\n\r\n", b"400"),
+    (b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n", b"431"),
+])
+def test_metrics_server_bad_request_is_refused(server: MetricsServer, sent: bytes, status: bytes) -> None:
+    assert raw(server, sent).startswith(b"HTTP/1.1 " + status)
+
+
+def test_metrics_server_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
+    monkeypatch.setattr(metrics_server, "EXCHANGE_SECONDS", 0.2)
+    assert raw(server, b"GET /metrics HTTP/1.1\r\n") == b""
+
+
+def test_metrics_server_oldest_connection_gives_way(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
+    monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(metrics_server, "EXCHANGE_SECONDS", 600)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+                for _ in range(9)]
+        assert b"answer" in get(server)
+        for connection in idle[:6]:  # the last three and the scraper's make four
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        for connection in idle[6:]:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
+def test_metrics_server_reader_that_takes_nothing_blocks_no_other(server: MetricsServer) -> None:
+    big = b"x" * (64 << 20)
+
+    def app(environ: dict[str, Any], start: Any) -> list[bytes]:
+        start("200 OK", [])
+        return [big if environ["PATH_INFO"] == "/big" else b"small"]
+
+    server._app = app
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+        slow.recv(1)
+        assert get(server) == b"small"
+
+
+def test_metrics_server_error_of_the_page_is_500_and_logged_once(
+    server: MetricsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def app(environ: object, start: object) -> list[bytes]:
+        raise ZeroDivisionError
+
+    server._app = app
+    for _ in range(3):
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            get(server)
+    assert [record.message for record in caplog.records].count("no metrics page could be made") == 1
+
+
+def test_metrics_server_close_with_open_connections_ends_its_thread() -> None:
+    server = MetricsServer("127.0.0.1", 0, make_wsgi_app(CollectorRegistry()))
+    with socket.create_connection(("127.0.0.1", server.port)):
+        began, threads = time.monotonic(), threading.active_count()
+        server.close()
+        assert time.monotonic() - began < metrics_server.EXCHANGE_SECONDS
+        assert threading.active_count() == threads - 1

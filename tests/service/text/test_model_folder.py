@@ -1,0 +1,204 @@
+"""Where a model is found, and what its folder says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from npuserve.npu import storyteller
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.service.config import ConfigError
+from npuserve.service.text.model_folder import fetch, open_folder, resolve
+from tests.support.fake_engine import EOS, make_folder
+from tests.support.real_models import BUILT_IN, model_folder
+
+
+def test_resolve_the_built_in_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("") == storyteller.FOLDER
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    assert resolve("~/m") == tmp_path / "m"
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./gone", "../gone/too", "~/gone", "a/b/c"])
+def test_resolve_says_that_there_is_no_folder(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        resolve(name)
+
+
+def test_resolve_refuses_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve(str(tmp_path / "model.gguf"))
+
+
+def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hub's client itself, offline: first not there, then in its cache."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    with pytest.raises(ConfigError) as missing:
+        resolve("Qwen/Qwen3-0.6B")
+    assert str(missing.value).startswith("model: Qwen/Qwen3-0.6B is no folder here, was not downloaded before, and")
+    assert "\n" not in str(missing.value)
+    with pytest.raises(ConfigError, match="neither a folder here nor a model on the hub"):
+        resolve("not a name!")
+    repository, commit = cache / "models--Qwen--Qwen3-0.6B", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    make_folder(repository / "snapshots" / commit)
+    assert resolve("Qwen/Qwen3-0.6B") == repository / "snapshots" / commit
+    found = open_folder(resolve("Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B", "")
+    assert (found.name, found.names) == ("Qwen/Qwen3-0.6B", {"Qwen/Qwen3-0.6B"})
+
+
+async def test_fetch_unknown_model_raises_the_sentence_of_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the process that downloads, offline: what it says reaches the caller whole."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"^model: org/name is no folder here, was not downloaded before, and"):
+        await fetch("org/name")
+    (tmp_path / "hub/models--org--name/refs").mkdir(parents=True)
+    (tmp_path / "hub/models--org--name/refs/main").write_text("0" * 40)
+    folder = make_folder(tmp_path / "hub/models--org--name/snapshots" / ("0" * 40))
+    assert await fetch("org/name") == folder
+
+
+async def test_fetch_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=r"^model: org/name cannot .* its download ended with code 1$"):
+        await fetch("org/name")
+
+
+LINKED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+          "additional_chat_templates/tool_use.jinja", "model.safetensors.index.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_open_folder_with_a_link_out_of_the_folder_names_the_file(tmp_path: Path, name: str) -> None:
+    folder, secret = make_folder(tmp_path / "m"), tmp_path / "secret"
+    link = folder / name
+    secret.write_bytes(link.read_bytes() if link.exists() else b"{}")
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret)
+    said = re.escape(f"{link}: is a symbolic link to {secret}; a model's file must lie in its folder ({folder})")
+    with pytest.raises(ConfigError, match=said):
+        open_folder(folder, "m", "")
+    with pytest.raises(ModelError, match=said):
+        ModelConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize("target", ["../../models--org--other/blobs/0", "../../blobs-beside/0", "/etc/hostname"])
+def test_open_folder_in_the_hub_cache_refuses_links_beside_its_blobs(tmp_path: Path, target: str) -> None:
+    folder = make_folder(tmp_path / "models--org--name/snapshots" / ("0" * 40))
+    (folder / "chat_template.jinja").symlink_to(target)
+    blobs = re.escape(str(tmp_path / "models--org--name/blobs"))
+    with pytest.raises(ConfigError, match=rf"chat_template.jinja: is a symbolic link to .* or {blobs}\)"):
+        open_folder(folder, "m", "")
+
+
+def test_open_folder_takes_the_hub_caches_own_layout(tmp_path: Path) -> None:
+    """Links made by the hub's client, its cache reached through a link, as on a mounted volume."""
+    from huggingface_hub import file_download as hub
+
+    cache = tmp_path / "volume"
+    repository = cache / hub.repo_folder_name(repo_id="org/name", repo_type="model")
+    folder = make_folder(repository / "snapshots" / ("0" * 40))
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = file.rename(repository / "blobs" / f"{number:040x}")
+        hub._create_symlink(str(blob), str(file), new_blob=False)
+        assert os.readlink(file) == f"../../blobs/{blob.name}"
+    (tmp_path / "mounted").symlink_to(cache)
+    mounted = tmp_path / "mounted" / folder.relative_to(cache)
+    for name in (folder, mounted):
+        assert open_folder(name, "org/name", "").tokenizer
+
+
+def test_open_folder_takes_links_within_it(tmp_path: Path) -> None:
+    """A volume of a ConfigMap: FILE -> ..data/FILE, ..data -> ..TIME."""
+    folder = make_folder(tmp_path / "m" / "..2026_11_23")
+    (tmp_path / "m" / "..data").symlink_to(folder.name)
+    for file in folder.iterdir():
+        (tmp_path / "m" / file.name).symlink_to(Path("..data", file.name))
+    (tmp_path / "link").symlink_to("m")
+    assert open_folder(tmp_path / "link", "m", "").tokenizer
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "counting")
+    assert open_folder(folder, str(folder), "").names == {"counting", str(folder)}
+    named = open_folder(folder, str(folder), "mine")
+    assert (named.name, named.names) == ("mine", {"mine", str(folder)})
+    built_in = open_folder(folder, "", "")
+    assert (built_in.name, built_in.names) == ("storyteller", {"storyteller"})
+    monkeypatch.chdir(folder)
+    assert open_folder(Path("."), ".", "").name == "counting"
+
+
+@pytest.mark.parametrize(("generation", "config", "eos"), [
+    ({"eos_token_id": [151645, 151643]}, {"eos_token_id": 151645}, {151645, 151643}),
+    ({"eos_token_id": 2}, {"eos_token_id": 3}, {2, 3}),
+    ({}, {"eos_token_id": [7]}, {7}),
+    ({"eos_token_id": None}, {"eos_token_id": None}, {EOS}),
+    ({"eos_token_id": -1}, {}, {EOS}),
+])
+def test_ends_of_text(
+    tmp_path: Path, generation: dict[str, object], config: dict[str, object], eos: set[int]
+) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert open_folder(folder, "m", "").eos_token_ids == eos
+
+
+@pytest.mark.parametrize(("generation", "defaults"), [
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9},
+     {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+    ({"temperature": 0.6, "min_p": None}, {"temperature": 0.6}),
+    ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {}),
+    ({}, {}),
+])
+def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaults: dict[str, float]) -> None:
+    assert open_folder(make_folder(tmp_path / "m", **generation), "m", "").defaults == defaults
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("config.json", None, "has no config.json"),
+    ("config.json", "{", "config.json cannot be read"),
+    ("config.json", "[]", "config.json is not a JSON object"),
+    ("generation_config.json", '{"top_p": 0}', r"top_p in generation_config.json is 0, not in \(0, 1\]"),
+    ("generation_config.json", '{"temperature": NaN}', "temperature in generation_config.json is nan"),
+    ("generation_config.json", '{"top_k": true}', "top_k in generation_config.json is True"),
+    ("generation_config.json", '{"top_k": 1.5}', "top_k in generation_config.json is 1.5, not a whole number"),
+    ("tokenizer.json", "{}", "tokenizer"),
+])
+def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    folder = make_folder(tmp_path / "m")
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        open_folder(folder, "m", "")
+
+
+@pytest.mark.parametrize(("name", "eos", "defaults", "chat"), [
+    (BUILT_IN, 0, {"temperature": 1.0}, False),
+    pytest.param("stories260K-qwen3", 2, {}, False, marks=pytest.mark.model),
+    pytest.param("minimind2-small", 2, {}, True, marks=pytest.mark.model),
+])
+def test_real_folders(name: str, eos: int, defaults: dict[str, float], chat: bool) -> None:
+    found = open_folder(model_folder(name), name, "")
+    assert (found.eos_token_ids, found.defaults) == ({eos}, defaults)
+    assert found.tokenizer
+    assert (found.tokenizer.chat is not None) == chat

@@ -1,0 +1,1 @@
+"""What tests share: fakes, made models and tokenizers, processes and their clients."""

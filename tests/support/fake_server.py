@@ -1,0 +1,77 @@
+"""A served model whose answer a reader can compute by hand: it says each word of the prompt again, in capitals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from npuserve.service.cli.client import READINESS
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
+
+
+class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
+    """requests: what came in. fail: (code, details) after the first word. endless: goes on until it is cancelled.
+    ended: calls that are over."""
+
+    def __init__(self) -> None:
+        self.requests: list[generate_pb2.GenerateRequest] = []
+        self.fail: tuple[grpc.StatusCode, str] | None = None
+        self.endless = False
+        self.ended = 0
+        self.has_chat_template = True
+
+    def GetModelInfo(
+        self, request: model_pb2.GetModelInfoRequest, context: grpc.ServicerContext
+    ) -> model_pb2.GetModelInfoResponse:
+        return model_pb2.GetModelInfoResponse(name="echo", has_chat_template=self.has_chat_template)
+
+    def StreamGenerate(
+        self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generate_pb2.StreamGenerateResponse]:
+        self.requests.append(request)
+        context.add_callback(self._ended)
+        words = (request.chat.messages[-1].content if request.HasField("chat") else request.text).upper().split()
+        for offset, word in enumerate(words):
+            yield generate_pb2.StreamGenerateResponse(text=f"{word} ", offset=offset)
+            if self.fail:
+                context.abort(*self.fail)
+        while self.endless:
+            yield generate_pb2.StreamGenerateResponse(text=".")
+        finish = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_EOS)
+        finish.usage.generated_tokens = len(words)
+        yield generate_pb2.StreamGenerateResponse(finish=finish, offset=len(words))
+
+    def _ended(self) -> None:
+        self.ended += 1
+
+
+class Server:
+    """target: host:port. set_ready: what its health says."""
+
+    def __init__(self) -> None:
+        self.echo = Echo()
+        self._health = health.HealthServicer()
+        server = grpc.server(futures.ThreadPoolExecutor(4))
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self.echo, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        self.set_ready(True)
+        server.start()
+        self.stop = server.stop
+
+    def set_ready(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        self._health.set(READINESS, status.SERVING if ready else status.NOT_SERVING)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    server = Server()
+    try:
+        yield server
+    finally:
+        server.stop(None).wait()

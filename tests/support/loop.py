@@ -1,0 +1,88 @@
+"""The real scheduler and a real runner, as the engine's loop has them, for tests that cannot import transformers."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import PENDING, Step, TokenLogprobs
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Ask:
+    """tick: of its arrival. cancel: ticks after it, or None."""
+
+    tick: int
+    cancel: int | None
+    fields: dict[str, object]
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: str | None = None
+
+
+def serve(
+    runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int
+) -> tuple[list[Answer], Scheduler]:
+    """The engine's loop without its socket."""
+    blocks = BlockManager(pool, runner.block_size)
+    scheduler = Scheduler(
+        blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0)
+    answers = [Answer() for _ in all_asks]
+    live: dict[int, Sequence] = {}
+    flying: deque[tuple[Step, Launched]] = deque()
+    pending = 0
+
+    def collect(now: float) -> None:
+        step, handle = flying.popleft()
+        for progress in scheduler.apply(step, runner.collect(handle), now):
+            answer = answers[progress.sequence.id]
+            assert answer.reason is None
+            answer.tokens += progress.token_ids
+            answer.logprobs += progress.logprobs or []
+            answer.prompt_logprobs += progress.prompt_logprobs or []
+            answer.reason = progress.reason
+            if progress.reason:
+                del live[progress.sequence.id]
+
+    cancels: defaultdict[int, list[int]] = defaultdict(list)
+    order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
+    ids = {}
+    for tick in range(2000):
+        while order and all_asks[order[0]].tick <= tick:
+            index = order.pop(0)
+            request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
+            sequence = scheduler.add(request, (b"", 0), float(tick))
+            ids[sequence.id] = index
+            live[sequence.id] = sequence
+            if (after := all_asks[index].cancel) is not None:
+                cancels[tick + after].append(sequence.id)
+        for sequence_id in cancels.pop(tick, []):
+            if live.pop(sequence_id, None):
+                scheduler.cancel(sequence_id)
+                answers[sequence_id].reason = "cancelled"
+        step = scheduler.schedule(float(tick))
+        scheduler.check_integrity()
+        if step.rows:
+            pending += sum(row.token_ids == [PENDING] for row in step.rows)
+            flying.append((step, runner.launch(step)))
+        if flying and (not step.rows or len(flying) == depth):
+            collect(float(tick))
+        if not (live or order or flying):
+            break
+    assert not live, "it never ends"
+    assert blocks.counts.used == 0, "blocks leaked"
+    runner.launch(Step([], ended=scheduler._ended))
+    assert not runner._sampler._states
+    assert (pending > 0) <= (depth == 2)
+    return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler
