@@ -33,6 +33,7 @@ ALLOWED = {
     r"no right to make a namespace of processes": "the same",
     r"core files have a place elsewhere": "a setting of the kernel",
     r"this processor has the bfloat16 instruction": "the test is about processors without it",
+    r"this processor has no AMX": "the test runs the tiles of AMX; every other instruction set is tested",
     r"this system makes no large pages of a file in memory": "a setting of the kernel",
 }
 """Regular expression of a whole reason -> why the skip is accepted. Never a tool that can be installed."""
