@@ -10,7 +10,7 @@ from google.protobuf import struct_pb2
 
 from npuserve.service.errors import InvalidField, NoChatTemplate, NoTokenizer, Violations
 from npuserve.service.requests.fields import quoted
-from npuserve.service.requests.message_limits import MAX_TOOLS, MAX_TURNS
+from npuserve.service.requests.message_limits import MAX_CHAT_MESSAGES, MAX_TOOLS
 from npuserve.service.text.plain_text import Prompt
 from npuserve.v1 import prompt_pb2
 
@@ -62,7 +62,7 @@ def _check_size(chat: prompt_pb2.Chat, tokenizer: Tokenizer, max_model_len: int)
     if not chat.messages:
         raise InvalidField("chat.messages", "must be at least one message, got none")
     bad = Violations()
-    for field, items, max_items in (("messages", chat.messages, MAX_TURNS), ("tools", chat.tools, MAX_TOOLS)):
+    for field, items, max_items in (("messages", chat.messages, MAX_CHAT_MESSAGES), ("tools", chat.tools, MAX_TOOLS)):
         if len(items) > max_items:
             bad.add(f"chat.{field}", f"must be at most {max_items}, got {len(items)}")
     size = sum(len(message.content) for message in chat.messages)

@@ -15,9 +15,9 @@ from npuserve.service.errors import InvalidField, MalformedRequest, MessageTooLa
 
 MAX_TOKEN_BYTES = 256
 """Assumed bytes of text of the longest token, until the tokenizer is loaded."""
-MAX_VOCABULARY = 1 << 18
+MAX_VOCABULARY_SIZE = 1 << 18
 """Assumed size of the vocabulary, until the model is known."""
-STRUCTURE_BYTES = 1 << 20
+MAX_STRUCTURE_BYTES = 1 << 20
 """Allowance for everything but the prompt and the lists of token ids. 10,000 messages of a chat take some 320 KiB, a
 constraint 64 KiB, stop strings 64 KiB and `logit_bias` 16 KiB. The rest is for template arguments."""
 MAX_ID_BYTES = 6
@@ -26,15 +26,15 @@ SMALL_BYTES = 16 << 10
 """Messages up to this size are parsed without a scan, in about a millisecond for any content."""
 MAX_ELEMENTS = 100_000
 """Fields and items of one message, at all depths. A packed list of token ids counts as one."""
-MAX_TURNS = 10_000
+MAX_CHAT_MESSAGES = 10_000
 MAX_TOOLS = 1024
 MAX_DEPTH = 100
 """Nesting depth that protobuf parses; deeper messages are malformed."""
-_MAX_ITEMS = {"npuserve.v1.Chat.messages": MAX_TURNS, "npuserve.v1.Chat.tools": MAX_TOOLS}
+_MAX_ITEMS = {"npuserve.v1.Chat.messages": MAX_CHAT_MESSAGES, "npuserve.v1.Chat.tools": MAX_TOOLS}
 
 
 def max_message_bytes(
-    context: int, token_bytes: int = MAX_TOKEN_BYTES, vocabulary_size: int = MAX_VOCABULARY
+    context: int, token_bytes: int = MAX_TOKEN_BYTES, vocabulary_size: int = MAX_VOCABULARY_SIZE
 ) -> int:
     """Return the size limit of a request message: the largest request that a model can serve, in bytes.
 
@@ -44,7 +44,7 @@ def max_message_bytes(
     """
     id_bytes = -(-max(1, (vocabulary_size - 1).bit_length()) // 7)
     prompt = context * max(token_bytes, id_bytes)
-    return min(MAX_MESSAGE_BYTES, prompt + vocabulary_size * id_bytes + STRUCTURE_BYTES)
+    return min(MAX_MESSAGE_BYTES, prompt + vocabulary_size * id_bytes + MAX_STRUCTURE_BYTES)
 
 
 def limit_of(kind: Descriptor, context: int, token_bytes: int, vocabulary_size: int) -> int:

@@ -3,7 +3,7 @@
 Small and large jobs have a lane each, with its own threads, so that small jobs never wait behind large ones. A lane
 serves the callers round-robin, regardless of the number of their jobs. The number of waiting jobs in a lane and their
 bytes are bounded, and one caller may have half of each. If a lane is full, a new job displaces the newest job of the
-caller with the most bytes. It is refused if its own caller would then have as many.
+caller with the most bytes. It is refused if its own caller would then have at least as many.
 
 A job that waits longer than MAX_WAIT_SECONDS is refused. A job of a cancelled call is removed at once. A running job
 keeps its thread until it ends: its input was bounded before (validation.py, message_limits.py, template_process.py).
@@ -28,10 +28,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["parse", "generate", "tokenize", "detokenize"]
 
-SMALL_JOB_BYTES = 32 << 10
+MAX_SMALL_JOB_BYTES = 32 << 10
 """Largest input of a job in the small lane, which takes some 15 ms to tokenize."""
-SMALL_LANE_BYTES = 4 << 20
-LARGE_LANE_BYTES = 8 << 20
+MAX_SMALL_LANE_BYTES = 4 << 20
+MAX_LARGE_LANE_BYTES = 8 << 20
 """Limit of the input of all jobs that wait in a lane; a single job may exceed it."""
 MAX_WAIT_SECONDS = 10.0
 
@@ -63,8 +63,8 @@ class Preparation:
 
     def __init__(self, max_waiting: int):
         large = max(1, min(4, (os.cpu_count() or 1) // 4))
-        self._small = _Lane("small", 2, max_waiting, SMALL_LANE_BYTES)
-        self._large = _Lane("large", large, max_waiting, LARGE_LANE_BYTES)
+        self._small = _Lane("small", 2, max_waiting, MAX_SMALL_LANE_BYTES)
+        self._large = _Lane("large", large, max_waiting, MAX_LARGE_LANE_BYTES)
         self._pending: set[asyncio.Future[Any]] = set()
         self._shutdown_error: ServeError | None = None
 
@@ -84,7 +84,7 @@ class Preparation:
 
         Raises QueueFull if the lane is full or the wait is too long, and the exceptions of the function.
         """
-        lane = self._small if size <= SMALL_JOB_BYTES else self._large
+        lane = self._small if size <= MAX_SMALL_JOB_BYTES else self._large
         loop = asyncio.get_running_loop()
         job = _Job(owner, kind, size, functools.partial(function, *args, **kwargs), loop.create_future())
         lane.add(job)

@@ -11,10 +11,10 @@ from npuserve.v1 import tokenize_pb2
 if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
-COUNTED_CHARACTERS = 64 << 10
+MAX_PIECE_CHARACTERS = 64 << 10
 """Size of the pieces in which a long text is counted before it is tokenized as a whole, since a tokenizer needs some
 150 bytes of memory per token. A text is long if it has more characters than this and than the context has tokens."""
-PIECE_TOKENS = 256
+MAX_EXCESS_PIECE_TOKENS = 256
 """Generous bound of the tokens that a piece may have in excess of its share of the whole text's tokens."""
 
 
@@ -50,12 +50,13 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
     A text of at most max_model_len tokens always passes. A text that passes may have more tokens, but not a multiple.
     """
     _check_bytes(text, field, tokenizer, max_model_len)
-    if tokenizer is None or len(text) <= max(max_model_len, COUNTED_CHARACTERS):
+    if tokenizer is None or len(text) <= max(max_model_len, MAX_PIECE_CHARACTERS):
         return
     count = 0
-    for at in range(0, len(text), COUNTED_CHARACTERS):
-        count += len(tokenizer.encode(text[at : at + COUNTED_CHARACTERS], add_special_tokens=False)) - PIECE_TOKENS
+    for at in range(0, len(text), MAX_PIECE_CHARACTERS):
+        piece = text[at : at + MAX_PIECE_CHARACTERS]
+        count += len(tokenizer.encode(piece, add_special_tokens=False)) - MAX_EXCESS_PIECE_TOKENS
         if count > max_model_len:
             raise InvalidField(field, (
-                f"the first {at + COUNTED_CHARACTERS} characters alone have more tokens than max_model_len, "
+                f"the first {at + MAX_PIECE_CHARACTERS} characters alone have more tokens than max_model_len, "
                 f"{max_model_len}"))

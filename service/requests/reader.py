@@ -2,8 +2,8 @@
 
 gRPC buffers a call's message up to the channel's limit once a handler reads it; until then it buffers WINDOW_BYTES. So
 few messages are read at a time, round-robin over the authenticated callers and, for anonymous ones, the connections.
-A read that takes longer than QUICK_SECONDS releases its slot to the next one and becomes a slow read. Slow reads are
-bounded too: above the limit, the newest slow read of the client with the most is ended.
+A read that takes longer than MAX_QUICK_SECONDS releases its slot to the next one and becomes a slow read. Slow reads
+are bounded too: above the limit, the newest slow read of the client with the most is ended.
 
 A client whose last message was large is heavy. Other clients take precedence, and one slot is reserved for them, so
 that small messages do not wait for large ones.
@@ -22,18 +22,18 @@ from npuserve.service.errors import QueueFull
 
 WINDOW_BYTES = 16 << 10
 """HTTP/2 window of a stream before its handler reads."""
-QUICK_BYTES = 8 << 20
-SLOW_BYTES = 16 << 20
+MAX_QUICK_BYTES = 8 << 20
+MAX_SLOW_BYTES = 16 << 20
 """Memory of quick and of slow reads, which determines their numbers; at least 2 of each are allowed."""
-MAX_QUICK, MAX_SLOW = 8, 64
-QUICK_SECONDS = 0.05
-SLOW_SECONDS = 30.0
+MAX_QUICK_READS, MAX_SLOW_READS = 8, 64
+MAX_QUICK_SECONDS = 0.05
+MAX_SLOW_SECONDS = 30.0
 """Time limit for a message to arrive."""
-HEAVY_BYTES = 16 << 10
+MIN_HEAVY_BYTES = 16 << 10
 """A client is heavy if its last message was larger."""
-MAX_HEAVY = 4096
+MAX_HEAVY_CLIENTS = 4096
 """Limit of the number of heavy clients that are remembered."""
-MAX_WAITING = 512
+MAX_WAITING_CALLS = 512
 """Calls that may wait to be read; one client may have half of them."""
 
 
@@ -52,8 +52,8 @@ class RequestReader:
     """
 
     def __init__(self, largest: int):
-        self._free_slots = min(MAX_QUICK, max(2, QUICK_BYTES // largest))
-        self._max_slow = min(MAX_SLOW, max(2, SLOW_BYTES // largest))
+        self._free_slots = min(MAX_QUICK_READS, max(2, MAX_QUICK_BYTES // largest))
+        self._max_slow = min(MAX_SLOW_READS, max(2, MAX_SLOW_BYTES // largest))
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._heavy: OrderedDict[str, None] = OrderedDict()
         self._slow: dict[asyncio.Future[object], str] = {}
@@ -71,7 +71,7 @@ class RequestReader:
         reading = asyncio.ensure_future(source.read())
         try:
             try:
-                await asyncio.wait((reading,), timeout=QUICK_SECONDS)
+                await asyncio.wait((reading,), timeout=MAX_QUICK_SECONDS)
             finally:
                 self._release_slot()
             if not reading.done():
@@ -82,9 +82,9 @@ class RequestReader:
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
         self._heavy.pop(owner, None)
-        if len(data) > HEAVY_BYTES:
+        if len(data) > MIN_HEAVY_BYTES:
             self._heavy[owner] = None
-            if len(self._heavy) > MAX_HEAVY:
+            if len(self._heavy) > MAX_HEAVY_CLIENTS:
                 self._heavy.popitem(last=False)
         return data
 
@@ -94,8 +94,9 @@ class RequestReader:
             self._free_slots -= 1
             return
         own = self._waiting.get(owner, ())
-        if len(own) >= MAX_WAITING // 2 or sum(map(len, self._waiting.values())) >= MAX_WAITING:
-            raise _refused("queue_full", f"queue full: {MAX_WAITING} calls wait to be read; a client may have half")
+        if len(own) >= MAX_WAITING_CALLS // 2 or sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
+            raise _refused(
+                "queue_full", f"queue full: {MAX_WAITING_CALLS} calls wait to be read; a client may have half")
         slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(slot)
         try:
@@ -135,11 +136,11 @@ class RequestReader:
             self._displaced.add(newest)
             newest.cancel()
         try:
-            await asyncio.wait((reading,), timeout=SLOW_SECONDS)
+            await asyncio.wait((reading,), timeout=MAX_SLOW_SECONDS)
             if reading in self._displaced:
                 raise _refused("displaced", f"displaced: {self._max_slow} messages arrive slowly; that is the limit")
             if not reading.done():
-                raise _refused("timeout", f"timeout: the message must arrive within {SLOW_SECONDS:g} s")
+                raise _refused("timeout", f"timeout: the message must arrive within {MAX_SLOW_SECONDS:g} s")
         finally:
             del self._slow[reading]
             self._displaced.discard(reading)

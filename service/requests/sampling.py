@@ -15,7 +15,7 @@ MIN_TEMPERATURE = 0.01
 PENALTY = Range(-2, 2)
 BIAS = Range(-100, 100)
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS_ENTRIES = 1024
 
 
 def check_sampling(
@@ -51,8 +51,9 @@ def check_sampling(
 
 
 def _check_logit_bias(given: pb.SamplingParams, vocabulary_size: int, bad: Violations) -> None:
-    if len(given.logit_bias) > MAX_LOGIT_BIAS:
-        bad.add("sampling.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, got {len(given.logit_bias)}")
+    count = len(given.logit_bias)
+    if count > MAX_LOGIT_BIAS_ENTRIES:
+        bad.add("sampling.logit_bias", f"must have at most {MAX_LOGIT_BIAS_ENTRIES} entries, got {count}")
         return
     for token, bias in given.logit_bias.items():
         path = f"sampling.logit_bias[{token}]"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
 PRIORITY = Range(-100, 100)
-MAX_REQUEST_ID = 128
-MAX_CACHE_SALT = 128
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CACHE_SALT_CHARACTERS = 128
 MAX_CONSTRAINT_BYTES = 65536
 """Size limit of a schema, a regex, a grammar or all choices."""
 MAX_UNARY_BYTES = 4 << 20
@@ -66,7 +66,7 @@ class Policy:
 def request_id(message: pb.GenerateRequest) -> str:
     """Return the client's request id, or a new one if it is absent or not valid as metadata, which `check` refuses."""
     found = message.request_id
-    is_valid = 1 <= len(found) <= MAX_REQUEST_ID and all("!" <= c <= "~" for c in found)
+    is_valid = 1 <= len(found) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= c <= "~" for c in found)
     return found if is_valid else uuid.uuid4().hex
 
 
@@ -91,7 +91,7 @@ def check(
     bad = Violations()
     if message.HasField("request_id") and message.request_id != name:
         bad.add("request_id", (
-            f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces, "
+            f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters without spaces, "
             f"got {quoted(message.request_id)}"))
     _check_reserved(message, bad)
     vocabulary_size, output = info.vocabulary_size, message.output
@@ -126,10 +126,10 @@ def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Viol
     default = int(min(max(0, lowest), highest))
     priority = scheduling.priority if scheduling.HasField("priority") else default
     check_number("scheduling.priority", priority, policy.priorities, bad)
-    if len(scheduling.cache_salt) > MAX_CACHE_SALT:
+    if len(scheduling.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         bad.add(
             "scheduling.cache_salt",
-            f"must be at most {MAX_CACHE_SALT} characters, got {len(scheduling.cache_salt)}")
+            f"must be at most {MAX_CACHE_SALT_CHARACTERS} characters, got {len(scheduling.cache_salt)}")
     return priority
 
 

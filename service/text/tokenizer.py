@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 MIN_LONGEST_BYTES = 256
 """Lower bound of `max_token_bytes` for a vocabulary that is not byte-level: its unknown token may replace a whole
 word."""
-LONG_IDS = 4096
-"""Number of ids above which decoding by the library `tokenizers`, which holds the GIL, would delay other threads by
-milliseconds."""
+MAX_FAST_DECODE_IDS = 4096
+"""Number of ids up to which the library `tokenizers` decodes. It holds the GIL, and would delay other threads by
+milliseconds for more ids."""
 
 
 class Tokenizer:
@@ -68,7 +68,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids: unknown ids have no text, invalid UTF-8 becomes U+FFFD."""
-        if len(ids) <= LONG_IDS or not self._is_byte_level:
+        if len(ids) <= MAX_FAST_DECODE_IDS or not self._is_byte_level:
             return self._fast.decode(ids, skip_special_tokens)
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         return b"".join(self._token_bytes(i) for i in ids if i not in skipped).decode(errors="replace")

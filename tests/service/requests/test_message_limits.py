@@ -35,7 +35,7 @@ def test_max_message_bytes_allows_the_largest_request(context: int, token: str, 
     message.ClearField("text")
     message.token_ids.ids.extend([vocabulary - 1] * context)
     assert message.ByteSize() <= limit
-    message.chat.messages.extend([prompt_pb2.Message(role="assistant", content="")] * message_limits.MAX_TURNS)
+    message.chat.messages.extend([prompt_pb2.Message(role="assistant", content="")] * message_limits.MAX_CHAT_MESSAGES)
     message.chat.messages[0].content = token * context
     assert message.ByteSize() <= limit
     message_limits.check_structure(GENERATE, message.SerializeToString())

@@ -11,10 +11,10 @@ from prometheus_client import REGISTRY
 
 from npuserve.service.errors import QueueFull, Unavailable
 from npuserve.service.requests import preparation
-from npuserve.service.requests.preparation import LARGE_LANE_BYTES, SMALL_JOB_BYTES, Preparation
+from npuserve.service.requests.preparation import MAX_LARGE_LANE_BYTES, MAX_SMALL_JOB_BYTES, Preparation
 from tests.support.fake_engine import until
 
-LARGE = SMALL_JOB_BYTES + 1
+LARGE = MAX_SMALL_JOB_BYTES + 1
 
 
 class Gate:
@@ -107,7 +107,7 @@ async def test_run_above_half_of_the_queue_is_refused(gate: Gate) -> None:
 
 
 async def test_run_above_half_of_the_bytes_is_refused(gate: Gate) -> None:
-    calls = [gate.submit("flood", f"flood {n}", LARGE_LANE_BYTES // 4 + 1) for n in range(2)]
+    calls = [gate.submit("flood", f"flood {n}", MAX_LARGE_LANE_BYTES // 4 + 1) for n in range(2)]
     with pytest.raises(QueueFull) as refused:
         await calls[1]
     assert refused.value.why == "client_limit"

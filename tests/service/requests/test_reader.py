@@ -49,19 +49,19 @@ class Readers:
 @pytest.fixture
 def no_slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no read become a slow one."""
-    monkeypatch.setattr(request_reader, "QUICK_SECONDS", 60.0)
+    monkeypatch.setattr(request_reader, "MAX_QUICK_SECONDS", 60.0)
 
 
 @pytest.fixture
 def only_slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every read that is not done at once become a slow one."""
-    monkeypatch.setattr(request_reader, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(request_reader, "MAX_QUICK_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("no_slow_reads")
 async def test_read_is_bounded_and_round_robin_over_the_clients() -> None:
     readers = Readers()
-    slots = request_reader.QUICK_BYTES // LARGEST
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
     flood = [readers.call("flood", f"flood {n}") for n in range(slots + 3)]
     await until(lambda: len(readers.started) == slots)
     one = readers.call("one", "one")
@@ -78,9 +78,9 @@ async def test_read_is_bounded_and_round_robin_over_the_clients() -> None:
 async def test_read_of_a_small_message_does_not_wait_for_heavy_clients() -> None:
     readers = Readers()
     call, task = readers.call("flood", "first")
-    call.arrive(bytes(request_reader.HEAVY_BYTES + 1))
+    call.arrive(bytes(request_reader.MIN_HEAVY_BYTES + 1))
     await task
-    slots = request_reader.QUICK_BYTES // LARGEST
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
     flood = [readers.call("flood", f"flood {n}") for n in range(slots + 1)]
     await until(lambda: len(readers.started) == 1 + slots - 1)
     one, task = readers.call("one", "one")
@@ -96,7 +96,7 @@ async def test_read_of_a_small_message_does_not_wait_for_heavy_clients() -> None
 @pytest.mark.usefixtures("no_slow_reads")
 async def test_read_that_is_cancelled_releases_its_slot() -> None:
     readers = Readers()
-    slots = request_reader.QUICK_BYTES // LARGEST
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
     calls = [readers.call("one", f"{n}") for n in range(slots + 2)]
     await until(lambda: len(readers.started) == slots)
     for _, task in calls:
@@ -112,7 +112,7 @@ async def test_read_that_is_cancelled_releases_its_slot() -> None:
 async def test_slow_reads_hold_nobody_up_and_are_bounded() -> None:
     """The newest slow read of the client with the most is ended."""
     readers = Readers()
-    most = request_reader.SLOW_BYTES // LARGEST
+    most = request_reader.MAX_SLOW_BYTES // LARGEST
     slow = [readers.call("flood", f"flood {n}") for n in range(most)]
     await until(lambda: len(readers.reader._slow) == most)
     one = readers.call("one", "one")
@@ -129,7 +129,7 @@ async def test_slow_reads_hold_nobody_up_and_are_bounded() -> None:
 
 @pytest.mark.usefixtures("only_slow_reads")
 async def test_read_of_a_missing_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reader, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(request_reader, "MAX_SLOW_SECONDS", 0.01)
     readers = Readers()
     with pytest.raises(QueueFull, match="timeout"):
         await readers.call("one", "one")[1]
@@ -138,9 +138,9 @@ async def test_read_of_a_missing_message_times_out(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("no_slow_reads")
 async def test_read_with_too_many_waiting_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reader, "MAX_WAITING", 4)
+    monkeypatch.setattr(request_reader, "MAX_WAITING_CALLS", 4)
     readers = Readers()
-    slots = request_reader.QUICK_BYTES // LARGEST
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
     calls = [readers.call("flood", f"flood {n}") for n in range(slots + 3)]
     with pytest.raises(QueueFull, match="queue full"):
         await calls[-1][1]
@@ -156,7 +156,7 @@ async def test_generate_without_a_message_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One client sends only headers, another one half-closes without a message; other clients are served."""
-    monkeypatch.setattr(request_reader, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(request_reader, "MAX_SLOW_SECONDS", 0.2)
     async with running(make_folder(tmp_path / "m")) as server:
         silent = server.channel.stream_unary(GENERATE)()
         assert (await server.inference.Generate(ask("ab", 3))).text == "cde"

@@ -66,12 +66,12 @@ def test_encode_of_a_long_text_lets_other_threads_run(tmp_path: Path) -> None:
     assert ticks > 20
 
 
-def test_decode_above_long_ids_equals_tokenizers(tmp_path: Path) -> None:
+def test_decode_of_many_ids_equals_tokenizers(tmp_path: Path) -> None:
     """The ids include incomplete characters, special tokens and unknown ids."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     loaded = load(save(tmp_path, train(), config))
     draw = random.Random(1)
-    ids = [draw.randrange(loaded.vocabulary_size + 3) for _ in range(tokenizer.LONG_IDS + 1)]
+    ids = [draw.randrange(loaded.vocabulary_size + 3) for _ in range(tokenizer.MAX_FAST_DECODE_IDS + 1)]
     for skip in (False, True):
         assert loaded.decode(ids, skip) == loaded._fast.decode(ids, skip)
 
