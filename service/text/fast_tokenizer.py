@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -62,19 +63,39 @@ class RenamedTokenizer(FastTokenizer):
     """
 
     def __init__(self, other: tokenizers.Tokenizer, names: Mapping[str, str]):
-        own = tokenizers.Tokenizer(other.model)
-        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-            if (value := getattr(other, part)) is not None:
-                setattr(own, part, value)
         added = other.get_added_tokens_decoder()
         texts = {i: names[token.content] if token.special else token.content for i, token in sorted(added.items())}
-        own.add_tokens([
+        tokens = [
             tokenizers.AddedToken(
                 text, single_word=added[i].single_word, lstrip=added[i].lstrip, rstrip=added[i].rstrip,
                 normalized=added[i].normalized, special=False)
-            for i, text in texts.items()])
+            for i, text in texts.items()]
+        own = _copy(other, tokens)
+        if _has_ambiguous_ids(own, texts.values()):
+            # The library numbers new tokens from the size of the vocabulary on. If the ids have gaps, that may be the
+            # id of another token. Unused tokens raise the first number.
+            ids = own.get_vocab(with_added_tokens=False).values()
+            own = _copy(other, [secrets.token_hex(16) for _ in range(len(ids), max(ids) + 1)] + tokens)
         super().__init__(own)
         self._original_ids = {own.token_to_id(text): i for i, text in texts.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [self._original_ids.get(i, i) for i in super().encode(text, add_special_tokens)]
+
+
+def _copy(other: tokenizers.Tokenizer, tokens: Sequence[str | tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+    """Return a tokenizer with the model of another one, but with `tokens` as its added tokens."""
+    own = tokenizers.Tokenizer(other.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(other, part)) is not None:
+            setattr(own, part, value)
+    own.add_tokens(list(tokens))
+    return own
+
+
+def _has_ambiguous_ids(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> bool:
+    """Return whether the id of one of the added tokens `texts` is also that of another token of the model."""
+    model = tokenizer.model
+    return any(
+        model.token_to_id(text) is None and model.id_to_token(tokenizer.token_to_id(text)) is not None
+        for text in texts)

@@ -111,6 +111,17 @@ def test_build_with_head_and_tail_adds_their_ids() -> None:
     assert (ours.id_of("<s>"), ours.id_of("c")) == (7, None)
 
 
+def test_renamed_with_gaps_in_the_ids_keeps_the_ids() -> None:
+    added = {9: AddedToken("<s>", special=True, normalized=False), 7: AddedToken("<t>", normalized=False)}
+    ours = FastTokenizer(byte_bpe.build("GPT2Tokenizer", {"a": 0, "b": 4, "ab": 5, "<": 6}, [("a", "b")], added), 10)
+    renamed = ours.renamed({"<s>": "NAME"})
+    assert renamed
+    for text in ("aabb", "b<t>a"):
+        assert renamed.encode(text, False) == ours.encode(text, False)
+    assert renamed.encode("bNAMEab<s>", False) == [4, 9, 5, 6]
+    assert ours.encode("b<s>", False) == [4, 9]
+
+
 def test_build_merges_by_rank_then_leftmost_first() -> None:
     vocabulary = {"a": 0, "b": 1, "aa": 2, "ab": 3, "aab": 4}
     ours = FastTokenizer(byte_bpe.build("Qwen2Tokenizer", vocabulary, [("a", "a"), ("a", "b"), ("aa", "b")]))
