@@ -74,7 +74,7 @@ async def test_small_work_does_not_wait_for_large_work(gate: Gate) -> None:
 
 
 async def test_run_leaves_a_thread_of_small_work_to_other_callers(gate: Gate) -> None:
-    """Another caller's work is done even if that of the first caller never ends."""
+    """Another caller's work is done even while the first caller's work never ends."""
     mine = [gate.submit("mine", f"mine {n}", size=1) for n in range(2)]
     await until(lambda: gate.order == ["first", "mine 0"])
     assert await gate.pool.run("yours", "tokenize", 1, lambda: "yours") == "yours"

@@ -59,8 +59,8 @@ def test_build_equals_tokenizers_on_any_text(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_build_splits_every_character_as_tokenizers(name: str) -> None:
-    """Each assigned character is tested beside a letter, a number, a space and a newline. Of the large uniform blocks
-    (CJK, Hangul, Tangut) every 61st is tested."""
+    """Each assigned character is tested beside a letter, a number, a space and a newline. In the large uniform blocks
+    (CJK, Hangul, Tangut) every 61st character is tested."""
     trained, ours = both(name)
     codes = [*range(0x3400), *range(0x3400, 0xD800, 61), *range(0xE000, 0x17000), *range(0x17000, 0x19000, 61)]
     codes += [*range(0x19000, 0x20000), *range(0x20000, 0x110000, 61)]

@@ -72,7 +72,7 @@ def special(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def test_special_tokens_in_a_message_do_not_end_the_turn(tokenizer: Tokenizer) -> None:
-    """With protobuf messages: the only special tokens are those of the template."""
+    """With protobuf messages: all special tokens come from the template."""
     for role in ("user", "system", "assistant", "tool"):
         chats = []
         for content in (ATTACK, "Hello"):
