@@ -33,7 +33,7 @@ from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from npuserve.service.cli.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
-from npuserve.service.text.tokenizer import load_tokenizer
+from npuserve.service.text.tokenizer_loader import load_tokenizer
 
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "inspect", "logging", "textwrap", "typing")
 

@@ -109,7 +109,7 @@ def topics() -> list[str]:
 def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[list[int]]:
     """At most `samples` pieces of at most `length` ids, spread over the text, each with the beginning-of-text token
     where the tokenizer has it. file: "" for the default text. ConfigError for a file without text."""
-    from npuserve.service.text.tokenizer import load_tokenizer
+    from npuserve.service.text.tokenizer_loader import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:

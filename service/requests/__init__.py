@@ -1,4 +1,6 @@
-"""From the bytes of a request message to a checked `Request`, within limits of memory and time.
+"""Requests from the bytes of a message to a checked `Request`: reading, parsing, validation, preparation in threads.
 
-Imports of `service`: top level, `ipc`, `text`, `rpc` and `access`.
+Reading and parsing import `npuserve.service.rpc.call` and `npuserve.service.access.auth`, for errors and callers. The
+other modules import `npuserve.service` (errors, metrics, config), `npuserve.service.text`, `npuserve.service.ipc`
+(messages), `npuserve.npu.step` and the protos.
 """

@@ -1,4 +1,4 @@
-"""Reading of a request's message from its connection: read, bounded, scanned, parsed."""
+"""Intake of request messages: read from the connection, checked for size and structure, and parsed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from npuserve.service.rpc.call import Context
 
 
 class Intake:
-    """Reads and parses the messages of some services of one front end.
+    """Reader and parser of the messages of one or more services of a front end.
 
-    reader: their own, so that they do not wait for the messages of others.
-    preparation: the front end's pool, in which large messages are parsed.
-    limit: returns the bytes that a message of a kind may have now, at most what the channel lets pass.
+    reader: reader of these services only, so that they do not wait for the messages of other ones.
+    preparation: thread pool of the front end, for the parsing of large messages.
+    limit: returns the current size limit of a message type, in bytes, within the channel's own limit.
     """
 
     def __init__(self, reader: RequestReader, preparation: Preparation, limit: Callable[[Descriptor], int]):
@@ -32,11 +32,9 @@ class Intake:
         self._limit = limit
 
     async def message(self, deserializer: Any, context: Context) -> Message | None:
-        """Return the call's next message; None if the client ended its side without one more.
+        """Return the call's next message, None if the client half-closed the call. Await it in the call's own task.
 
-        Call it from the call's own task.
-
-        Raises MessageTooLarge, QueueFull, InvalidField, MalformedRequest.
+        Raises CompressedMessage, MessageTooLarge, QueueFull, InvalidField, MalformedRequest.
         """
         who = caller(context)
         data = await self._reader.read(context, who.name if who.is_authenticated else context.peer())
@@ -54,7 +52,7 @@ class Intake:
             refusal: ServeError = error.with_traceback(None)
         except ServeError as error:
             refusal = error.with_traceback(None)
-        del data  # an error's traceback would hold the message until the status is sent
+        del data  # otherwise the error's traceback keeps the message in memory until the status is sent
         try:
             raise refusal
         finally:
@@ -62,8 +60,11 @@ class Intake:
 
 
 def _is_compressed(data: bytes) -> bool:
-    """Return whether a message is gzip's or zlib's. gzip's first byte begins no protobuf field. zlib's is the tag of a
-    number with field number 15: GenerateRequest.n, which no message begins with but one of that field alone."""
+    """Return whether a message is compressed with gzip or zlib.
+
+    No protobuf field begins with the first byte of gzip. The first byte of zlib is the tag of the number with field
+    number 15, GenerateRequest.n. Only a message without other fields begins with it.
+    """
     if data[:2] == b"\x1f\x8b":
         return True
     return len(data) > 4 and data[0] == 0x78 and data[1] > 1 and (data[0] << 8 | data[1]) % 31 == 0

@@ -1,7 +1,7 @@
-"""Limits of request messages, derived from the model, and the check of a message's structure before it is parsed.
+"""Size limits of request messages, derived from the model, and a check of their structure before they are parsed.
 
-protobuf makes an object of some 130 bytes of each submessage, and two bytes on the wire are enough for one. So a large
-message is scanned first: its fields and items are counted in the wire format, without an object for any of them.
+protobuf allocates some 130 bytes for each submessage, which takes as little as two bytes on the wire. So a large
+message is scanned first: its fields and items are counted in the wire format, without allocating objects.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from npuserve.service.config import MAX_MESSAGE_BYTES
 from npuserve.service.errors import InvalidField, MalformedRequest, MessageTooLarge
 
 MAX_TOKEN_BYTES = 256
-"""Bytes of text of the longest token, where the vocabulary is not known yet."""
-MAX_VOCABULARY = 1 << 18
-"""Size of the vocabulary, where it is not known yet."""
-STRUCTURE_BYTES = 1 << 20
-"""Room for what a message has beside its prompt and its lists of token ids: 10,000 turns of a chat take some 320 KiB,
-a constraint 64 KiB, stop strings 64 KiB, `logit_bias` 16 KiB, and the rest is for template arguments."""
+"""Assumed bytes of text of the longest token, until the tokenizer is loaded."""
+MAX_VOCABULARY_SIZE = 1 << 18
+"""Assumed size of the vocabulary, until the model is known."""
+MAX_STRUCTURE_BYTES = 1 << 20
+"""Allowance for everything but the prompt and the lists of token ids. 10,000 messages of a chat take some 320 KiB, a
+constraint 64 KiB, stop strings 64 KiB and `logit_bias` 16 KiB. The rest is for template arguments."""
 MAX_ID_BYTES = 6
-"""Bytes of a token id on the wire: a 32-bit number, and its tag where the list is not packed."""
+"""Bytes of a token id on the wire: a 32-bit number, with its tag if the list is not packed."""
 SMALL_BYTES = 16 << 10
-"""A message of at most this size is parsed at once, which takes about a millisecond whatever it is."""
+"""Messages up to this size are parsed without a scan, in about a millisecond for any content."""
 MAX_ELEMENTS = 100_000
-"""Fields and items of one message, at all depths. A packed list of token ids is one."""
-MAX_TURNS = 10_000
+"""Fields and items of one message, at all depths. A packed list of token ids counts as one."""
+MAX_CHAT_MESSAGES = 10_000
 MAX_TOOLS = 1024
 MAX_DEPTH = 100
-"""Nested messages that protobuf parses; deeper ones are malformed."""
-_MAX_ITEMS = {"npuserve.v1.Chat.messages": MAX_TURNS, "npuserve.v1.Chat.tools": MAX_TOOLS}
+"""Nesting depth that protobuf parses; deeper messages are malformed."""
+_MAX_ITEMS = {"npuserve.v1.Chat.messages": MAX_CHAT_MESSAGES, "npuserve.v1.Chat.tools": MAX_TOOLS}
 
 
 def max_message_bytes(
-    context: int, token_bytes: int = MAX_TOKEN_BYTES, vocabulary_size: int = MAX_VOCABULARY
+    context: int, token_bytes: int = MAX_TOKEN_BYTES, vocabulary_size: int = MAX_VOCABULARY_SIZE
 ) -> int:
-    """Return the largest request message that a model can need.
+    """Return the size limit of a request message: the largest request that a model can serve, in bytes.
 
     context: max_model_len, in tokens.
     token_bytes: bytes of text of the longest token.
-    vocabulary_size: ids are below it; `allowed_token_ids` may list all of them.
+    vocabulary_size: number of token ids; `allowed_token_ids` may list all of them.
     """
     id_bytes = -(-max(1, (vocabulary_size - 1).bit_length()) // 7)
     prompt = context * max(token_bytes, id_bytes)
-    return min(MAX_MESSAGE_BYTES, prompt + vocabulary_size * id_bytes + STRUCTURE_BYTES)
+    return min(MAX_MESSAGE_BYTES, prompt + vocabulary_size * id_bytes + MAX_STRUCTURE_BYTES)
 
 
 def limit_of(kind: Descriptor, context: int, token_bytes: int, vocabulary_size: int) -> int:
-    """Return the largest message of this kind that a model can need, in bytes; the rest as of `max_message_bytes`."""
+    """Return the size limit of a message type, in bytes. See `max_message_bytes` for the other arguments."""
     match kind.full_name:
         case "npuserve.v1.GenerateRequest" | "npuserve.v1.TokenizeRequest":
             return max_message_bytes(context, token_bytes, vocabulary_size)
@@ -64,27 +64,29 @@ def check_size(size: int, limit: int) -> None:
 
 
 def check_structure(kind: Descriptor, data: bytes) -> None:
-    """Count the fields and items of a serialized message of this kind, in time linear in their number.
+    """Count the fields and items of a serialized message of this type, in time linear in their number.
 
-    Raises MessageTooLarge for more than MAX_ELEMENTS, InvalidField for a repeated field with a limit of its own,
-    MalformedRequest for a group, which proto3 has none of. Other faults are left to the parser.
+    Raises MessageTooLarge for more than MAX_ELEMENTS, InvalidField for a repeated field above its own limit, and
+    MalformedRequest for a group, which proto3 does not have. The parser finds all other faults.
     """
     _Scan(data).message(kind, 0, len(data), "", 0)
 
 
 @cache
 def _fields(kind: Descriptor) -> dict[int, tuple[str, Descriptor | None, int]]:
-    """Field number -> name, the message's type (None for another field), most items (0 for no limit of its own)."""
+    """Return, by field number: name, message type (None for other fields), and limit of items (0 for no own limit)."""
     return {field.number: (field.name, field.message_type, _MAX_ITEMS.get(field.full_name, 0)) for field in kind.fields}
 
 
 class _Scan:
+    """Scan of one serialized message, which counts its fields and items."""
+
     def __init__(self, data: bytes):
         self._data = data
         self._left = MAX_ELEMENTS
 
     def message(self, kind: Descriptor, at: int, end: int, path: str, depth: int) -> None:
-        """Count the message in data[at:end]. Returns early where it is malformed."""
+        """Count the message in data[at:end]. Stop early if it is malformed."""
         fields = _fields(kind)
         counts: dict[int, int] = {}
         while at < end:
@@ -99,11 +101,11 @@ class _Scan:
                 size, at = self._varint(at, end)
                 if at + size > end:
                     return
-                name, inner, most = fields.get(tag >> 3, ("", None, 0))
-                if most:
+                name, inner, max_items = fields.get(tag >> 3, ("", None, 0))
+                if max_items:
                     counts[tag] = count = counts.get(tag, 0) + 1
-                    if count > most:
-                        raise InvalidField(f"{path}{name}", f"must be at most {most}, got more")
+                    if count > max_items:
+                        raise InvalidField(f"{path}{name}", f"must be at most {max_items}, got more")
                 if inner is not None and depth < MAX_DEPTH:
                     self.message(inner, at, at + size, f"{path}{name}.", depth + 1)
                 at += size
@@ -113,7 +115,7 @@ class _Scan:
                 raise MalformedRequest("the request has a protobuf group: malformed protobuf")
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """Return the number at `at` and the place after it; a number cut off by `end`, or too long, ends the scan."""
+        """Return the number at `at` and the position after it; `end` for a number that is truncated or too long."""
         data, value = self._data, 0
         for shift in range(0, 70, 7):
             if at >= end:

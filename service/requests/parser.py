@@ -1,7 +1,7 @@
-"""Parsing of request messages: a malformed one ends its call with INVALID_ARGUMENT and names the field.
+"""Parser of request messages. A malformed message ends its call with INVALID_ARGUMENT, naming the field.
 
-grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler reads bytes and parses them
-itself (intake.py), so that a malformed message is an error like any other: counted, logged in one line, with details.
+grpc.aio answers a failed deserializer with UNKNOWN and logs a traceback. Here every handler receives bytes and parses
+them itself (intake.py). So a malformed message is handled like other errors: counted, logged in one line, with details.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ _LENGTH_DELIMITED = 2
 
 
 Read = Callable[[Callable[[bytes], Message], Context], Awaitable["Message | None"]]
-"""Takes the deserializer and the call; returns its next message, None at the end of the client's messages."""
+"""Returns the next message of a call, given its deserializer and context; None after the last message."""
 
 
 class ParsingServer:
-    """The part of grpc.aio.Server that generated code calls to add a servicer; wraps each handler in a parser.
+    """Stand-in for grpc.aio.Server in generated code, which adds servicers to it; wraps each handler in a parser.
 
-    read: how messages are read, `Intake.message`.
-    begun: called with the context of each call.
+    read: reads and parses a message, such as `Intake.message`.
+    on_call: called with the context at the start of each call.
     """
 
-    def __init__(self, server: grpc.aio.Server, read: Read, begun: Callable[[Context], None] = lambda context: None):
+    def __init__(self, server: grpc.aio.Server, read: Read, on_call: Callable[[Context], None] = lambda context: None):
         self._server = server
         self._read = read
-        self._begun = begun
+        self._on_call = on_call
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
-        """Do nothing: generated code adds the same methods by `add_registered_method_handlers`."""
+        """Do nothing: generated code also passes these methods to `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        parsing = {name: _parsing(name, handler, self._read, self._begun) for name, handler in handlers.items()}
+        """Add the methods of a service, each with parsing."""
+        parsing = {name: _parsing(name, handler, self._read, self._on_call) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, parsing),))
         self._server.add_registered_method_handlers(service, parsing)  # type: ignore[attr-defined]
 
 
 def parse(deserializer: Callable[[bytes], Message], data: bytes) -> Message:
-    """Return the message. Raise InvalidField for a text that is not UTF-8, MalformedRequest for any other fault."""
+    """Return the message. Raise InvalidField for a text that is not UTF-8, MalformedRequest for other faults."""
     try:
         return deserializer(data)
     except DecodeError:
@@ -66,10 +67,10 @@ def parse(deserializer: Callable[[bytes], Message], data: bytes) -> Message:
 def _invalid_text(kind: Descriptor, data: bytes, depth: int) -> str:
     """Return the path of the first text in a serialized message that is not UTF-8; "" if there is none.
 
-    A path ends at a message of google.protobuf, such as a Struct, whose keys are the client's.
+    A path ends at a message of google.protobuf, such as a Struct: the keys in it are the client's text.
     """
     try:
-        fields: Any = UnknownFieldSet(Empty.FromString(data))  # to Empty every field is unknown
+        fields: Any = UnknownFieldSet(Empty.FromString(data))  # every field is unknown to Empty
     except DecodeError:
         return ""
     seen: dict[int, int] = {}
@@ -96,19 +97,19 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _parsing(rpc: str, handler: Any, read: Read, begun: Callable[[Context], None]) -> Any:
-    """Return the handler for unparsed requests. It reads and parses them before the method is called.
+def _parsing(rpc: str, handler: Any, read: Read, on_call: Callable[[Context], None]) -> Any:
+    """Return a handler of unparsed requests, which reads and parses the request before it calls the method.
 
-    To gRPC every request is a stream, so that a message is read when the handler asks for it, and not before.
+    Every method is registered with a request stream, so that gRPC reads a message only when the handler requests it.
     """
     deserializer = handler.request_deserializer
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            _streaming(rpc, handler.stream_stream, deserializer, read, begun), None, handler.response_serializer)
+            _streaming(rpc, handler.stream_stream, deserializer, read, on_call), None, handler.response_serializer)
     method = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
     async def parsed(messages: object, context: Context) -> Any:
-        begun(context)
+        on_call(context)
         try:
             request = await read(deserializer, context)
             if request is None:
@@ -118,7 +119,7 @@ def _parsing(rpc: str, handler: Any, read: Read, begun: Callable[[Context], None
         try:
             return await method(request, context)
         except grpc.aio.AbortError as error:
-            # The error's traceback is in a cycle: without this it holds the message until it is garbage-collected.
+            # The traceback is in a reference cycle, which keeps the message in memory until a garbage collection.
             request = None
             for one in (error, error.__context__):
                 traceback.clear_frames(one.__traceback__ if one else None)
@@ -129,14 +130,14 @@ def _parsing(rpc: str, handler: Any, read: Read, begun: Callable[[Context], None
 
 
 def _streaming(
-    rpc: str, method: Any, deserializer: Callable[[bytes], Message], read: Read, begun: Callable[[Context], None]
+    rpc: str, method: Any, deserializer: Callable[[bytes], Message], read: Read, on_call: Callable[[Context], None]
 ) -> Any:
     async def parsed(messages: object, context: Context) -> AsyncIterator[Any]:
-        begun(context)
+        on_call(context)
 
         async def requests() -> AsyncIterator[Message]:
-            while (one := await read(deserializer, context)) is not None:
-                yield one
+            while (request := await read(deserializer, context)) is not None:
+                yield request
 
         try:
             async for reply in method(requests(), context):

@@ -1,11 +1,12 @@
-"""Work on requests before the engine: parsing, checking, tokenizing, detokenizing, chat templates. One bounded pool.
+"""Bounded thread pool for work before the engine: parsing, validation, tokenizing, detokenizing, chat templates.
 
-Small and large work have a lane each, with threads of its own, so that small work never waits behind large work. In a
-lane the callers take turns, whatever each of them has waiting. The number of jobs that wait in a lane is bounded, and
-so are their bytes; a caller may have half of either. If a lane is full, the newest job of the caller with the most
-bytes makes room for that of a caller with fewer; otherwise the newcomer is refused. A job that waits longer than
-MAX_WAIT_SECONDS is refused, and one whose call was cancelled leaves the lane at once. A job that runs keeps its thread
-until it ends: its input is bounded before (validation.py, message_limits.py, template_process.py).
+Small and large jobs have a lane each, with its own threads, so that small jobs never wait behind large ones. A lane
+serves the callers round-robin, regardless of the number of their jobs. The number of waiting jobs in a lane and their
+bytes are bounded, and one caller may have half of each. If a lane is full, a new job displaces the newest job of the
+caller with the most bytes. It is refused if its own caller would then have at least as many.
+
+A job that waits longer than MAX_WAIT_SECONDS is refused. A job of a cancelled call is removed at once. A running job
+keeps its thread until it ends: its input was bounded before (validation.py, message_limits.py, template_process.py).
 """
 
 from __future__ import annotations
@@ -27,91 +28,95 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["parse", "generate", "tokenize", "detokenize"]
 
-SMALL_JOB_BYTES = 32 << 10
-"""Input of a job of the small lane: tokenizing it takes some 15 ms."""
-SMALL_LANE_BYTES = 4 << 20
-LARGE_LANE_BYTES = 8 << 20
-"""Input of the jobs that wait in a lane; one job may have more."""
+MAX_SMALL_JOB_BYTES = 32 << 10
+"""Largest input of a job in the small lane, which takes some 15 ms to tokenize."""
+MAX_SMALL_LANE_BYTES = 4 << 20
+MAX_LARGE_LANE_BYTES = 8 << 20
+"""Limit of the input of all jobs that wait in a lane; a single job may exceed it."""
 MAX_WAIT_SECONDS = 10.0
 
 
 @dataclass(eq=False)
 class _Job:
+    """One function call in a thread. size: bytes of input. result: future of its result or error."""
+
     owner: str
     kind: Kind
     size: int
     work: Callable[[], Any]
-    ended: asyncio.Future[Any]
+    result: asyncio.Future[Any]
 
 
 @dataclass
-class _Queue:
-    """Jobs of one caller that wait."""
+class _CallerQueue:
+    """Waiting jobs of one caller."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     bytes: int = 0
 
 
 class Preparation:
-    """The pool of one front end. Use it from one event loop.
+    """Thread pool of one front end. Use it from one event loop.
 
-    max_waiting: jobs that may wait in a lane.
+    max_waiting: limit of the number of waiting jobs in a lane.
     """
 
     def __init__(self, max_waiting: int):
         large = max(1, min(4, (os.cpu_count() or 1) // 4))
-        self._small = _Lane("small", 2, max_waiting, SMALL_LANE_BYTES)
-        self._large = _Lane("large", large, max_waiting, LARGE_LANE_BYTES)
+        self._small = _Lane("small", 2, max_waiting, MAX_SMALL_LANE_BYTES)
+        self._large = _Lane("large", large, max_waiting, MAX_LARGE_LANE_BYTES)
         self._pending: set[asyncio.Future[Any]] = set()
-        self._given_up: ServeError | None = None
+        self._shutdown_error: ServeError | None = None
 
     @property
     def count(self) -> int:
-        """Calls whose work waits or runs."""
+        """Number of calls with waiting or running work."""
         return len(self._pending)
 
     async def run(
         self, owner: str, kind: Kind, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call the function in a thread when it is the caller's turn, and return its result.
+        """Call the function in a thread, after the waiting jobs before it, and return its result.
 
         owner: name of the caller.
+        kind: kind of work, for metrics.
         size: bytes of input.
-        Raises QueueFull if the lane is full, or the wait is too long; else what the function raises.
+
+        Raises QueueFull if the lane is full or the wait is too long, and the exceptions of the function.
         """
-        lane = self._small if size <= SMALL_JOB_BYTES else self._large
+        lane = self._small if size <= MAX_SMALL_JOB_BYTES else self._large
         loop = asyncio.get_running_loop()
         job = _Job(owner, kind, size, functools.partial(function, *args, **kwargs), loop.create_future())
         lane.add(job)
         limit = loop.call_later(MAX_WAIT_SECONDS, lane.expire, job)
-        self._pending.add(job.ended)
+        self._pending.add(job.result)
         metrics.requests_preparing.set(len(self._pending))
         try:
-            found: T = await job.ended
+            result: T = await job.result
         except asyncio.CancelledError:
-            raise self._given_up or asyncio.CancelledError from None
+            raise self._shutdown_error or asyncio.CancelledError from None
         finally:
             limit.cancel()
             lane.remove(job)
-            self._pending.remove(job.ended)
+            self._pending.remove(job.result)
             metrics.requests_preparing.set(len(self._pending))
-            del job  # an error's traceback has this frame, and the job has the error: a cycle that holds the input
-        return found
+            del job  # breaks a cycle of the job, its error and this frame, which would keep the input in memory
+        return result
 
     def give_up(self, error: ServeError) -> None:
-        """End the calls whose work waits or runs with this error."""
-        self._given_up = error
-        for ended in self._pending:
-            ended.cancel()
+        """End all calls with waiting or running work with this error."""
+        self._shutdown_error = error
+        for result in self._pending:
+            result.cancel()
 
     def close(self) -> None:
-        """Start no more work. Threads that run are not waited for."""
+        """Start no more work. Do not wait for running threads."""
         for lane in (self._small, self._large):
             lane.close()
 
 
 class _Lane:
-    """Jobs that share threads. One caller runs at most on all threads but one, where there are several."""
+    """Jobs that share threads. If there are several threads, one caller runs on all but one of them at most."""
 
     def __init__(self, name: str, threads: int, max_jobs: int, max_bytes: int):
         self._name = name
@@ -121,27 +126,27 @@ class _Lane:
         self._max_running = max(1, threads - 1)
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
-        self._waiting: OrderedDict[str, _Queue] = OrderedDict()  # by caller, in the order of their turns
+        self._waiting: OrderedDict[str, _CallerQueue] = OrderedDict()  # by caller, the next one first
         self._running: Counter[str] = Counter()
         self._jobs = 0
         self._bytes = 0
 
     def add(self, job: _Job) -> None:
-        """Queue the job, and start it if a thread is free. Raises QueueFull."""
-        own = self._waiting.get(job.owner, _Queue())
+        """Queue the job, and start it if a thread is free. Raise QueueFull if the lane is full."""
+        own = self._waiting.get(job.owner, _CallerQueue())
         if len(own.jobs) >= max(1, self._max_jobs // 2) or (own.jobs and own.bytes + job.size > self._max_bytes // 2):
             raise _refused(job, "client_limit", (
                 f"client limit: {len(own.jobs)} requests of this client with {own.bytes} bytes wait to be prepared; a "
                 f"client may have half of {self._max_jobs} requests (max_preparing) and of {self._max_bytes} bytes"))
         while self._jobs >= self._max_jobs or (self._jobs and self._bytes + job.size > self._max_bytes):
-            most = max(self._waiting.values(), key=lambda queue: (queue.bytes, len(queue.jobs)))
-            if (most.bytes, len(most.jobs)) <= (own.bytes + job.size, len(own.jobs) + 1):
+            largest = max(self._waiting.values(), key=lambda queue: (queue.bytes, len(queue.jobs)))
+            if (largest.bytes, len(largest.jobs)) <= (own.bytes + job.size, len(own.jobs) + 1):
                 raise _refused(job, "queue_full", (
                     f"queue full: {self._jobs} requests with {self._bytes} bytes wait to be prepared; the limits are "
                     f"{self._max_jobs} (max_preparing) and {self._max_bytes} bytes"))
-            displaced = most.jobs[-1]
+            displaced = largest.jobs[-1]
             self.remove(displaced)
-            displaced.ended.set_exception(_refused(displaced, "displaced", (
+            displaced.result.set_exception(_refused(displaced, "displaced", (
                 "displaced: too many requests wait to be prepared, and a client with fewer took the place")))
         queue = self._waiting.setdefault(job.owner, own)
         queue.jobs.append(job)
@@ -151,7 +156,7 @@ class _Lane:
         self._start()
 
     def remove(self, job: _Job) -> None:
-        """Take the job out of the queue, if it waits there."""
+        """Remove the job from the queue if it waits there."""
         queue = self._waiting.get(job.owner)
         if queue is None or job not in queue.jobs:
             return
@@ -167,7 +172,7 @@ class _Lane:
         queue = self._waiting.get(job.owner)
         if queue is not None and job in queue.jobs:
             self.remove(job)
-            job.ended.set_exception(_refused(job, "timeout", (
+            job.result.set_exception(_refused(job, "timeout", (
                 f"timeout: the request waited {MAX_WAIT_SECONDS:g} s for the work on others before it")))
 
     def close(self) -> None:
@@ -175,7 +180,7 @@ class _Lane:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        """Start jobs on the free threads, the callers in turn."""
+        """Start jobs on the free threads, round-robin over the callers."""
         while self._free and not self._closed:
             job = next((queue.jobs[0] for owner, queue in self._waiting.items()
                         if self._running[owner] < self._max_running), None)
@@ -192,7 +197,7 @@ class _Lane:
             work.add_done_callback(functools.partial(self._from_thread, loop, job))
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, job: _Job, work: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the front end has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed after the front end has ended
             loop.call_soon_threadsafe(self._end, job, work)
 
     def _end(self, job: _Job, work: Future[Any]) -> None:
@@ -200,13 +205,13 @@ class _Lane:
         self._running[job.owner] -= 1
         if not self._running[job.owner]:
             del self._running[job.owner]
-        if not job.ended.done():
+        if not job.result.done():
             if work.cancelled():
-                job.ended.cancel()
+                job.result.cancel()
             elif error := work.exception():
-                job.ended.set_exception(error)
+                job.result.set_exception(error)
             else:
-                job.ended.set_result(work.result())
+                job.result.set_result(work.result())
         self._start()
 
 

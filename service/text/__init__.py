@@ -1,4 +1,5 @@
-"""Text and token ids: model folder, tokenizer, incremental decoding, stop strings, chat templates.
+"""Text and token ids: model folder, tokenizer, incremental decoding, stop strings, chat templates, plain-text encoding.
 
-Imports of `service`: top level and `ipc`.
+Imports `npuserve.service` (errors, config, arguments), `npuserve.service.ipc` (child processes), and the built-in model
+and the checks of a model's files from `npuserve.npu`.
 """

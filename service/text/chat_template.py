@@ -1,21 +1,19 @@
-"""A conversation to the model's prompt text, by the model's own chat template.
+"""Renderer of a model's chat template: a conversation to the text of its prompt.
 
-The result is that of transformers' apply_chat_template(tokenize=False). The template comes with the model, is run in
-jinja2's immutable sandbox, and its output is bounded; the conversation comes from the client. What a template may take
-of time and memory is template_process.py's to see to: nothing in Python can.
+The result equals that of transformers' apply_chat_template(tokenize=False). The template comes with the model and runs
+in jinja2's immutable sandbox; the conversation comes from the client. The output is bounded here. Python cannot bound
+the time and memory of a template, so template_process.py runs it in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import struct_pb2
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -25,9 +23,10 @@ from npuserve.service.errors import InvalidField
 
 MAX_CHARACTERS = 64 << 20
 MAX_SECONDS = 10.0
-"""template_process.py's, and looked at here between the template's pieces of output."""
-# What template_args may not set, beside the names of the tokenizer's tokens: what the request and the tokenizer give
-# the template, the environment's functions, and parameters of apply_chat_template that are no variables.
+"""Time limit of one conversation. It is enforced by template_process.py, and checked here between parts of the output.
+"""
+# Keys of template_args that a client may not set: variables from the request and the tokenizer, functions of the
+# environment, and parameters of apply_chat_template that are not variables. The named tokens are refused as well.
 REFUSED_ARGS = frozenset({
     "messages", "tools",
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -40,7 +39,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the model says, for training; here its content is all that counts."""
+    """Tag {% generation %}, which marks the model's turns for training. Only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -68,11 +67,13 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """A model's chat template, or several by name: `tool_use` is taken where there are tools, else `default`.
+    """A model's chat template, or several by name. Safe to use from several threads.
 
-    named_tokens: bos_token and its like, variables of the template. roles: names with which a template compares a
-    message's role. Raises ValueError if a template does not parse or none is the default. Safe to use from several
-    threads.
+    templates: source, or sources by name; `tool_use` is used for requests with tools, `default` for the other ones.
+    named_tokens: variables of the template, such as bos_token.
+    roles: strings that a template compares with a message's role.
+
+    Raises ValueError for a template that does not parse, and if none is named `default`.
     """
 
     def __init__(self, templates: str | Mapping[str, str], named_tokens: Mapping[str, str] | None = None):
@@ -98,15 +99,16 @@ class ChatTemplate:
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text.
+        """Return the prompt's text.
 
-        messages: at least one, of role, content and, where present, name, tool_calls, tool_call_id and
-        reasoning_content; a None counts as absent. The arguments of a tool call reach the template as they are: most
-        templates expect an object, some a string. template_args: variables of the template, such as enable_thinking;
-        add_generation_prompt is true unless given. tools: JSON schemas.
-        Raises InvalidField if a template_args key is in REFUSED_ARGS or a token's name, the template refuses the
-        conversation or fails on it, or the text is longer than MAX_CHARACTERS or takes longer than MAX_SECONDS (which
-        is looked at between the template's pieces of output).
+        messages: at least one; keys are role, content and optionally name, tool_calls, tool_call_id and
+            reasoning_content. A key with None is absent. The arguments of a tool call are passed to the template
+            unchanged: most templates expect an object, some a string.
+        template_args: variables of the template, such as enable_thinking; add_generation_prompt is true by default.
+        tools: JSON schemas.
+
+        Raises InvalidField for a key of template_args that is in REFUSED_ARGS or names a token, for a conversation that
+        the template refuses or fails on, for a text above MAX_CHARACTERS, and after MAX_SECONDS.
         """
         if not messages:
             raise InvalidField("chat.messages", "must have at least one message")
@@ -136,7 +138,7 @@ class ChatTemplate:
             raise
         except TemplateError as error:
             raise InvalidField("chat", f"the model's chat template refuses it: {error}") from error
-        except Exception as error:  # the template is a program: it fails in any way on what it does not expect
+        except Exception as error:  # a template is a program, which may raise any exception
             what = f"{type(error).__name__}: {error}"
             raise InvalidField("chat", f"the model's chat template fails on it: {what}") from error
         return "".join(parts)
@@ -154,18 +156,17 @@ def _compared_roles(template: nodes.Template) -> Iterator[str]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without its Nones, and with its thinking under the names that templates read it by."""
+    """Return a message without None values, with its reasoning under each name that templates use."""
     known = {key: value for key, value in message.items() if value is not None}
     reasoning = next((known[key] for key in _REASONING if key in known), None)
     return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
 
 
 def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-    """The chat template of a model's folder; None if it has none.
+    """Load the chat template of a model's folder; return None if the folder has none.
 
-    It is taken from chat_template.jinja (with others in additional_chat_templates/NAME.jinja), else from
-    tokenizer_config.json (a string, or a list of named ones), else from chat_template.json.
-    Raises ValueError naming what is wrong.
+    Reads the first of: chat_template.jinja, with additional_chat_templates/NAME.jinja; tokenizer_config.json, a string
+    or a list of named templates; chat_template.json. Raises ValueError for a malformed template.
     """
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
@@ -177,58 +178,3 @@ def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = No
     if isinstance(templates, list):
         templates = {entry["name"]: entry["template"] for entry in templates}
     return ChatTemplate(templates, named_tokens) if templates else None
-
-
-def from_json(text: str, field: str) -> dict[str, Any]:
-    """Return a JSON object's text as plain values, its keys in their order.
-
-    Raise InvalidField, naming `field`, for a text that is not a JSON object or that escapes a lone surrogate.
-    """
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
-    written = ""
-    try:
-        value = json.loads(text, parse_constant=refuse)
-        if "\\u" in text:
-            written = json.dumps(value, ensure_ascii=False)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(field, f"must be the text of a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidField(field, f"must be the text of a JSON object, got {type(value).__name__}")
-    check_unicode(written, field)
-    return value
-
-
-def check_unicode(text: str, field: str) -> None:
-    """Raise InvalidField for a text with a lone surrogate: JSON can escape one, and UTF-8 cannot encode it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise InvalidField(field, f"must be valid Unicode, got the lone surrogate {code}") from None
-
-
-def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, Any]:
-    """A Struct as plain values, in the order of its names, since it has none of its own. Its numbers are all floats:
-    whole ones up to 2**53 become ints again. Raises InvalidField, naming `field`, for a NaN or an infinity."""
-    return {key: _plain(struct.fields[key], f"{field}.{key}") for key in sorted(struct.fields)}
-
-
-def _plain(value: struct_pb2.Value, field: str) -> Any:
-    match value.WhichOneof("kind"):
-        case "number_value":
-            number = value.number_value
-            if not math.isfinite(number):
-                raise InvalidField(field, f"must be a finite number, got {number}")
-            return int(number) if number.is_integer() and abs(number) <= 1 << 53 else number
-        case "string_value":
-            return value.string_value
-        case "bool_value":
-            return value.bool_value
-        case "struct_value":
-            return from_struct(value.struct_value, field)
-        case "list_value":
-            return [_plain(item, f"{field}[{i}]") for i, item in enumerate(value.list_value.values)]
-    return None

@@ -1,6 +1,6 @@
-"""Tokens of one answer to text that can be sent: never a part of a character, never a part of a stop string.
+"""Detokenizer of one answer, with stop strings. It never returns a part of a character or of a stop string.
 
-The unary and the streaming call both use it, so they agree by construction.
+Unary and streaming calls use the same class, so that their texts are equal.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from typing import NamedTuple
 from npuserve.service.text.incremental_decoder import Piece
 from npuserve.service.text.tokenizer import Tokenizer
 
-# A character is at most four tokens with bytes, so only broken text, tokens that each hold the end of one character
-# and the beginning of the next, and skipped tokens inside a character make longer runs.
-UNFINISHED_LIMIT = 8
+MAX_UNFINISHED_TOKENS = 8
+"""Consecutive tokens that end inside a character before their text is sent anyway.
+
+A character has at most four tokens with bytes. Longer runs come from invalid UTF-8, from tokens with the end of one
+character and the beginning of the next, and from skipped tokens inside a character.
+"""
 
 
 class Delta(NamedTuple):
-    """A part of the answer. num_tokens: tokens whose text it carries, after those of the deltas before it.
+    """Next part of an answer.
 
-    matched_stop: the stop string that ended the answer; keep: then, tokens of the whole answer up to and with the one
-    that completed it.
+    num_tokens: tokens that this part's text covers.
+    matched_stop: the stop string that ended the answer.
+    keep: with a matched stop string, number of the answer's tokens up to the one that completed it.
     """
 
     text: str
@@ -33,17 +37,19 @@ class Delta(NamedTuple):
 class Detokenizer:
     """Incremental detokenizer with stop strings. Amortised O(1) per token; holds O(longest stop string) characters.
 
-    The answer's text is what its tokens add to the prompt's: `Tokenizer.text_stream`. A token is held back while its
-    text ends inside a character or could be the beginning of a stop string; of UNFINISHED_LIMIT tokens in a row that
-    end inside a character, all go out with what is complete.
+    skip_special_tokens: special tokens have no text.
+    stop: strings that end the answer; none may be empty.
+    include_stop: cut the text after the stop string, not before it.
+    min_tokens: a stop string is ignored if a token with a smaller index completes it.
+    prompt_ids: ids before the answer, see `Tokenizer.text_stream`.
+    held_tokens: number of the answer's tokens that the client has already received.
+    held_characters: characters of the answer up to the last boundary within `held_tokens`, known once they are pushed.
 
-    The stop string that ends the answer is the one whose last character comes first; of several with the same last
-    character the longest. So the result does not depend on how tokens are pushed. That last character must be of a
-    token with index >= min_tokens (a character is of the token that completes it). Skipped special tokens have no
-    text. The text is cut before the stop string, or after it with include_stop.
+    A token is held back while its text ends inside a character or may be the beginning of a stop string. After
+    MAX_UNFINISHED_TOKENS consecutive tokens that end inside a character, the complete characters are sent.
 
-    held_tokens: of the answer, those that a client holds already; held_characters: what they are of the text, as far as
-    a message can end with the last of them or before.
+    The answer ends at the stop string with the first end; the longest one wins if several end there. So the result does
+    not depend on how the tokens are split into calls. A character belongs to the token that completes it.
     """
 
     def __init__(
@@ -61,68 +67,71 @@ class Detokenizer:
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        # The answer's text so far is what was sent, of _offset characters and _num_sent tokens, and then _text.
+        # The answer's text is the sent text, of _offset characters and _num_sent tokens, followed by _text.
         self._text = ""
         self._offset = 0
         self._num_sent = 0
-        self._num_tokens = 0  # of all the text so far
-        self._unfinished = 0  # the last so many tokens end inside a character
-        # Where the text may be cut: (characters, tokens) of the answer, ascending, all past what was sent.
-        self._borders: deque[tuple[int, int]] = deque()
+        self._num_tokens = 0  # of the sent text and _text
+        self._unfinished = 0  # number of last tokens that end inside a character
+        # Positions after the sent text where it may be cut, as (characters, tokens) of the answer, ascending.
+        self._boundaries: deque[tuple[int, int]] = deque()
         self._match: tuple[str, int] | None = None  # stop string, its end in _text
-        self._over = False
+        self._is_finished = False
         self._held_tokens = held_tokens
         self.held_characters = 0
 
     def push(self, ids: Sequence[int]) -> Delta | None:
-        """The next tokens of the answer; None if nothing can be sent yet, and after a stop string or finish."""
-        if self._over:
+        """Add the next tokens of the answer and return the text that can be sent.
+
+        Returns None if there is none, and after a stop string or `finish`.
+        """
+        if self._is_finished:
             return None
         for token_id in ids:
             pieces = self._stream.feed(token_id)
-            if len(ids) == len(pieces) == 1 and pieces[0].ends and self._holds_nothing:
-                return self._straight(pieces[0].text)
+            if len(ids) == len(pieces) == 1 and pieces[0].is_complete and self._holds_nothing:
+                return self._send_directly(pieces[0].text)
             for piece in pieces:
                 self._add(piece)
                 if self._match:
-                    return self._stopped()
+                    return self._finish_at_stop()
         limit = self._offset + len(self._text) - (self._matcher.held if self._matcher else 0)
-        border = None
-        while self._borders and self._borders[0][0] <= limit:
-            border = self._borders.popleft()
-        if border is None:
+        boundary = None
+        while self._boundaries and self._boundaries[0][0] <= limit:
+            boundary = self._boundaries.popleft()
+        if boundary is None:
             return None
-        end = border[0] - self._offset
-        delta = Delta(self._text[:end], border[1] - self._num_sent)
+        end = boundary[0] - self._offset
+        delta = Delta(self._text[:end], boundary[1] - self._num_sent)
         self._text = self._text[end:]
-        self._offset, self._num_sent = border
+        self._offset, self._num_sent = boundary
         return delta
 
     def finish(self) -> Delta:
-        """All that is left: an unfinished character becomes U+FFFD. Empty after a stop string.
+        """Return the rest of the answer: an unfinished character becomes U+FFFD. Empty after a stop string.
 
-        A stop string may still be found here, in text that only now became certain.
+        The rest may contain a stop string.
         """
-        if self._over:
+        if self._is_finished:
             return Delta("", 0)
         pieces, tail = self._stream.flush()
         for piece in pieces:
             self._add(piece)
             if self._match:
-                return self._stopped()
-        self._num_tokens -= 1  # the tail is of the last token
+                return self._finish_at_stop()
+        self._num_tokens -= 1  # the tail belongs to the last token, which was counted
         self._add(Piece(tail, True))
         if self._match:
-            return self._stopped()
-        self._over = True
+            return self._finish_at_stop()
+        self._is_finished = True
         return Delta(self._text, self._num_tokens - self._num_sent)
 
     @property
     def _holds_nothing(self) -> bool:
         return not (self._text or self._matcher or self._num_tokens < self._held_tokens)
 
-    def _straight(self, text: str) -> Delta:
-        """As `_add` and a border after it: the usual token's way."""
+    def _send_directly(self, text: str) -> Delta:
+        """Add a complete piece and send it at once: the fast path for usual tokens."""
         self._num_tokens += 1
         self._unfinished = 0
         self._offset += len(text)
@@ -131,7 +140,7 @@ class Detokenizer:
         return delta
 
     def _add(self, piece: Piece) -> None:
-        """Appends one token's text, and looks for the stop string in it."""
+        """Append one token's text and search it for stop strings."""
         self._num_tokens += 1
         before = len(self._text)
         self._text += piece.text
@@ -141,34 +150,35 @@ class Detokenizer:
                 if stop is not None and self._num_tokens > self._min_tokens:
                     self._match = stop, i
                     return
-        self._unfinished = 0 if piece.ends else self._unfinished + 1
-        if self._unfinished in (0, UNFINISHED_LIMIT):
+        self._unfinished = 0 if piece.is_complete else self._unfinished + 1
+        if self._unfinished in (0, MAX_UNFINISHED_TOKENS):
             self._unfinished = 0
             characters = self._offset + len(self._text)
-            self._borders.append((characters, self._num_tokens))
+            self._boundaries.append((characters, self._num_tokens))
             if self._num_tokens <= self._held_tokens:
                 self.held_characters = characters
 
-    def _stopped(self) -> Delta:
+    def _finish_at_stop(self) -> Delta:
         assert self._match is not None
-        self._over = True
+        self._is_finished = True
         stop, end = self._match
         text = self._text[: end if self._include_stop else end - len(stop)]
         return Delta(text, self._num_tokens - self._num_sent, stop, self._num_tokens)
 
 
 class _StopMatcher:
-    """Finds the first of several strings in a text given character by character (Aho and Corasick, 1975).
+    """Automaton that finds the first of several strings in a text, character by character (Aho and Corasick, 1975).
 
-    A state is the longest end of the text that begins a stop string. held: how many of the last characters may be
-    the beginning of one that is not complete.
+    A state is the longest suffix of the text that is a prefix of a stop string.
+
+    held: number of last characters that may be the beginning of an incomplete stop string.
     """
 
     def __init__(self, stops: Sequence[str]):
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._next: list[dict[str, int]] = [{}]
-        self._found: list[str | None] = [None]  # the longest stop string that ends here
+        self._found: list[str | None] = [None]  # by state, the longest stop string that ends there
         depths = [0]
         for stop in stops:
             state = 0
@@ -195,7 +205,7 @@ class _StopMatcher:
         self.held = 0
 
     def step(self, character: str) -> str | None:
-        """The longest stop string that ends with this character, None if none does."""
+        """Add a character and return the longest stop string that ends with it, None if none does."""
         self._state = self._after(self._state, character)
         self.held = self._held[self._state]
         return self._found[self._state]

@@ -1,7 +1,7 @@
-"""Token ids to text, one id at a time: what each token adds to the text, as soon as it is certain.
+"""Incremental decoders: token ids to text, one id at a time. A token's text is returned once it can no longer change.
 
-`Tokenizer.text_stream` picks the class by the tokenizer's decoder. The pieces of all tokens, and the tail, joined are
-what decode gives for all of them; the exceptions are at `ByteFallbackStream` and `WindowStream`.
+`Tokenizer.text_stream` selects the class by the tokenizer's decoder. The joined pieces of all tokens, and the tail,
+equal the decode of all ids. `ByteFallbackStream` and `WindowStream` document the exceptions.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
-RUN_LIMIT = 32
+MAX_RUN_BYTES = 32
+"""Bytes of a run of single-byte tokens that `ByteFallbackStream` holds back."""
 WINDOW = 8
+"""Tokens before a token that its text may depend on, for `WindowStream`."""
+MAX_HELD_TOKENS = 3
+"""Tokens that `WindowStream` holds back while their text may be an unfinished character."""
 
 
 class Piece(NamedTuple):
-    """What one token completes of the text. ends: the text so far holds all that this token says."""
+    """Text that one token completes. is_complete: no bytes of this token are left for the next piece."""
 
     text: str
-    ends: bool
+    is_complete: bool
 
 
 class TextStream(Protocol):
-    """feed: the pieces that have become certain, of one token each, in order. A token's piece may come later than the
-    token, never before. flush: those still missing, and the text of an unfinished character at the very end."""
+    """Interface of the incremental decoders. Each token yields one piece, in order."""
 
-    def feed(self, token_id: int) -> list[Piece]: ...
+    def feed(self, token_id: int) -> list[Piece]:
+        """Return the pieces that became final with this token; its own piece may follow with a later token."""
+        ...
 
-    def flush(self) -> tuple[list[Piece], str]: ...
+    def flush(self) -> tuple[list[Piece], str]:
+        """Return the remaining pieces, and the text of an unfinished character at the end."""
+        ...
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
@@ -41,22 +48,25 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteLevelStream:
-    """For byte-level BPE: every token is bytes, and the text is their UTF-8. token_bytes: b"" for no text."""
+    """Incremental decoder of byte-level BPE: tokens are bytes of UTF-8.
+
+    token_bytes: returns the bytes of an id, b"" for no text.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
         self._decoder = _utf8("replace")
-        self._inside = False  # a character, whose first bytes the decoder has
+        self._is_inside_character = False  # the decoder holds the first bytes of a character
 
     def feed(self, token_id: int) -> list[Piece]:
         data = self._token_bytes(token_id)
-        if not self._inside:
+        if not self._is_inside_character:
             try:
                 return [Piece(data.decode(), True)]
             except UnicodeDecodeError:
                 pass
         piece = _piece(self._decoder, data)
-        self._inside = not piece.ends
+        self._is_inside_character = not piece.is_complete
         return [piece]
 
     def flush(self) -> tuple[list[Piece], str]:
@@ -69,19 +79,21 @@ def _piece(decoder: codecs.IncrementalDecoder, data: bytes) -> Piece:
 
 
 class ByteFallbackStream:
-    """For SentencePiece-style BPE, whose rare characters are runs of single-byte tokens.
+    """Incremental decoder of SentencePiece-style BPE, which writes rare characters as runs of single-byte tokens.
 
-    `tokenizers` turns a run that is no UTF-8 into one U+FFFD per byte, the run's valid characters included. So a run
-    is certain when it has ended, and is held until then; after RUN_LIMIT bytes it is taken as it stands, and from there
-    on only its invalid bytes become U+FFFD. token_text: (text, None) or ("", byte); ("", None) for no text.
-    strip: how many leading `stripped` characters of the whole text to leave out.
+    token_text: returns (text, None) or ("", byte) of an id; ("", None) for no text.
+    stripped, strip: at most `strip` leading `stripped` characters of the whole text are left out.
+
+    `tokenizers` decodes a run with invalid UTF-8 to one U+FFFD per byte, valid characters of the run included. So the
+    text of a run is held back until the run ends. After MAX_RUN_BYTES the run is decoded byte by byte, and from there
+    only invalid bytes become U+FFFD.
     """
 
     def __init__(self, token_text: Callable[[int], tuple[str, int | None]], stripped: str = " ", strip: int = 0):
         self._token_text = token_text
         self._stripped, self._strip = stripped, strip
-        self._run: list[bytes] = []  # of the held tokens; b"" for one without text
-        self._open: codecs.IncrementalDecoder | None = None  # of a run that is taken as it stands
+        self._run: list[bytes] = []  # one item for each token that is held back; b"" for a token without text
+        self._open: codecs.IncrementalDecoder | None = None  # of a run beyond MAX_RUN_BYTES
 
     def feed(self, token_id: int) -> list[Piece]:
         text, byte = self._token_text(token_id)
@@ -97,20 +109,20 @@ class ByteFallbackStream:
         if self._open:
             return [_piece(self._open, data)]
         self._run.append(data)
-        if len(self._run) < RUN_LIMIT:
+        if len(self._run) < MAX_RUN_BYTES:
             return []
         self._open = _utf8("npuserve.replace_each")
-        return self._settle([_piece(self._open, data) for data in self._run])
+        return self._release([_piece(self._open, data) for data in self._run])
 
     def _end_run(self) -> list[Piece]:
         try:
             b"".join(self._run).decode()
         except UnicodeDecodeError:
-            return self._settle([Piece(REPLACEMENT * len(data), True) for data in self._run])
+            return self._release([Piece(REPLACEMENT * len(data), True) for data in self._run])
         decoder = _utf8()
-        return self._settle([_piece(decoder, data) for data in self._run])
+        return self._release([_piece(decoder, data) for data in self._run])
 
-    def _settle(self, pieces: list[Piece]) -> list[Piece]:
+    def _release(self, pieces: list[Piece]) -> list[Piece]:
         self._run = []
         return [self._stripped_piece(*piece) for piece in pieces]
 
@@ -119,22 +131,24 @@ class ByteFallbackStream:
         self._open = None
         return tail
 
-    def _stripped_piece(self, text: str, ends: bool = True) -> Piece:
+    def _stripped_piece(self, text: str, is_complete: bool = True) -> Piece:
         while self._strip and text:
             if not text.startswith(self._stripped):
                 self._strip = 0
             else:
                 text = text[len(self._stripped) :]
                 self._strip -= 1
-        return Piece(text, ends)
+        return Piece(text, is_complete)
 
 
 class WindowStream:
-    """For any other decoder: the text that a token adds to that of the few tokens before it.
+    """Incremental decoder for all other decoders: decodes a window of tokens with and without the new token.
 
-    decode: ids to text, where a token's text depends at most on the WINDOW tokens before it. skipped: tokens without
-    text. prompt: what stands before the first. A text that ends in U+FFFD may be unfinished, and is held for at most
-    three tokens.
+    decode: ids to text; a token's text must depend on at most the WINDOW tokens before it.
+    skipped: ids without text.
+    prompt: ids before the first one.
+
+    A text that ends in U+FFFD may be an unfinished character. It is held back for at most MAX_HELD_TOKENS tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int], prompt: Sequence[int] = ()):
@@ -148,7 +162,7 @@ class WindowStream:
             return [Piece("", not self._held)]
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) and self._held < 3:
+        if text.endswith(REPLACEMENT) and self._held < MAX_HELD_TOKENS:
             self._held += 1
             return [Piece("", False)]
         new = text[len(self._done) :]

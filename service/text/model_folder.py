@@ -1,6 +1,6 @@
-"""A model's folder: where it is, and what a front end reads in it (names, ends of text, sampling defaults, tokenizer).
+"""A model's folder: finding or downloading it, and the contents that a front end needs.
 
-    python -m npuserve.service.text.model_folder NAME      downloads a model for `fetch`, which started it
+    python -m npuserve.service.text.model_folder NAME      downloads a model; started by `fetch`
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*
 
 
 class Range(NamedTuple):
-    """[low, high], or (low, high] with `above`."""
+    """Interval [low, high], or (low, high] with `above`."""
 
     low: float
     high: float
     above: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """NaN is in none."""
+        """Return whether a number is in the interval; NaN is in none."""
         return isinstance(value, (int, float)) and self.low <= value <= self.high and not (
             self.above and value == self.low)
 
@@ -48,15 +48,18 @@ DEFAULT_RANGES = {
     "temperature": Range(0, 100), "top_p": Range(0, 1, above=True), "top_k": Range(-1, (1 << 31) - 1),
     "min_p": Range(0, 1), "repetition_penalty": Range(0, 100, above=True),
 }
-"""Sampling parameters for which a model's generation_config.json may name the default."""
+"""Sampling parameters whose defaults a model's generation_config.json may set, with their ranges."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model's folder as read once by `open_folder`.
+    """Contents of a model's folder, read once by `open_folder`.
 
-    name: under which it is served. names: those that a request's `model` may give. eos_token_ids: each of them ends
-    an answer. defaults: sampling parameters that an absent field takes. tokenizer: None if the folder has none.
+    name: name under which the model is served.
+    names: values that a request's `model` field may have.
+    eos_token_ids: ids that end an answer.
+    defaults: values of absent sampling parameters.
+    tokenizer: None if the folder has none.
     """
 
     name: str
@@ -67,16 +70,15 @@ class ModelFolder:
 
 
 def resolve(model: str) -> Path:
-    """Return the folder of the built-in model (""), of a folder's path, or of a hub name, downloading it if need be.
+    """Return the folder of the built-in model (""), of a path, or of a hub name, which is downloaded if necessary.
 
-    Not to be called while an event loop runs. Raises ConfigError, in one sentence, if it is none of these or cannot be
-    had.
+    Must not be called while an event loop runs. Raises ConfigError, in one sentence, if there is no such model.
     """
     return local(model) or asyncio.run(fetch(model))
 
 
 def local(model: str) -> Path | None:
-    """Return the folder of the built-in model ("") or of a folder's path; None for a hub name. Raises ConfigError."""
+    """Return the folder of the built-in model ("") or of a path; None for a hub name. Raise ConfigError for a file."""
     if not model:
         return storyteller.FOLDER
     path = Path(model).expanduser()
@@ -90,17 +92,17 @@ def local(model: str) -> Path | None:
 
 
 async def fetch(model: str) -> Path:
-    """Return the folder of a hub name, downloading it if need be. Cancel it at any time. Raises ConfigError.
+    """Return the folder of a hub name, downloading it if necessary. Can be cancelled. Raises ConfigError.
 
-    The hub's client downloads in threads that the interpreter joins at its exit, however long they wait for the hub.
-    So they run in a process of their own, which is killed when this is cancelled, and which ends with this process.
+    The hub's client downloads in threads that the interpreter joins at exit, even while they wait for the hub. So the
+    download runs in a child process, which is killed on cancellation and ends with its parent.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "npuserve.service.text.model_folder", model, start_new_session=True,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
     assert process.stdout
     try:
-        said = await process.stdout.read()
+        output = await process.stdout.read()
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -108,16 +110,17 @@ async def fetch(model: str) -> Path:
                 process.kill()
             await process.wait()
     try:
-        answer = msgspec.json.decode(said.rstrip().rpartition(b"\n")[2], type=dict[str, str])
+        report = msgspec.json.decode(output.rstrip().rpartition(b"\n")[2], type=dict[str, str])
     except msgspec.MsgspecError:
-        raise ConfigError(f"model: {model} cannot be had from the hub: its download ended with code {code}") from None
-    if answer["event"] == "failed":
-        raise ConfigError(answer["error"])
-    return Path(answer["folder"])
+        raise ConfigError(
+            f"model: {model} cannot be downloaded from the hub: its download ended with code {code}") from None
+    if report["event"] == "failed":
+        raise ConfigError(report["error"])
+    return Path(report["folder"])
 
 
 def _similar_folder(path: Path) -> str:
-    """Return a hint at a folder whose name is similar to that of the first part of `path` that does not exist."""
+    """Return a hint with a folder whose name is similar to the first part of `path` that does not exist."""
     while not path.parent.is_dir():
         path = path.parent
     try:
@@ -129,8 +132,15 @@ def _similar_folder(path: Path) -> str:
 
 
 def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
-    """Read the facts and load the tokenizer. model: as the user gave it. ConfigError if the folder is unusable."""
-    from npuserve.service.text.tokenizer import load_tokenizer
+    """Read a model's folder and load its tokenizer.
+
+    model: the user's name of the model.
+    served_name: name to serve it under; "" for the default.
+
+    Raises ConfigError if the folder is unusable.
+    """
+    # Imports jinja2 and tokenizers, which programs that only look for the folder do not need.
+    from npuserve.service.text.tokenizer_loader import load_tokenizer
 
     try:
         check_links(folder)
@@ -148,7 +158,7 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
 
 
 def served_as(folder: Path, model: str, served_name: str) -> str:
-    """The name under which a model is served. Arguments as of `open_folder`."""
+    """Return the name under which a model is served. Arguments as in `open_folder`."""
     if served_name or not model:
         return served_name or BUILT_IN
     return folder.resolve().name if Path(model).expanduser().is_dir() else model
@@ -169,14 +179,16 @@ def _read(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 def _ids(value: object) -> frozenset[int]:
-    """Of an id, a list of ids or null."""
+    """Return the ids of a value that is an id, a list of ids, or null."""
     values = value if isinstance(value, list) else [value]
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """The sampling defaults of generation_config.json, as vLLM's `--generation-config auto` takes them; none if it
-    says do_sample false."""
+    """Return the sampling defaults of generation_config.json, as vLLM's `--generation-config auto` does.
+
+    There are none with "do_sample": false.
+    """
     if generation.get("do_sample") is False:
         return {}
     found = {}
@@ -209,9 +221,10 @@ def _download(model: str) -> Path:
         raise ConfigError(
             f"model: {model} is no folder here{hint}, was not downloaded before, and the hub cannot be reached "
             "(offline?); give a folder, or set HF_ENDPOINT to a mirror") from error
-    except Exception as error:  # the hub's client raises whatever its transport does
+    except Exception as error:  # the hub's client raises the exceptions of its transport
         kind = type(error).__name__
-        raise ConfigError(f"model: {model} is no folder here{hint} and cannot be had from the hub ({kind})") from error
+        raise ConfigError(
+            f"model: {model} is no folder here{hint} and cannot be downloaded from the hub ({kind})") from error
 
 
 def main() -> int:

@@ -1,18 +1,17 @@
-"""Client text in a prompt, read as the characters that it has.
+"""Plain-text encoding of client strings: the text of a special token in them is not read as that token.
 
 A tokenizer reads the text of a special token, such as <|im_end|>, as that token. In a client's message it would end the
-turn and let the client write the following ones. `PlainText` keeps the two apart:
+turn and let the client write the following turns. `PlainText` separates the template's tokens from the client's text:
 
-1. Mark. Characters of the client's strings that could be a part of such a text are replaced by private code points, one
-   by one, and the chat template is rendered with them. It also renders the unmarked strings: both results must be equal
-   once the marks are taken back. So strip, split and JSON in a template stay as they are.
-2. Rename. What is the text of a special token in the marked result is the template's own. It is replaced by a random
-   name of the token. The marks are taken back.
-3. Encode by a tokenizer that knows the special tokens by these names alone.
+1. Mark. In the client's strings, each character that could be a part of such a text is replaced by a private code
+   point, and the chat template is rendered with the marked strings. It is also rendered with the original strings. The
+   results must be equal once the marks are reverted, so that strip, split and JSON in a template work as usual.
+2. Rename. Each text of a special token in the marked result comes from the template. It is replaced by a random name of
+   the token. The marks are reverted.
+3. Encode, with a tokenizer that finds special tokens by these names only.
 
-Strings without such characters are neither marked nor renamed, so their prompts are encoded as before. Where a template
-does not keep the characters of a special token's text, or the tokenizer finds another number of special tokens, the
-request is refused.
+A prompt without such characters is neither marked nor renamed, and its ids do not change. The request is refused if the
+template changes the characters of a special token's text, or if the tokenizer finds another number of special tokens.
 """
 
 from __future__ import annotations
@@ -25,55 +24,63 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from npuserve.service.errors import InvalidField
 
 if TYPE_CHECKING:
+    from npuserve.service.text.fast_tokenizer import FastTokenizer
     from npuserve.service.text.template_process import TemplateProcess
-    from npuserve.service.text.tokenizer import Backend
 
 COMMON = frozenset("<>/_-.:,")
-"""Characters that templates search messages for, as in </think>: marked only within the text of a special token."""
+"""Characters that templates search for in messages, as in </think>: marked only in the text of a special token."""
 MARKS = range(0x100000, 0x10FFFE)
-"""Code points for private use, of which those are taken that do not occur in the prompt."""
-START, END = "\U000F0000", "\U000F0001"
-NOTHING = r"(?!)"
-TRIES = 2
-"""Renderings before a difference is taken for the template's, and not for a change of the time that it shows."""
+"""Private code points for marks. A code point that the prompt contains is not used."""
+NAME_START, NAME_END = "\U000F0000", "\U000F0001"
+MATCHES_NOTHING = r"(?!)"
+MAX_ATTEMPTS = 2
+"""Attempts before the template is blamed for a difference between its two renderings. A first difference may come from
+the current time in the prompt."""
 
 
 class Prompt(NamedTuple):
-    """Rendered chat. text: as the template wrote it. renamed: the same with names for its special tokens; None where
-    `text` itself is to be encoded."""
+    """Text of a prompt.
+
+    text: the rendered chat, or the client's text.
+    renamed: the same text with names in place of the template's special tokens; None to encode `text` as it is.
+    """
 
     text: str
     renamed: str | None = None
 
 
 class PlainText:
-    """Tells the special tokens of a template from their text in a client's strings. Safe to use from several threads.
+    """Encoder that separates the special tokens of a template from their text in a client's strings.
 
-    backend: of the tokenizer.
-    texts: of its special tokens.
+    Safe to use from several threads.
+
+    fast: the tokenizer.
+    texts: texts of its special tokens.
     """
 
-    def __init__(self, backend: Backend, texts: Sequence[str]):
-        # Clients cannot write a name: they never see one, and its random part has 128 bits.
+    def __init__(self, fast: FastTokenizer, texts: Sequence[str]):
+        # Clients cannot write a name: no client receives one, and its random part has 128 bits.
         self._nonce = secrets.token_hex(16)
-        self._names = {text: f"{START}{self._nonce}.{index}{END}" for index, text in enumerate(texts)}
-        self._plain = backend
-        self._renamed = backend.renamed(self._names)
-        self._text = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or NOTHING)
-        self._part = re.compile("|".join(_parts(texts)) or NOTHING)
+        self._names = {text: f"{NAME_START}{self._nonce}.{index}{NAME_END}" for index, text in enumerate(texts)}
+        self._fast = fast
+        self._renamed = fast.renamed(self._names)
+        self._text = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or MATCHES_NOTHING)
+        self._part = re.compile("|".join(_part_patterns(texts)) or MATCHES_NOTHING)
         self._example = min(texts, key=len, default="")
 
     def render(
         self, chat: TemplateProcess, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]],
     ) -> Prompt:
-        """Render a chat. Raise InvalidField if the template does not keep the characters that must be marked, and for
-        what `ChatTemplate.render` refuses."""
+        """Render a chat.
+
+        Raises InvalidField if the template changes marked characters, and for the reasons of `ChatTemplate.render`.
+        """
         strings = list(_strings([[_client_fields(message) for message in messages], arguments, tools]))
         characters = sorted({c for string in strings for c in self._part.findall(string)})
-        if self._renamed is None or not (characters or self._plain.normalizes_special_tokens):
+        if self._renamed is None or not (characters or self._fast.normalizes_special_tokens):
             return Prompt(chat.render(messages, arguments, tools))
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             text = chat.render(messages, arguments, tools)
             used = set(text).union(*strings)
             free = (private for private in map(chr, MARKS) if private not in used)
@@ -88,20 +95,21 @@ class PlainText:
             back = str.maketrans({private: character for character, private in marks.items()})
             if marked.translate(back) == text:
                 return Prompt(text, self._text.sub(lambda match: self._names[match.group()], marked).translate(back))
-        # The template shows private code points otherwise. That is of no account where there is nothing to tell apart.
+        # The template escapes private code points. Without special tokens in the client's strings that is harmless.
         own = len(self._text.findall(marked))
-        if self._plain.normalizes_special_tokens or any(map(self._text.search, strings)) or (
+        if self._fast.normalizes_special_tokens or any(map(self._text.search, strings)) or (
                 len(self._text.findall(text)) != own):
             raise self._refusal("chat", "the model's chat template changes")
         return Prompt(text)
 
     def encode(self, prompt: Prompt, field: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a rendered chat, or of a text that is the client's as a whole (`renamed` equals it).
+        """Return the ids of a rendered chat, or of a client's text, for which `renamed` equals `text`.
 
-        Raise InvalidField if there are special tokens for which the template, and add_special_tokens, have no reason.
+        Raises InvalidField, naming `field`, for special tokens that come neither from the template nor from
+        add_special_tokens.
         """
         if self._renamed is None or prompt.renamed is None:
-            return self._plain.encode(prompt.text, add_special_tokens)
+            return self._fast.encode(prompt.text, add_special_tokens)
         ids = self._renamed.encode(prompt.renamed, add_special_tokens)
         around = self._renamed.encode("", True) if add_special_tokens else []
         if self._count(ids) != self._count(around) + prompt.renamed.count(self._nonce):
@@ -109,7 +117,7 @@ class PlainText:
         return ids
 
     def _count(self, ids: Sequence[int]) -> int:
-        return sum(token in self._plain.special_ids for token in ids)
+        return sum(token in self._fast.special_ids for token in ids)
 
     def _refusal(self, field: str, why: str) -> InvalidField:
         return InvalidField(field, (
@@ -117,11 +125,12 @@ class PlainText:
             "set parse_special_tokens"))
 
 
-def _parts(texts: Sequence[str]) -> Iterator[str]:
-    """Yield patterns of single characters without which a client's string cannot be a part of one of `texts`.
+def _part_patterns(texts: Sequence[str]) -> Iterator[str]:
+    """Yield patterns of the characters to mark, so that an unmarked string cannot be a part of one of `texts`.
 
-    A text with an uncommon character, such as the bar of <|im_end|>, has that one marked wherever it is. Of any other
-    text, such as </s>, the first character is marked if the rest follows, as far as the string goes.
+    For a text with an uncommon character, such as the bar of <|im_end|>, that character is marked everywhere. For
+    another text, such as </s>, the first character is marked if the rest of the text, or the end of the string within
+    it, follows.
     """
     uncommon = set()
     for text in texts:
@@ -135,12 +144,12 @@ def _parts(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _client_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message whose strings are the client's; a role is one that the template knows."""
+    """Return the fields of a message with free text; its role is one of the template's."""
     return {name: value for name, value in message.items() if name != "role"}
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yield all strings in a value as of JSON, keys included."""
+    """Yield all strings in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -153,7 +162,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str], keys: bool = True) -> Any:
-    """Return a value as of JSON with all its strings changed. keys: those of the outermost object too."""
+    """Return a JSON value with `change` applied to all strings. keys: also to the keys of the outermost object."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

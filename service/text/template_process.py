@@ -1,16 +1,17 @@
-"""A model's chat template in a process of its own, where it can be killed.
+"""Processes that render a model's chat template, so that a template can be killed.
 
-    python -m npuserve.service.text.template_process      started by `TemplateProcess`, which writes on its stdin
+    python -m npuserve.service.text.template_process      started by `TemplateProcess`, reads stdin
 
-A template is a program that comes with the model. jinja2's sandbox keeps it from the machine, but not from loops
-without an end, numbers without an end and texts that fill the memory: no check inside Python sees a call in C that does
-not return. So a front end has it run here, one conversation at a time, under the kernel's alarm (SIGALRM, which nobody
-handles, so it ends the process) and a limit of memory. What is over either is the conversation's fault alone:
-INVALID_ARGUMENT, and the next one gets a new process. There are as many processes as conversations were rendered at the
-same time, which the threads of preparation.py bound. The environment of a process has nothing but what Python needs to
-start, and the memory of the other processes is closed to it (process_control.set_dumpable).
+A template is a program that comes with the model. The sandbox of jinja2 denies it access to the machine, but does not
+bound endless loops, huge numbers or huge texts. No check in Python can interrupt a call in C that does not return. So a
+process renders one conversation at a time, under a memory limit and a timer of the kernel: SIGALRM has no handler and
+ends the process. A conversation beyond a limit gets INVALID_ARGUMENT, and the next one gets a new process.
 
-A conversation goes there, and its text comes back, as one line of JSON.
+The number of processes is the largest number of conversations rendered at the same time, which the threads of
+preparation.py bound. A process has only the environment variables that Python needs to start, and cannot read the
+memory of the other processes (process_control.set_dumpable).
+
+Request and reply are one line of JSON each.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ from npuserve.service.errors import InvalidField
 from npuserve.service.ipc import process_control
 from npuserve.service.text.chat_template import MAX_SECONDS, load_chat_template
 
-MAX_MEMORY = 2 << 30
-"""Bytes beyond what the process takes for itself: the largest conversation is some tens of MiB, several times over."""
+MAX_MEMORY_BYTES = 2 << 30
+"""Memory limit for a conversation, above the memory of the idle process. The largest conversation needs some tens of
+MiB, several times over."""
 KEPT_VARIABLES = frozenset({
     "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
-"""Of the environment: whatever else is there may be a secret."""
+"""Environment variables that a process inherits. Other ones may hold secrets."""
 COMMAND = (sys.executable, "-m", "npuserve.service.text.template_process")
 
 
 class TemplateProcess:
-    """Has the interface of `ChatTemplate`, whose bounds hold for every template. Safe to use from several threads.
+    """Chat template that is rendered in other processes, with the interface of `ChatTemplate`.
 
-    folder: the model's, which has a template that parses. named_tokens, roles: as of ChatTemplate. seconds: of one
-    conversation.
+    Safe to use from several threads.
+
+    folder: the model's folder, with a template that parses.
+    named_tokens, roles: as of `ChatTemplate`.
+    seconds: time limit of one conversation.
     """
 
     def __init__(
@@ -66,25 +71,25 @@ class TemplateProcess:
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As `ChatTemplate.render`. Waits for another process, so call it from a thread."""
+        """Return the prompt's text, see `ChatTemplate.render`. Blocks on another process: call it from a thread."""
         try:
             request = json.dumps([list(messages), template_args, tools])
         except RecursionError:
             raise InvalidField("chat", "is nested too deeply") from None
-        process = self._take()
-        answer = process.ask(request.encode() + b"\n")
-        if not answer.endswith(b"\n"):
+        process = self._idle_process()
+        line = process.call(request.encode() + b"\n")
+        if not line.endswith(b"\n"):
             process.end()
             raise InvalidField("chat", f"the model's chat template must take at most {self._seconds:g} seconds and "
-                                       f"{MAX_MEMORY >> 20} MiB of memory for it")
+                                       f"{MAX_MEMORY_BYTES >> 20} MiB of memory for it")
         self._idle.append(process)
-        reply = json.loads(answer)
+        reply = json.loads(line)
         if isinstance(reply, str):
             return reply
         raise InvalidField(*reply)
 
-    def _take(self) -> _Process:
-        """Return an idle process that is alive, or a new one."""
+    def _idle_process(self) -> _Process:
+        """Remove and return an idle process that is alive, or start one."""
         while True:
             try:
                 process = self._idle.pop()
@@ -96,7 +101,7 @@ class TemplateProcess:
 
 
 class _Process:
-    """One process, for one conversation at a time. It ends with this object."""
+    """One process, for one conversation at a time. It is killed when this object is garbage-collected."""
 
     def __init__(self, start: Mapping[str, Any]):
         kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
@@ -110,8 +115,8 @@ class _Process:
     def is_alive(self) -> bool:
         return self.popen.poll() is None
 
-    def ask(self, line: bytes) -> bytes:
-        """Send a conversation and return the answer's line, without its end if the process died."""
+    def call(self, line: bytes) -> bytes:
+        """Send a conversation and return the line of the reply, without its newline if the process died."""
         assert self.popen.stdin
         assert self.popen.stdout
         try:
@@ -127,11 +132,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def contained(folder: Path, named_tokens: Mapping[str, str]) -> TemplateProcess | None:
-    """Return the chat template of a model's folder; None if it has none. ValueError as of `load_chat_template`.
+def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> TemplateProcess | None:
+    """Return the chat template of a model's folder, None if it has none. Raise ValueError as `load_chat_template`.
 
-    The template is parsed here too: one that takes for ever to parse keeps the server from its start, and no client can
-    bring that about.
+    The template is parsed in this process. One whose parsing never ends stops the server from starting, which clients
+    cannot cause.
     """
     template = load_chat_template(folder, named_tokens)
     return TemplateProcess(folder, named_tokens, roles=template.roles) if template else None
@@ -145,7 +150,7 @@ def main() -> int:
     template = load_chat_template(Path(start["folder"]), start["named_tokens"])
     assert template
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY, size + MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY_BYTES, size + MAX_MEMORY_BYTES))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, start["seconds"])
         reply: object

@@ -1,4 +1,4 @@
-"""Trained models and real tokenizers for tests: the built-in one always, published ones where a folder has them."""
+"""Trained models and real tokenizers for tests: the built-in model, and published ones in NPUSERVE_TEST_MODELS."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BUILT_IN = "storyteller"
 
 
 def published(*names: str) -> list[Any]:
-    """Return parameters for models that NPUSERVE_TEST_MODELS must have."""
+    """Return test parameters for models under NPUSERVE_TEST_MODELS, with the mark `model`."""
     return [pytest.param(name, marks=pytest.mark.model) for name in names]
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of the built-in model or of one under NPUSERVE_TEST_MODELS; skip where it is missing."""
+    """Return the folder of the built-in model or of one under NPUSERVE_TEST_MODELS; skip the test if it is missing."""
     if name == BUILT_IN:
         return FOLDER
     root = os.environ.get("NPUSERVE_TEST_MODELS")

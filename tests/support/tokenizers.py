@@ -1,16 +1,21 @@
-"""Small tokenizers, trained here by the library `tokenizers`, and folders of them."""
+"""Small tokenizers trained by the library `tokenizers`, folders of their files, and loading of these folders."""
 
 from __future__ import annotations
 
 import json
+import logging
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from npuserve.service.text.tokenizer import Tokenizer
+from npuserve.service.text.tokenizer_loader import load_tokenizer
 
 CORPUS = (
     "Once upon a time there was a little girl named Lily. She didn't like to play; they'll say \"I'VE been there\".\n\n"
@@ -28,66 +33,81 @@ QWEN2_REGEX = (
 
 
 def train(split: str = "Qwen2Tokenizer", vocabulary: int = 700) -> tokenizers.Tokenizer:
-    """A byte-level BPE with the settings of that tokenizer class."""
-    made = tokenizers.Tokenizer(models.BPE())
+    """Return a byte-level BPE tokenizer with the settings of the tokenizer class `split`."""
+    trained = tokenizers.Tokenizer(models.BPE())
     if split == "Qwen2Tokenizer":
-        made.normalizer = normalizers.NFC()
-        made.pre_tokenizer = pre_tokenizers.Sequence([
+        trained.normalizer = normalizers.NFC()
+        trained.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(QWEN2_REGEX), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ])
     else:
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+        trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([CORPUS] * 3, trainer)
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
-    made.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    return made
+    trained.train_from_iterator([CORPUS] * 3, trainer)
+    trained.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    trained.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return trained
 
 
 def train_byte_fallback(vocabulary: int = 400) -> tokenizers.Tokenizer:
-    """A Llama-like tokenizer: ▁ for spaces, a byte token for what the vocabulary lacks, <s> before the text."""
-    made = tokenizers.Tokenizer(models.BPE(fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence([
+    """Return a tokenizer like Llama's: ▁ for spaces, byte tokens for unknown characters, <s> before the text."""
+    trained = tokenizers.Tokenizer(models.BPE(fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    trained.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
     ])
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=tokens, show_progress=False)
-    made.train_from_iterator(["once upon a time there was a little girl named lily. they play all day"] * 9, trainer)
-    # Only <unk>, <s> and </s> are to be added tokens.
-    state = json.loads(made.to_str())
+    trained.train_from_iterator(["once upon a time there was a little girl named lily. they play all day"] * 9, trainer)
+    # Only <unk>, <s> and </s> are added tokens; the trainer adds the byte tokens too.
+    state = json.loads(trained.to_str())
     state["added_tokens"] = state["added_tokens"][:3]
-    made = tokenizers.Tokenizer.from_str(json.dumps(state))
-    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    return made
+    trained = tokenizers.Tokenizer.from_str(json.dumps(state))
+    trained.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return trained
 
 
 def save(
     folder: Path,
-    made: tokenizers.Tokenizer,
+    trained: tokenizers.Tokenizer,
     config: Mapping[str, Any] | None = None,
     files: str = "tokenizer.json",
 ) -> Path:
-    """A folder with tokenizer.json, or with vocab.json and merges.txt (files="vocab"), and tokenizer_config.json."""
+    """Write tokenizer.json, or vocab.json and merges.txt (files="vocab"), and tokenizer_config.json to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if files == "vocab":
-        made.model.save(str(folder))
+        trained.model.save(str(folder))
     else:
-        made.save(str(folder / "tokenizer.json"))
+        trained.save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
-def added_tokens_decoder(made: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
+def load(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a folder that has one."""
+    loaded = load_tokenizer(folder)
+    assert loaded is not None
+    return loaded
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a folder by transformers, as a reference; skip the test if it is not installed."""
+    transformers = pytest.importorskip("transformers")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+def added_tokens_decoder(trained: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
+    """Return the field added_tokens_decoder of tokenizer_config.json for a tokenizer."""
     flags = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
-    return {str(i): {f: getattr(t, f) for f in flags} for i, t in made.get_added_tokens_decoder().items()}
+    return {str(i): {f: getattr(t, f) for f in flags} for i, t in trained.get_added_tokens_decoder().items()}
 
 
-# Characters that Unicode 3.2 knew, whose properties no table has changed since: the libraries' tables differ in age.
+# Characters of Unicode 3.2, which have the same properties in all later versions: the libraries' versions differ.
 _old = [c for c in map(chr, range(0x30000)) if unicodedata.ucd_3_2_0.category(c) not in ("Cn", "Cs", "Co")]
 _odd = list(" \t\r\n'\u00a0\u0085\u2003\u3000\u200b\u200d\ufe0fſsStTrReEvVmMlLdDK０１½Ⅷ三\u0301\u0323\u1161\uac00é")
 _odd += list("😀👩🏽🇩🇪,.!-<|>_")

@@ -17,7 +17,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.service.cli.main import main
 from npuserve.service.cli.quantize import calibration_ids, default_texts, texts_of, topics
 from npuserve.service.config import ConfigError
-from npuserve.service.text.tokenizer import load_tokenizer
+from npuserve.service.text.tokenizer_loader import load_tokenizer
 
 QUICK = ["--samples", "2", "--sample-tokens", "32"]
 

@@ -1,4 +1,4 @@
-"""What a client may get wrong: each is answered by one status that names the field, and the server goes on."""
+"""Invalid requests: each gets one status that names the field, and the server continues to serve."""
 
 from __future__ import annotations
 
@@ -146,12 +146,12 @@ DETOKENIZE = {
 }
 
 
-async def refused(call: grpc.aio.Call, code: grpc.StatusCode, said: str) -> grpc.aio.AioRpcError:
+async def refused(call: grpc.aio.Call, code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     reply = call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await reply
     assert failed.value.code() == code, failed.value.details()
-    assert said in failed.value.details()
+    assert details in failed.value.details()
     return failed.value
 
 
@@ -160,33 +160,36 @@ async def good(server: Running) -> None:
 
 
 async def test_each_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
-    cases = {name: (message, grpc.StatusCode.INVALID_ARGUMENT, said) for name, (message, said) in INVALID.items()}
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    cases = {name: (message, invalid, details) for name, (message, details) in INVALID.items()}
     assert len(cases | OTHERS) >= 45
     async with running(make_folder(tmp_path / "m")) as server:
-        for name, (message, code, said) in (cases | OTHERS).items():
-            error = await refused(server.inference.Generate(message), code, said)
+        for name, (message, code, details) in (cases | OTHERS).items():
+            error = await refused(server.inference.Generate(message), code, details)
             if len(message.text) < 1 << 20:
-                await refused(server.inference.StreamGenerate(message), code, said)
+                await refused(server.inference.StreamGenerate(message), code, details)
             if code is grpc.StatusCode.INVALID_ARGUMENT:
                 bad = error_details_pb2.BadRequest()
                 assert any(detail.Unpack(bad) for detail in rpc_status.from_call(error).details), name
-                assert said.startswith(bad.field_violations[0].field), name
+                assert details.startswith(bad.field_violations[0].field), name
             await good(server)
-        for message, said in TOKENIZE.values():
-            await refused(server.inference.Tokenize(message), grpc.StatusCode.INVALID_ARGUMENT, said)
-        for message, said in DETOKENIZE.values():
-            await refused(server.inference.Detokenize(message), grpc.StatusCode.INVALID_ARGUMENT, said)
+        for message, details in TOKENIZE.values():
+            await refused(server.inference.Tokenize(message), grpc.StatusCode.INVALID_ARGUMENT, details)
+        for message, details in DETOKENIZE.values():
+            await refused(server.inference.Detokenize(message), grpc.StatusCode.INVALID_ARGUMENT, details)
         await good(server)
-        assert len(server.engine.got(Submit)) == len(cases | OTHERS) + 1  # the good ones alone
+        assert len(server.engine.got(Submit)) == len(cases | OTHERS) + 1  # only the valid ones
 
 
-async def test_bytes_that_are_no_message(tmp_path: Path) -> None:
-    """Not protobuf, and a message larger than the server takes."""
+async def test_call_with_malformed_or_oversized_bytes_is_refused(tmp_path: Path) -> None:
+    """Bytes that are not protobuf, and messages above the size limit."""
     async with running(make_folder(tmp_path / "m")) as server:
         raw = server.channel.unary_unary("/npuserve.v1.InferenceService/Generate")
-        for data, said in ((b"\xff\xff\xff", "malformed protobuf"), (b"\x1a\xff\xff\xff\x7fabc", "malformed protobuf"),
-                           (b"\x1a\x02\xc3\x28", "text: must be valid UTF-8")):
-            await refused(raw(data), grpc.StatusCode.INVALID_ARGUMENT, said)
+        for data, details in (
+            (b"\xff\xff\xff", "malformed protobuf"), (b"\x1a\xff\xff\xff\x7fabc", "malformed protobuf"),
+            (b"\x1a\x02\xc3\x28", "text: must be valid UTF-8"),
+        ):
+            await refused(raw(data), grpc.StatusCode.INVALID_ARGUMENT, details)
             await good(server)
         too_large = server.inference.Generate(ask("a" * (65 << 20)))
         await refused(too_large, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than")
@@ -198,7 +201,7 @@ async def test_bytes_that_are_no_message(tmp_path: Path) -> None:
         await good(server)
 
 
-async def test_request_with_several_bad_fields_names_them_all(tmp_path: Path) -> None:
+async def test_request_with_several_bad_fields_names_all(tmp_path: Path) -> None:
     message = pb.GenerateRequest(
         text="a" * 64, request_id="a b", sampling=pb.SamplingParams(temperature=-1, top_p=2, allowed_token_ids=[300]),
         stopping=pb.StoppingParams(max_tokens=0, stop=[""]), scheduling=pb.SchedulingParams(priority=101))
@@ -219,12 +222,12 @@ async def test_request_with_several_bad_fields_names_them_all(tmp_path: Path) ->
         message.stopping.stop_token_ids.extend([300] * 100)
         await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, " more")
         turns = chat(("x", ""), ("y", ""), tools=["[]", "{"])
-        said = "chat.messages[1].role: must be one of assistant, system, tool, user; got 'y'; chat.tools[0]: must be"
-        await refused(server.inference.Generate(turns), grpc.StatusCode.INVALID_ARGUMENT, said)
+        details = "chat.messages[1].role: must be one of assistant, system, tool, user; got 'y'; chat.tools[0]: must be"
+        await refused(server.inference.Generate(turns), grpc.StatusCode.INVALID_ARGUMENT, details)
 
 
-async def test_bad_names_of_any_length_fit_the_status(tmp_path: Path) -> None:
-    """The client's names are in the paths; gRPC drops a status beyond 8 KiB."""
+async def test_request_with_long_bad_names_gets_a_status_within_8_kib(tmp_path: Path) -> None:
+    """The paths contain the client's names; gRPC drops a status above 8 KiB."""
     for name in ("x" * 100_000, "中" * 100_000):
         message = chat(*[("\u00e9" * 100_000, "")] * 20, template_args=struct(**{name: NAN}))
         async with running(make_folder(tmp_path / "m"), max_message_size=8 << 20) as server:
@@ -233,7 +236,7 @@ async def test_bad_names_of_any_length_fit_the_status(tmp_path: Path) -> None:
             await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, f"_args.{name[:10]}")
 
 
-async def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
+async def test_model_without_a_tokenizer_accepts_ids_only(tmp_path: Path) -> None:
     code = grpc.StatusCode.FAILED_PRECONDITION
     async with running(make_folder(tmp_path / "m", tokenizer=False)) as server:
         await refused(server.inference.Generate(ask("a")), code, "text: the served model has no tokenizer")
@@ -255,7 +258,7 @@ async def test_chat_with_a_template_that_writes_a_lone_surrogate_is_refused(tmp_
         assert (await server.inference.Generate(chat(("user", "b")))).text  # another role is served
 
 
-async def test_a_folder_without_a_chat_template_takes_text(tmp_path: Path) -> None:
+async def test_model_without_a_chat_template_accepts_text_only(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m", chat=False)) as server:
         call = server.inference.Generate(chat(("user", "a")))
         await refused(call, grpc.StatusCode.FAILED_PRECONDITION, "chat: the served model has no chat template")

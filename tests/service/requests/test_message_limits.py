@@ -1,4 +1,4 @@
-"""Sizes derived from a model, and messages whose structure is refused before it is parsed."""
+"""Size limits derived from a model, and the check of a message's structure before it is parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GENERATE = pb.GenerateRequest.DESCRIPTOR
 
 
 def largest_request(context: int, token: str, vocabulary: int) -> pb.GenerateRequest:
-    """A request with as much in every field as is allowed."""
+    """Return a request with the largest allowed value in every field."""
     made = pb.GenerateRequest(text=token * context, request_id="i" * 128)
     made.sampling.allowed_token_ids.extend(range(vocabulary))
     made.sampling.logit_bias.update({vocabulary - 1 - i: -100.0 for i in range(1024)})
@@ -28,34 +28,34 @@ def largest_request(context: int, token: str, vocabulary: int) -> pb.GenerateReq
 
 @pytest.mark.parametrize(
     ("context", "token", "vocabulary"), [(64, "a", 1024), (8192, "a" * 13, 2048), (512, "\u20ac", 151_936)])
-def test_max_message_bytes_holds_the_largest_request(context: int, token: str, vocabulary: int) -> None:
+def test_max_message_bytes_allows_the_largest_request(context: int, token: str, vocabulary: int) -> None:
     limit = message_limits.max_message_bytes(context, len(token.encode()), vocabulary)
     message = largest_request(context, token, vocabulary)
     assert message.ByteSize() <= limit
     message.ClearField("text")
     message.token_ids.ids.extend([vocabulary - 1] * context)
     assert message.ByteSize() <= limit
-    message.chat.messages.extend([prompt_pb2.Message(role="assistant", content="")] * message_limits.MAX_TURNS)
+    message.chat.messages.extend([prompt_pb2.Message(role="assistant", content="")] * message_limits.MAX_CHAT_MESSAGES)
     message.chat.messages[0].content = token * context
     assert message.ByteSize() <= limit
     message_limits.check_structure(GENERATE, message.SerializeToString())
     assert limit <= message_limits.max_message_bytes(context)
 
 
-def test_max_message_bytes_is_never_above_the_fixed_limit() -> None:
+def test_max_message_bytes_is_at_most_the_fixed_limit() -> None:
     assert message_limits.max_message_bytes(1 << 24) == 64 << 20
 
 
-@pytest.mark.parametrize(("field", "most"), [("messages", 10_000), ("tools", 1024)])
-def test_check_structure_refuses_more_items_than_a_field_may_have(field: str, most: int) -> None:
+@pytest.mark.parametrize(("field", "max_items"), [("messages", 10_000), ("tools", 1024)])
+def test_check_structure_of_too_many_items_is_refused(field: str, max_items: int) -> None:
     number = prompt_pb2.Chat.DESCRIPTOR.fields_by_name[field].number
-    for count, refused in ((most, False), (most + 1, True)):
+    for count, refused in ((max_items, False), (max_items + 1, True)):
         data = pb.GenerateRequest(chat=prompt_pb2.Chat()).SerializeToString()
         inner = bytes([number << 3 | 2, 0]) * count
         size = bytes([len(inner) & 0x7F | 0x80, len(inner) >> 7 & 0x7F | 0x80, len(inner) >> 14])
         data = bytes([5 << 3 | 2]) + size + inner
         if refused:
-            with pytest.raises(InvalidField, match=rf"^chat\.{field}: must be at most {most}, got more$"):
+            with pytest.raises(InvalidField, match=rf"^chat\.{field}: must be at most {max_items}, got more$"):
                 message_limits.check_structure(GENERATE, data)
         else:
             message_limits.check_structure(GENERATE, data)
@@ -64,20 +64,20 @@ def test_check_structure_refuses_more_items_than_a_field_may_have(field: str, mo
 @pytest.mark.parametrize("data", [
     b"\x2a\x00" * 100_001, b"\x78\x01" * 100_001, b"\xa0\x06\x00" * 100_001, b"\x3a\x02\x1a\x00" * 50_001,
 ], ids=["a singular message again and again", "a number", "an unknown field", "a nested list"])
-def test_check_structure_counts_every_field_at_all_depths(data: bytes) -> None:
+def test_check_structure_counts_fields_at_all_depths(data: bytes) -> None:
     with pytest.raises(MessageTooLarge, match="more than 100000 fields and items"):
         message_limits.check_structure(GENERATE, data)
 
 
 def test_check_structure_stops_counting_at_the_limit() -> None:
-    """Its time does not grow with the message."""
+    """The time of the scan does not grow with the message."""
     scan = message_limits._Scan(b"\x78\x01" * 10_000_000)
     with pytest.raises(MessageTooLarge):
         scan.message(GENERATE, 0, 20_000_000, "", 0)
     assert scan._left == -1
 
 
-def test_check_structure_refuses_groups() -> None:
+def test_check_structure_of_a_group_is_refused() -> None:
     with pytest.raises(MalformedRequest):
         message_limits.check_structure(GENERATE, b"\x0b" * 50_000)
 
@@ -91,8 +91,8 @@ def test_check_structure_counts_packed_ids_once() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_check_structure_of_any_bytes_ends(data: bytes) -> None:
-    """As nothing, or with a documented error: the rest is the parser's."""
+def test_check_structure_of_any_bytes_returns_or_raises_a_documented_error(data: bytes) -> None:
+    """Other malformed messages are left to the parser."""
     try:
         message_limits.check_structure(GENERATE, data)
     except MalformedRequest:

@@ -1,4 +1,4 @@
-"""Requests that protobuf cannot parse, sent as bytes to every method: one status, one log line, no traceback."""
+"""Requests that protobuf cannot parse, sent as bytes to every method: one status, one log line and no traceback."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import Running, ask, running
 
 SURROGATE = b"\xed\xa0\x80"
-"""U+D800 as UTF-8 would encode it if it were allowed; C++, Ruby and Node send it."""
-PLACE = "@@@"
+"""U+D800 in the encoding of UTF-8, which excludes it; C++, Ruby and Node send it."""
+PLACEHOLDER = "@@@"
 METHODS: list[MethodDescriptor] = [
     method for module, service in (
         (inference_service_pb2, "InferenceService"), (admin_service_pb2, "AdminService"), (health_pb2, "Health"))
@@ -34,29 +34,30 @@ METHODS: list[MethodDescriptor] = [
 
 
 def texts(kind: Descriptor) -> Iterator[tuple[str, bytes]]:
-    """The path of every text field of a message, and a serialized message that has a lone surrogate there."""
+    """Yield the path of each text field of a message type, with a serialized message that has a lone surrogate there.
+    """
     for field in kind.fields:
         made = message_factory.GetMessageClass(kind)()
         path = f"{field.name}[0]" if field.is_repeated else field.name
         if field.message_type is struct_pb2.Struct.DESCRIPTOR:
-            getattr(made, field.name)["key"] = {"deep": [PLACE]}
-            yield path, made.SerializeToString().replace(PLACE.encode(), SURROGATE)
+            getattr(made, field.name)["key"] = {"deep": [PLACEHOLDER]}
+            yield path, made.SerializeToString().replace(PLACEHOLDER.encode(), SURROGATE)
             made.Clear()
-            getattr(made, field.name)[PLACE] = True
-            yield path, made.SerializeToString().replace(PLACE.encode(), SURROGATE)
+            getattr(made, field.name)[PLACEHOLDER] = True
+            yield path, made.SerializeToString().replace(PLACEHOLDER.encode(), SURROGATE)
         elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for rest, data in texts(field.message_type):
                 tag = field.number << 3 | 2
                 yield f"{path}.{rest}", bytes([tag, len(data)]) + data
         elif field.type == FieldDescriptor.TYPE_STRING:
             if field.is_repeated:
-                getattr(made, field.name).append(PLACE)
+                getattr(made, field.name).append(PLACEHOLDER)
             else:
-                setattr(made, field.name, PLACE)
-            yield path, made.SerializeToString().replace(PLACE.encode(), SURROGATE)
+                setattr(made, field.name, PLACEHOLDER)
+            yield path, made.SerializeToString().replace(PLACEHOLDER.encode(), SURROGATE)
 
 
-async def answer(server: Running, method: MethodDescriptor, data: bytes) -> grpc.aio.AioRpcError:
+async def error_of(server: Running, method: MethodDescriptor, data: bytes) -> grpc.aio.AioRpcError:
     name = f"/{method.containing_service.full_name}/{method.name}"
     kind = server.channel.unary_stream if method.server_streaming else server.channel.unary_unary
     call = kind(name)(data)
@@ -69,16 +70,16 @@ def counted(rpc: str) -> float:
     return metrics.requests_total.labels(rpc, "INVALID_ARGUMENT")._value.get()
 
 
-async def counts(rpc: str, expected: float) -> None:
-    """A call is counted after its status is sent."""
+async def wait_for_count(rpc: str, expected: float) -> None:
+    """Wait until a call is counted, which happens after its status is sent."""
     await until(lambda: counted(rpc) >= expected)
     assert counted(rpc) == expected
 
 
-async def test_request_with_invalid_utf8_is_refused_by_field(
+async def test_request_with_invalid_utf8_names_the_field(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every text field of every method."""
+    """Tests every text field of every method."""
     caplog.set_level(logging.INFO)
     seen: set[str] = set()
     async with running(make_folder(tmp_path / "m"), administrator=True) as server:
@@ -86,7 +87,7 @@ async def test_request_with_invalid_utf8_is_refused_by_field(
             for path, data in texts(method.input_type):
                 seen.add(path)
                 before = counted(method.name)
-                error = await answer(server, method, data)
+                error = await error_of(server, method, data)
                 assert (error.code(), error.details()) == (
                     grpc.StatusCode.INVALID_ARGUMENT, f"{path}: must be valid UTF-8")
                 info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
@@ -95,7 +96,7 @@ async def test_request_with_invalid_utf8_is_refused_by_field(
                 assert details[1].Unpack(bad)
                 assert info.reason
                 assert bad.field_violations[0].field == path
-                await counts(method.name, before + 1)
+                await wait_for_count(method.name, before + 1)
         assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
     assert seen >= {"text", "request_id", "model", "scheduling.cache_salt", "stopping.stop[0]", "chat.template_args",
                     "chat.tools[0]", "chat.messages[0].tool_calls[0]", "json_schema", "choices.choices[0]",
@@ -103,27 +104,27 @@ async def test_request_with_invalid_utf8_is_refused_by_field(
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
-async def test_malformed_protobuf_is_refused_by_every_method(
+async def test_request_with_malformed_protobuf_is_refused_by_every_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(make_folder(tmp_path / "m"), health_port=0, administrator=True) as server:
         for method in METHODS:
             before = counted(method.name)
             for data in (b"\xff\xff\xff", b"\x0a\xff\xff\xff\x7fabc", b"\x0b"):
-                error = await answer(server, method, data)
+                error = await error_of(server, method, data)
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert error.details() == (
                     f"the request is not a valid {method.input_type.full_name}: malformed protobuf")
                 info = error_details_pb2.ErrorInfo()
                 assert rpc_status.from_call(error).details[0].Unpack(info)
                 assert info.reason
-            await counts(method.name, before + 3)
+            await wait_for_count(method.name, before + 3)
         assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_malformed_reflection_request_ends_its_stream_alone(tmp_path: Path, version: str) -> None:
+async def test_malformed_reflection_request_ends_only_its_stream(tmp_path: Path, version: str) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         call = server.channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString())

@@ -1,4 +1,4 @@
-"""The pool of work before the engine: turns, limits, cancels. Jobs end when the test says so."""
+"""Thread pool for work before the engine: fairness, limits, cancellation. Jobs end when the test releases them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from prometheus_client import REGISTRY
 
 from npuserve.service.errors import QueueFull, Unavailable
 from npuserve.service.requests import preparation
-from npuserve.service.requests.preparation import LARGE_LANE_BYTES, SMALL_JOB_BYTES, Preparation
+from npuserve.service.requests.preparation import MAX_LARGE_LANE_BYTES, MAX_SMALL_JOB_BYTES, Preparation
 from tests.support.fake_engine import until
 
-LARGE = SMALL_JOB_BYTES + 1
+LARGE = MAX_SMALL_JOB_BYTES + 1
 
 
 class Gate:
-    """Work that waits until it is released. order: names in the order in which their work began."""
+    """Jobs that block until they are released. order: names of the jobs in the order of their start."""
 
     def __init__(self, pool: Preparation) -> None:
         self.pool = pool
         self.order: list[str] = []
-        self.free = threading.Event()
+        self.released = threading.Event()
 
     def submit(self, owner: str, name: str, size: int = LARGE) -> asyncio.Task[str]:
         def work() -> str:
             self.order.append(name)
-            assert self.free.wait(60)
+            assert self.released.wait(60)
             return name
 
         return asyncio.ensure_future(self.pool.run(owner, "tokenize", size, work))
@@ -36,14 +36,14 @@ class Gate:
 
 @pytest.fixture
 async def gate(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
-    """One thread for large work; it is busy with a job of "busy"."""
+    """A pool with one thread for large work, which runs a job of the caller "busy"."""
     monkeypatch.setattr(preparation.os, "cpu_count", lambda: 1)
     pool = Preparation(8)
     gate = Gate(pool)
     first = gate.submit("busy", "first")
     await until(lambda: gate.order == ["first"])
     yield gate
-    gate.free.set()
+    gate.released.set()
     assert await first == "first"
     await until(lambda: not pool.count)
     pool.close()
@@ -60,7 +60,7 @@ async def test_callers_take_turns_whatever_each_has_waiting(gate: Gate) -> None:
     others = [gate.submit("one", "one"), gate.submit("two", "two")]
     await asyncio.sleep(0)
     assert gate.pool.count == 6
-    gate.free.set()
+    gate.released.set()
     await asyncio.gather(*flood, *others)
     assert gate.order == ["first", "flood 0", "one", "two", "flood 1", "flood 2"]
 
@@ -69,17 +69,17 @@ async def test_small_work_does_not_wait_for_large_work(gate: Gate) -> None:
     large = gate.submit("flood", "large")
     assert await gate.pool.run("one", "tokenize", 1, lambda: "small") == "small"
     assert gate.order == ["first"]
-    gate.free.set()
+    gate.released.set()
     await large
 
 
-async def test_one_caller_does_not_take_both_threads_of_small_work(gate: Gate) -> None:
-    """Even if its work never ends, another caller's is done."""
+async def test_run_leaves_a_thread_of_small_work_to_other_callers(gate: Gate) -> None:
+    """Another caller's work is done even while the first caller's work never ends."""
     mine = [gate.submit("mine", f"mine {n}", size=1) for n in range(2)]
     await until(lambda: gate.order == ["first", "mine 0"])
     assert await gate.pool.run("yours", "tokenize", 1, lambda: "yours") == "yours"
     assert gate.order == ["first", "mine 0"]
-    gate.free.set()
+    gate.released.set()
     await asyncio.gather(*mine)
 
 
@@ -90,32 +90,32 @@ async def test_a_cancelled_call_leaves_the_queue_at_once(gate: Gate) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting[0]
     assert gate.pool.count == 2
-    gate.free.set()
+    gate.released.set()
     await waiting[1]
     assert gate.order == ["first", "two"]
 
 
-async def test_a_caller_may_have_half_of_the_queue(gate: Gate) -> None:
+async def test_run_above_half_of_the_queue_is_refused(gate: Gate) -> None:
     before = rejections("client_limit")
     calls = [gate.submit("flood", f"flood {n}") for n in range(5)]
     with pytest.raises(QueueFull, match="max_preparing") as refused:
         await calls[4]
     assert refused.value.why == "client_limit"
     assert rejections("client_limit") == before + 1
-    gate.free.set()
+    gate.released.set()
     await asyncio.gather(*calls[:4])
 
 
-async def test_a_caller_may_have_half_of_the_bytes(gate: Gate) -> None:
-    calls = [gate.submit("flood", f"flood {n}", LARGE_LANE_BYTES // 4 + 1) for n in range(2)]
+async def test_run_above_half_of_the_bytes_is_refused(gate: Gate) -> None:
+    calls = [gate.submit("flood", f"flood {n}", MAX_LARGE_LANE_BYTES // 4 + 1) for n in range(2)]
     with pytest.raises(QueueFull) as refused:
         await calls[1]
     assert refused.value.why == "client_limit"
-    gate.free.set()
+    gate.released.set()
     await calls[0]
 
 
-async def test_a_full_queue_makes_room_for_who_has_fewer(gate: Gate) -> None:
+async def test_run_in_a_full_queue_displaces_a_job_of_the_largest_caller(gate: Gate) -> None:
     before = rejections("displaced"), rejections("queue_full")
     floods = [gate.submit(owner, f"{owner} {n}") for owner in ("a", "b") for n in range(4)]
     await asyncio.sleep(0)
@@ -125,16 +125,16 @@ async def test_a_full_queue_makes_room_for_who_has_fewer(gate: Gate) -> None:
     with pytest.raises(QueueFull, match="displaced"):
         await displaced
     floods.remove(displaced)
-    more = [gate.submit("one", f"one {n}") for n in range(2)]  # until it has as many as the others
+    more = [gate.submit("one", f"one {n}") for n in range(2)]  # the second one would give it as many as the others
     with pytest.raises(QueueFull, match="queue full"):
         await more[1]
     assert (rejections("displaced"), rejections("queue_full")) == (before[0] + 2, before[1] + 1)
-    gate.free.set()
-    ended = await asyncio.gather(*floods, one, more[0], return_exceptions=True)
-    assert sum(isinstance(end, str) for end in ended) == 8
+    gate.released.set()
+    results = await asyncio.gather(*floods, one, more[0], return_exceptions=True)
+    assert sum(isinstance(end, str) for end in results) == 8
 
 
-async def test_work_that_waits_too_long_is_refused(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_that_waits_too_long_is_refused(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MAX_WAIT_SECONDS", 0.01)
     with pytest.raises(QueueFull, match="timeout"):
         await gate.submit("one", "one")
@@ -142,7 +142,7 @@ async def test_work_that_waits_too_long_is_refused(gate: Gate, monkeypatch: pyte
     assert gate.pool.count == 1
 
 
-async def test_give_up_ends_what_waits_and_what_runs() -> None:
+async def test_give_up_ends_waiting_and_running_calls() -> None:
     pool = Preparation(8)
     gate = Gate(pool)
     calls = [gate.submit("one", f"{n}") for n in range(5)]
@@ -151,11 +151,11 @@ async def test_give_up_ends_what_waits_and_what_runs() -> None:
     for end in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(end, Unavailable)
     assert pool.count == 0
-    gate.free.set()
+    gate.released.set()
     pool.close()
 
 
-async def test_errors_of_the_work_are_the_calls(gate: Gate) -> None:
+async def test_run_raises_the_error_of_the_function(gate: Gate) -> None:
     def fail() -> None:
         raise ValueError("x")
 

@@ -1,4 +1,4 @@
-"""How many messages are read at a time, the clients' turns, and slow messages. Reads end on demand."""
+"""Reader of messages: concurrent reads, fairness between clients, slow messages. Reads end on demand."""
 
 from __future__ import annotations
 
@@ -19,101 +19,103 @@ LARGEST = 4 << 20
 
 
 class Call:
-    """A call whose message arrives when `arrive` is called. begun: names of the calls whose read began."""
+    """A call whose message arrives when `arrive` is called. started: names of the calls whose read has started."""
 
-    def __init__(self, name: str, begun: list[str]):
+    def __init__(self, name: str, started: list[str]):
         self._name = name
-        self._begun = begun
+        self._started = started
         self._message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def read(self) -> Any:
-        self._begun.append(self._name)
+        self._started.append(self._name)
         return await self._message
 
     def arrive(self, data: object = b"x") -> None:
         self._message.set_result(data)
 
 
-class House:
+class Readers:
+    """A reader and its calls. started: names of the calls whose read has started, in order."""
+
     def __init__(self) -> None:
         self.reader = RequestReader(LARGEST)
-        self.begun: list[str] = []
+        self.started: list[str] = []
 
     def call(self, owner: str, name: str) -> tuple[Call, asyncio.Task[bytes | None]]:
-        call = Call(name, self.begun)
+        call = Call(name, self.started)
         return call, asyncio.ensure_future(self.reader.read(call, owner))  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No read is slow."""
-    monkeypatch.setattr(request_reader, "QUICK_SECONDS", 60.0)
+def no_slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no read become a slow one."""
+    monkeypatch.setattr(request_reader, "MAX_QUICK_SECONDS", 60.0)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every read that is not done at once is slow."""
-    monkeypatch.setattr(request_reader, "QUICK_SECONDS", 0.0)
+def only_slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every read that is not done at once become a slow one."""
+    monkeypatch.setattr(request_reader, "MAX_QUICK_SECONDS", 0.0)
 
 
-@pytest.mark.usefixtures("patient")
-async def test_few_are_read_at_a_time_and_the_clients_take_turns() -> None:
-    house = House()
-    quick = request_reader.QUICK_BYTES // LARGEST
-    flood = [house.call("flood", f"flood {n}") for n in range(quick + 3)]
-    await until(lambda: len(house.begun) == quick)
-    one = house.call("one", "one")
+@pytest.mark.usefixtures("no_slow_reads")
+async def test_read_is_bounded_and_round_robin_over_the_clients() -> None:
+    readers = Readers()
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
+    flood = [readers.call("flood", f"flood {n}") for n in range(slots + 3)]
+    await until(lambda: len(readers.started) == slots)
+    one = readers.call("one", "one")
     await asyncio.sleep(0)
-    assert len(house.begun) == quick
+    assert len(readers.started) == slots
     for call, _ in [*flood, one]:
         call.arrive()
-    assert await asyncio.gather(*(task for _, task in [*flood, one])) == [b"x"] * (quick + 4)
-    assert house.begun.index("one") < house.begun.index(f"flood {quick + 1}")
-    assert (house.reader._quick, house.reader._waiting, house.reader._slow) == (quick, {}, {})
+    assert await asyncio.gather(*(task for _, task in [*flood, one])) == [b"x"] * (slots + 4)
+    assert readers.started.index("one") < readers.started.index(f"flood {slots + 1}")
+    assert (readers.reader._free_slots, readers.reader._waiting, readers.reader._slow) == (slots, {}, {})
 
 
-@pytest.mark.usefixtures("patient")
-async def test_small_messages_do_not_wait_for_clients_with_large_ones() -> None:
-    house = House()
-    call, task = house.call("flood", "first")
-    call.arrive(bytes(request_reader.HEAVY_BYTES + 1))
+@pytest.mark.usefixtures("no_slow_reads")
+async def test_read_of_a_small_message_does_not_wait_for_heavy_clients() -> None:
+    readers = Readers()
+    call, task = readers.call("flood", "first")
+    call.arrive(bytes(request_reader.MIN_HEAVY_BYTES + 1))
     await task
-    quick = request_reader.QUICK_BYTES // LARGEST
-    flood = [house.call("flood", f"flood {n}") for n in range(quick + 1)]
-    await until(lambda: len(house.begun) == 1 + quick - 1)
-    one, task = house.call("one", "one")
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
+    flood = [readers.call("flood", f"flood {n}") for n in range(slots + 1)]
+    await until(lambda: len(readers.started) == 1 + slots - 1)
+    one, task = readers.call("one", "one")
     one.arrive()
     assert await task == b"x"
-    assert len(house.begun) == quick + 1
+    assert len(readers.started) == slots + 1
     for call, _ in flood:
         call.arrive()
     await asyncio.gather(*(task for _, task in flood))
-    assert (house.reader._quick, house.reader._waiting) == (quick, {})
+    assert (readers.reader._free_slots, readers.reader._waiting) == (slots, {})
 
 
-@pytest.mark.usefixtures("patient")
-async def test_cancelled_calls_leave_no_trace() -> None:
-    house = House()
-    quick = request_reader.QUICK_BYTES // LARGEST
-    calls = [house.call("one", f"{n}") for n in range(quick + 2)]
-    await until(lambda: len(house.begun) == quick)
+@pytest.mark.usefixtures("no_slow_reads")
+async def test_read_that_is_cancelled_releases_its_slot() -> None:
+    readers = Readers()
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
+    calls = [readers.call("one", f"{n}") for n in range(slots + 2)]
+    await until(lambda: len(readers.started) == slots)
     for _, task in calls:
         task.cancel()
     await asyncio.gather(*(task for _, task in calls), return_exceptions=True)
-    assert (house.reader._quick, house.reader._waiting, house.reader._slow) == (quick, {}, {})
-    call, task = house.call("two", "two")
+    assert (readers.reader._free_slots, readers.reader._waiting, readers.reader._slow) == (slots, {}, {})
+    call, task = readers.call("two", "two")
     call.arrive(grpc.aio.EOF)
     assert await task is None
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("only_slow_reads")
 async def test_slow_reads_hold_nobody_up_and_are_bounded() -> None:
-    """The newest one of the client with the most is ended."""
-    house = House()
-    most = request_reader.SLOW_BYTES // LARGEST
-    slow = [house.call("flood", f"flood {n}") for n in range(most)]
-    await until(lambda: len(house.reader._slow) == most)
-    one = house.call("one", "one")
+    """The newest slow read of the client with the most is ended."""
+    readers = Readers()
+    most = request_reader.MAX_SLOW_BYTES // LARGEST
+    slow = [readers.call("flood", f"flood {n}") for n in range(most)]
+    await until(lambda: len(readers.reader._slow) == most)
+    one = readers.call("one", "one")
     await until(lambda: slow[-1][1].done())
     with pytest.raises(QueueFull, match="displaced"):
         await slow[-1][1]
@@ -122,24 +124,24 @@ async def test_slow_reads_hold_nobody_up_and_are_bounded() -> None:
     for call, _ in slow[:-1]:
         call.arrive()
     assert await asyncio.gather(*(task for _, task in slow[:-1])) == [b"x"] * (most - 1)
-    assert (house.reader._slow, house.reader._displaced) == ({}, set())
+    assert (readers.reader._slow, readers.reader._displaced) == ({}, set())
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_a_message_that_does_not_arrive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reader, "SLOW_SECONDS", 0.01)
-    house = House()
+@pytest.mark.usefixtures("only_slow_reads")
+async def test_read_of_a_missing_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "MAX_SLOW_SECONDS", 0.01)
+    readers = Readers()
     with pytest.raises(QueueFull, match="timeout"):
-        await house.call("one", "one")[1]
-    assert house.reader._slow == {}
+        await readers.call("one", "one")[1]
+    assert readers.reader._slow == {}
 
 
-@pytest.mark.usefixtures("patient")
-async def test_the_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reader, "MAX_WAITING", 4)
-    house = House()
-    quick = request_reader.QUICK_BYTES // LARGEST
-    calls = [house.call("flood", f"flood {n}") for n in range(quick + 3)]
+@pytest.mark.usefixtures("no_slow_reads")
+async def test_read_with_too_many_waiting_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "MAX_WAITING_CALLS", 4)
+    readers = Readers()
+    slots = request_reader.MAX_QUICK_BYTES // LARGEST
+    calls = [readers.call("flood", f"flood {n}") for n in range(slots + 3)]
     with pytest.raises(QueueFull, match="queue full"):
         await calls[-1][1]
     for call, _ in calls[:-1]:
@@ -150,11 +152,11 @@ async def test_the_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 GENERATE = "/npuserve.v1.InferenceService/Generate"
 
 
-async def test_calls_whose_message_does_not_arrive_end_over_the_wire(
+async def test_generate_without_a_message_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that sends headers alone, and one that ends its side without a message; others are served."""
-    monkeypatch.setattr(request_reader, "SLOW_SECONDS", 0.2)
+    """One client sends only headers, another one half-closes without a message; other clients are served."""
+    monkeypatch.setattr(request_reader, "MAX_SLOW_SECONDS", 0.2)
     async with running(make_folder(tmp_path / "m")) as server:
         silent = server.channel.stream_unary(GENERATE)()
         assert (await server.inference.Generate(ask("ab", 3))).text == "cde"

@@ -1,4 +1,4 @@
-"""What a good request becomes. What a bad one gets is in test_malformed.py."""
+"""Valid requests and the engine's request for them. Invalid ones are in test_malformed.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField
 from npuserve.service.requests import validation
+from npuserve.service.requests.prompt import prompt_token_ids
 from npuserve.service.requests.validation import Ask
 from npuserve.service.text.model_folder import ModelFolder, open_folder, resolve
 from npuserve.v1 import generate_pb2 as pb
@@ -28,26 +29,26 @@ def check(message: pb.GenerateRequest, folder: ModelFolder) -> Ask:
     return validation.check(message, folder, INFO, "id-1", 12.5)
 
 
-def test_absent_fields_take_the_documented_defaults(folder: ModelFolder) -> None:
-    made = check(pb.GenerateRequest(text="abc"), folder)
-    request = made.request
+def test_check_of_absent_fields_uses_the_documented_defaults(folder: ModelFolder) -> None:
+    checked = check(pb.GenerateRequest(text="abc"), folder)
+    request = checked.request
     assert (request.request_id, request.prompt_ids, request.arrival) == ("id-1", [0, 1, 2], 12.5)
     assert request.max_tokens == INFO.max_model_len - 3
     assert request.eos_token_ids == {EOS}
     assert (request.stop_token_ids, request.priority, request.cache_salt) == (frozenset(), 0, "")
     assert not request.bypass_prefix_cache
     assert msgspec.structs.replace(request.sampling, seed=0) == SamplingParams(ending_ids=(EOS,))
-    assert made == Ask(request, (), False, True, False)
+    assert checked == Ask(request, (), False, True, False)
 
 
-def test_every_field_reaches_the_engine(folder: ModelFolder) -> None:
-    made = check(ask(
+def test_check_passes_every_field_to_the_engine(folder: ModelFolder) -> None:
+    checked = check(ask(
         [5, 6], 9, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5, presence_penalty=-0.5,
         frequency_penalty=2, seed=2**64 - 1, logit_bias={3: -100.0}, allowed_token_ids=[9, 3, 9], min_tokens=2,
         stop=["x", "yz"], stop_token_ids=[4, 8], include_stop=True, logprobs=0, prompt_logprobs=20,
         skip_special_tokens=False, return_token_ids=True, priority=-100, bypass_prefix_cache=True, cache_salt="s",
         model="counting", n=1), folder)
-    request = made.request
+    request = checked.request
     assert request.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5, presence_penalty=-0.5,
         frequency_penalty=2.0, seed=2**64 - 1, logit_bias={3: -100.0}, allowed_token_ids=(3, 9), min_tokens=2,
@@ -55,15 +56,15 @@ def test_every_field_reaches_the_engine(folder: ModelFolder) -> None:
     assert (request.prompt_ids, request.max_tokens, request.priority) == ([5, 6], 9, -100)
     assert (request.bypass_prefix_cache, request.cache_salt) == (True, "s")
     assert (request.stop_token_ids, request.eos_token_ids) == ({4, 8}, {EOS})
-    assert made == Ask(request, ("x", "yz"), True, False, True)
+    assert checked == Ask(request, ("x", "yz"), True, False, True)
 
 
-def test_ignore_eos_leaves_the_stop_tokens(folder: ModelFolder) -> None:
+def test_check_with_ignore_eos_keeps_the_stop_tokens(folder: ModelFolder) -> None:
     request = check(ask(ignore_eos=True, stop_token_ids=[4]), folder).request
     assert (request.eos_token_ids, request.stop_token_ids, request.sampling.ending_ids) == (frozenset(), {4}, (4,))
 
 
-def test_a_seed_is_drawn_where_none_is_given(folder: ModelFolder) -> None:
+def test_check_without_a_seed_draws_one(folder: ModelFolder) -> None:
     seeds = {check(ask(), folder).request.sampling.seed for _ in range(20)}
     assert len(seeds) == 20
     assert all(0 <= seed < 1 << 64 for seed in seeds)
@@ -71,16 +72,16 @@ def test_a_seed_is_drawn_where_none_is_given(folder: ModelFolder) -> None:
 
 
 @pytest.mark.parametrize(("given", "taken"), [(0.0, 0.0), (1e-30, 0.01), (0.005, 0.01), (0.5, 0.5), (100.0, 100.0)])
-def test_tiny_temperatures_are_raised(folder: ModelFolder, given: float, taken: float) -> None:
+def test_check_raises_tiny_temperatures(folder: ModelFolder, given: float, taken: float) -> None:
     assert check(ask(temperature=given), folder).request.sampling.temperature == taken
 
 
 @pytest.mark.parametrize(("given", "taken"), [(-1, 0), (0, 0), (1, 1), (299, 299), (300, 0), (2**31 - 1, 0)])
-def test_top_k_that_leaves_all_is_off(folder: ModelFolder, given: int, taken: int) -> None:
+def test_check_of_top_k_that_excludes_nothing_disables_it(folder: ModelFolder, given: int, taken: int) -> None:
     assert check(ask(top_k=given), folder).request.sampling.top_k == taken
 
 
-def test_bounds_are_inclusive(folder: ModelFolder) -> None:
+def test_check_accepts_inclusive_bounds(folder: ModelFolder) -> None:
     assert check(ask("a" * 63, 1), folder).request.max_tokens == 1
     assert check(ask("a", 63, min_tokens=63), folder).request.max_tokens == 63
     assert check(ask("a", None, top_p=1, min_p=1, logprobs=20, priority=100, stop=["a" * 1024]), folder)
@@ -88,11 +89,11 @@ def test_bounds_are_inclusive(folder: ModelFolder) -> None:
     assert validation.request_id(ask(request_id="~" * 128)) == "~" * 128
 
 
-def test_a_stop_string_may_be_given_twice(folder: ModelFolder) -> None:
+def test_check_accepts_a_repeated_stop_string(folder: ModelFolder) -> None:
     assert check(ask(stop=["a", "b", "a"]), folder).stop == ("a", "b", "a")
 
 
-def test_the_models_defaults_stand_for_absent_fields(tmp_path: Path) -> None:
+def test_check_of_absent_fields_uses_the_defaults_of_the_model(tmp_path: Path) -> None:
     path = make_folder(tmp_path / "m", temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1)
     folder = open_folder(path, str(path), "")
     sampling = check(ask(top_p=1.0), folder).request.sampling
@@ -100,7 +101,7 @@ def test_the_models_defaults_stand_for_absent_fields(tmp_path: Path) -> None:
     assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)
 
 
-def test_chat_is_the_templates_text(folder: ModelFolder) -> None:
+def test_check_of_a_chat_equals_the_text_of_the_template(folder: ModelFolder) -> None:
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="hi")])
     chat.template_args["extra"] = "<eos>"
     ids = check(pb.GenerateRequest(chat=chat, parse_special_tokens=True), folder).request.prompt_ids
@@ -113,7 +114,7 @@ def test_chat_is_the_templates_text(folder: ModelFolder) -> None:
     assert (list(response.token_ids), response.text) == (ids, "user:hi\na<eos>")
 
 
-def test_tokenize_reads_text_as_generate_does(folder: ModelFolder) -> None:
+def test_tokenize_equals_the_prompt_of_generate(folder: ModelFolder) -> None:
     text = "né 中 <eos>"
     response = validation.tokenize(tokenize_pb2.TokenizeRequest(text=text), folder.tokenizer, 64)
     assert list(response.token_ids) == check(ask(text), folder).request.prompt_ids
@@ -124,7 +125,7 @@ def test_tokenize_reads_text_as_generate_does(folder: ModelFolder) -> None:
     assert validation.detokenize(back, folder.tokenizer, 300, 64) == "né 中 "
 
 
-def test_check_with_an_id_beyond_the_models_vocabulary_is_refused(folder: ModelFolder) -> None:
+def test_check_with_an_id_outside_the_vocabulary_is_refused(folder: ModelFolder) -> None:
     """A tokenizer may have more tokens than the model has embeddings."""
     small = msgspec.structs.replace(INFO, vocabulary_size=297)
     for message, field in ((ask("a<eos>"), "text"), (pb.GenerateRequest(chat=prompt_pb2.Chat(
@@ -134,18 +135,24 @@ def test_check_with_an_id_beyond_the_models_vocabulary_is_refused(folder: ModelF
         assert refused.value.message == (
             f"{field}: the tokenizer makes token id 297 of it, and the model's ids are in [0, 296]")
     request = validation.check(ask("a", min_tokens=1), folder, small, "id-1", 0.0).request
-    assert request.sampling.ending_ids == ()  # the end-of-text token, which the model does not have, is not masked
+    assert request.sampling.ending_ids == ()  # the model lacks the end-of-text token, so it is not masked
 
 
 @pytest.mark.parametrize("model", ["", "counting"])
 def test_check_of_an_empty_text_is_refused(folder: ModelFolder, model: str) -> None:
-    """Also by the built-in model, whose tokenizer begins every text with a token."""
+    """Also by the built-in model, whose tokenizer adds a beginning-of-text token."""
     served = folder if model else open_folder(resolve(""), "", "")
     with pytest.raises(InvalidField, match=r"^text: must be at least one token, got an empty prompt$"):
         check(ask(""), served)
 
 
-def test_messages_do_not_repeat_long_input(folder: ModelFolder) -> None:
+def test_prompt_token_ids_with_parse_special_tokens_is_refused() -> None:
+    message = pb.GenerateRequest(token_ids=prompt_pb2.TokenIds(ids=[1]), parse_special_tokens=False)
+    with pytest.raises(InvalidField, match=r"^parse_special_tokens: is for text and chat"):
+        prompt_token_ids(message, None, INFO)
+
+
+def test_check_quotes_a_bounded_part_of_long_input(folder: ModelFolder) -> None:
     with pytest.raises(InvalidField) as bad:
         validation.check(ask(request_id="x" * 100_000), folder, INFO, "made", 0.0)
     assert len(bad.value.message) < 200

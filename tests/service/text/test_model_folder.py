@@ -1,4 +1,4 @@
-"""Where a model is found, and what its folder says."""
+"""Finding and downloading a model, and reading its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.fake_engine import EOS, make_folder
 from tests.support.real_models import BUILT_IN, model_folder
 
 
-def test_resolve_the_built_in_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_finds_the_built_in_model_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("") == storyteller.FOLDER
     assert resolve(str(tmp_path)) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -27,19 +27,19 @@ def test_resolve_the_built_in_and_folders(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./gone", "../gone/too", "~/gone", "a/b/c"])
-def test_resolve_says_that_there_is_no_folder(name: str) -> None:
+def test_resolve_of_a_missing_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         resolve(name)
 
 
-def test_resolve_refuses_a_file(tmp_path: Path) -> None:
+def test_resolve_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve(str(tmp_path / "model.gguf"))
 
 
-def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the hub's client itself, offline: first not there, then in its cache."""
+def test_resolve_of_a_hub_name_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hub's client, offline: first the model is missing, then it is in the cache."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
@@ -58,10 +58,10 @@ def test_hub_names_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (found.name, found.names) == ("Qwen/Qwen3-0.6B", {"Qwen/Qwen3-0.6B"})
 
 
-async def test_fetch_unknown_model_raises_the_sentence_of_the_download(
+async def test_fetch_of_an_unknown_model_raises_the_error_of_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the process that downloads, offline: what it says reaches the caller whole."""
+    """With the download process, offline: its error message reaches the caller unchanged."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"^model: org/name is no folder here, was not downloaded before, and"):
@@ -72,7 +72,7 @@ async def test_fetch_unknown_model_raises_the_sentence_of_the_download(
     assert await fetch("org/name") == folder
 
 
-async def test_fetch_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetch_with_a_failed_process_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match=r"^model: org/name cannot .* its download ended with code 1$"):
         await fetch("org/name")
@@ -90,15 +90,15 @@ def test_open_folder_with_a_link_out_of_the_folder_names_the_file(tmp_path: Path
     link.unlink(missing_ok=True)
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(secret)
-    said = re.escape(f"{link}: is a symbolic link to {secret}; a model's file must lie in its folder ({folder})")
-    with pytest.raises(ConfigError, match=said):
+    message = re.escape(f"{link}: is a symbolic link to {secret}; a model's file must lie in its folder ({folder})")
+    with pytest.raises(ConfigError, match=message):
         open_folder(folder, "m", "")
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         ModelConfig.from_folder(folder)
 
 
 @pytest.mark.parametrize("target", ["../../models--org--other/blobs/0", "../../blobs-beside/0", "/etc/hostname"])
-def test_open_folder_in_the_hub_cache_refuses_links_beside_its_blobs(tmp_path: Path, target: str) -> None:
+def test_open_folder_in_the_hub_cache_refuses_links_outside_its_blobs(tmp_path: Path, target: str) -> None:
     folder = make_folder(tmp_path / "models--org--name/snapshots" / ("0" * 40))
     (folder / "chat_template.jinja").symlink_to(target)
     blobs = re.escape(str(tmp_path / "models--org--name/blobs"))
@@ -107,7 +107,7 @@ def test_open_folder_in_the_hub_cache_refuses_links_beside_its_blobs(tmp_path: P
 
 
 def test_open_folder_takes_the_hub_caches_own_layout(tmp_path: Path) -> None:
-    """Links made by the hub's client, its cache reached through a link, as on a mounted volume."""
+    """The links are made by the hub's client. The cache is also reached through a link, as on a mounted volume."""
     from huggingface_hub import file_download as hub
 
     cache = tmp_path / "volume"
@@ -124,8 +124,8 @@ def test_open_folder_takes_the_hub_caches_own_layout(tmp_path: Path) -> None:
         assert open_folder(name, "org/name", "").tokenizer
 
 
-def test_open_folder_takes_links_within_it(tmp_path: Path) -> None:
-    """A volume of a ConfigMap: FILE -> ..data/FILE, ..data -> ..TIME."""
+def test_open_folder_accepts_links_within_the_folder(tmp_path: Path) -> None:
+    """The layout of a ConfigMap volume: FILE -> ..data/FILE, ..data -> ..TIME."""
     folder = make_folder(tmp_path / "m" / "..2026_11_23")
     (tmp_path / "m" / "..data").symlink_to(folder.name)
     for file in folder.iterdir():
@@ -134,7 +134,7 @@ def test_open_folder_takes_links_within_it(tmp_path: Path) -> None:
     assert open_folder(tmp_path / "link", "m", "").tokenizer
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_folder_returns_the_served_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "counting")
     assert open_folder(folder, str(folder), "").names == {"counting", str(folder)}
     named = open_folder(folder, str(folder), "mine")
@@ -152,7 +152,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ({"eos_token_id": None}, {"eos_token_id": None}, {EOS}),
     ({"eos_token_id": -1}, {}, {EOS}),
 ])
-def test_ends_of_text(
+def test_open_folder_reads_eos_token_ids(
     tmp_path: Path, generation: dict[str, object], config: dict[str, object], eos: set[int]
 ) -> None:
     folder = make_folder(tmp_path / "m")
@@ -168,11 +168,13 @@ def test_ends_of_text(
     ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {}),
     ({}, {}),
 ])
-def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaults: dict[str, float]) -> None:
+def test_open_folder_reads_sampling_defaults(
+    tmp_path: Path, generation: dict[str, object], defaults: dict[str, float]
+) -> None:
     assert open_folder(make_folder(tmp_path / "m", **generation), "m", "").defaults == defaults
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
+@pytest.mark.parametrize(("name", "content", "message"), [
     ("config.json", None, "has no config.json"),
     ("config.json", "{", "config.json cannot be read"),
     ("config.json", "[]", "config.json is not a JSON object"),
@@ -182,13 +184,13 @@ def test_sampling_defaults(tmp_path: Path, generation: dict[str, object], defaul
     ("generation_config.json", '{"top_k": 1.5}', "top_k in generation_config.json is 1.5, not a whole number"),
     ("tokenizer.json", "{}", "tokenizer"),
 ])
-def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+def test_open_folder_with_a_bad_file_names_it(tmp_path: Path, name: str, content: str | None, message: str) -> None:
     folder = make_folder(tmp_path / "m")
     if content is None:
         (folder / name).unlink()
     else:
         (folder / name).write_text(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         open_folder(folder, "m", "")
 
 
@@ -197,7 +199,7 @@ def test_unusable_folders_are_named(tmp_path: Path, name: str, content: str | No
     pytest.param("stories260K-qwen3", 2, {}, False, marks=pytest.mark.model),
     pytest.param("minimind2-small", 2, {}, True, marks=pytest.mark.model),
 ])
-def test_real_folders(name: str, eos: int, defaults: dict[str, float], chat: bool) -> None:
+def test_open_folder_of_real_models(name: str, eos: int, defaults: dict[str, float], chat: bool) -> None:
     found = open_folder(model_folder(name), name, "")
     assert (found.eos_token_ids, found.defaults) == ({eos}, defaults)
     assert found.tokenizer

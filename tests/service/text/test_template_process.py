@@ -1,4 +1,4 @@
-"""Chat templates that never end, or want all memory, in the process that runs them."""
+"""Chat templates that never end or exhaust memory, in their own process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from npuserve.service.errors import InvalidField
 from npuserve.service.text.chat_template import ChatTemplate
-from npuserve.service.text.template_process import KEPT_VARIABLES, TemplateProcess, contained
+from npuserve.service.text.template_process import KEPT_VARIABLES, TemplateProcess, load_template_process
 from tests.support.fake_engine import CHAT_TEMPLATE
 
 TURN = {"role": "user", "content": "hi"}
-WELL = "{{ messages[0].content }}"
+ECHO = "{{ messages[0].content }}"
 ENDLESS = {
     "a loop without output": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a loop in a macro": "{% macro f(n) %}{% for i in range(99999) %}{% set x = f(0) if n else 1 %}{% endfor %}"
@@ -24,7 +24,7 @@ ENDLESS = {
     "arithmetic": "{% set x = messages[0].content | length + 8 %}{{ (x ** (x ** 9)) % 7 }}",
     "a filter": "{{ (range(99999) | list * 300) | sort | unique | list | length }}",
 }
-HUNGRY = {
+HUGE = {
     "a text that doubles": "{% set n = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
                            "{% endfor %}",
     "a padded text": "{{ messages[0].content | center(99999999999) | length }}",
@@ -39,28 +39,28 @@ def made(folder: Path, template: str, seconds: float = 0.4) -> TemplateProcess:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_does_not_end_is_ended(tmp_path: Path, name: str) -> None:
-    """As the conversation's fault; the next one is served."""
+def test_render_of_an_endless_template_is_refused(tmp_path: Path, name: str) -> None:
+    """With INVALID_ARGUMENT; the next conversation is served."""
     process = made(tmp_path, ENDLESS[name])
     with pytest.raises(InvalidField, match=r"^chat: the model's chat template must take at most 0.4 seconds"):
         process.render([TURN])
     assert process.render([{**TURN, "content": "well"}]) == "well"
 
 
-@pytest.mark.parametrize("name", HUNGRY)
-def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
-    process = made(tmp_path, HUNGRY[name], seconds=20)
+@pytest.mark.parametrize("name", HUGE)
+def test_render_of_a_template_with_huge_memory_is_refused(tmp_path: Path, name: str) -> None:
+    process = made(tmp_path, HUGE[name], seconds=20)
     with pytest.raises(InvalidField, match=r"^chat: the model's chat template (fails on it: MemoryError|must take)"):
         process.render([TURN])
     assert process.render([{**TURN, "content": "well"}]) == "well"
 
 
-def test_its_text_is_the_templates(tmp_path: Path) -> None:
-    """And so are its refusals, in the words and the field of the template's own."""
+def test_render_equals_chat_template(tmp_path: Path) -> None:
+    """Including the field and the message of refusals."""
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{ tools | tojson }}{{ bos_token }}")
     named = {"bos_token": "<s>"}
     own = ChatTemplate((tmp_path / "chat_template.jinja").read_text(), named)
-    process = contained(tmp_path, named)
+    process = load_template_process(tmp_path, named)
     assert process
     turns = [{"role": "user", "content": "ünïcode \n 😀 " * 1000}, {"role": "assistant", "content": None}]
     tool = {"name": "f", "b": 1, "a": 2}
@@ -72,19 +72,19 @@ def test_its_text_is_the_templates(tmp_path: Path) -> None:
         with pytest.raises(InvalidField) as found:
             process.render(*arguments)
         assert (found.value.field, found.value.message) == (expected.value.field, expected.value.message)
-    assert contained(tmp_path / "none", {}) is None
+    assert load_template_process(tmp_path / "none", {}) is None
 
 
-def test_nesting_is_refused(tmp_path: Path) -> None:
+def test_render_of_deep_nesting_is_refused(tmp_path: Path) -> None:
     deep: list = []
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(InvalidField, match="chat: is nested too deeply"):
-        made(tmp_path, WELL).render([TURN], {"x": deep})
+        made(tmp_path, ECHO).render([TURN], {"x": deep})
 
 
-def test_conversations_of_two_threads_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """One process each; the processes are used again."""
+def test_render_from_two_threads_uses_two_processes(tmp_path: Path) -> None:
+    """Each thread has a process; processes are reused."""
     process = made(tmp_path, ENDLESS["a loop without output"], seconds=3)
     process.start()
     ended: list[str] = []
@@ -107,15 +107,15 @@ def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("NPUSERVE_API_KEYS", "/secret")
     monkeypatch.setenv("TZ", "Asia/Shanghai")
-    process = made(tmp_path, WELL)
+    process = made(tmp_path, ECHO)
     assert process.render([TURN]) == "hi"
     variables = Path(f"/proc/{process._idle[0].popen.pid}/environ").read_bytes().split(b"\0")
     assert b"TZ=Asia/Shanghai" in variables
     assert {variable.partition(b"=")[0].decode() for variable in variables if variable} <= KEPT_VARIABLES
 
 
-def test_a_process_that_is_killed_is_replaced_and_ends_with_its_owner(tmp_path: Path) -> None:
-    process = made(tmp_path, WELL)
+def test_template_process_replaces_a_killed_process_and_ends_with_its_owner(tmp_path: Path) -> None:
+    process = made(tmp_path, ECHO)
     assert process.render([TURN]) == "hi"
     first = process._idle[0].popen
     os.kill(first.pid, signal.SIGKILL)

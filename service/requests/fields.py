@@ -1,0 +1,41 @@
+"""Checks of single fields. A bad field is added to `Violations` with its path in the message and its allowed range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from npuserve.service.errors import Violations
+from npuserve.service.text.model_folder import Range
+
+Number = TypeVar("Number", int, float)
+
+MAX_QUOTED_CHARACTERS = 64
+
+
+def check_number(path: str, value: Number, allowed: Range, bad: Violations) -> Number:
+    """Return the value; report it if it is outside the range."""
+    if value not in allowed:
+        bad.add(path, f"must be in {allowed}, got {value if isinstance(value, int) else format(value, 'g')}")
+    return value
+
+
+def check_token_ids(
+    path: str, ids: Sequence[int], vocabulary_size: int, bad: Violations, max_ids: int | None = None
+) -> frozenset[int]:
+    """Return the set of ids; report each id outside the vocabulary.
+
+    max_ids: number of ids that are allowed, None for any. If there are more, report that and return an empty set.
+    """
+    if max_ids is not None and len(ids) > max_ids:
+        bad.add(path, f"must be at most {max_ids} ids, got {len(ids)}")
+        return frozenset()
+    for index, token in enumerate(ids):
+        if token >= vocabulary_size:
+            bad.add(f"{path}[{index}]", f"token id must be in [0, {vocabulary_size - 1}], got {token}")
+    return frozenset(ids)
+
+
+def quoted(text: str) -> str:
+    """Return a client's text as a quoted ASCII literal, cut to MAX_QUOTED_CHARACTERS."""
+    return ascii(text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "...")

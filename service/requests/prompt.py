@@ -1,0 +1,88 @@
+"""The prompt of a request: text, token ids or a chat, to token ids within the context."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npuserve.service.errors import InvalidField, NoTokenizer, Violations
+from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.requests.chat import chat_prompt
+from npuserve.service.requests.fields import check_token_ids
+from npuserve.service.requests.prompt_size import check_length, too_many_tokens
+from npuserve.service.text.plain_text import Prompt
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import tokenize_pb2
+
+if TYPE_CHECKING:
+    from npuserve.service.text.tokenizer import Tokenizer
+
+
+def prompt_token_ids(
+    message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo, chat_special_tokens: bool = False
+) -> list[int]:
+    """Return the prompt's ids: at least one, and fewer than the context. Slow for long texts.
+
+    chat_special_tokens: see `prompt_text`.
+
+    Raises InvalidField, NoTokenizer, NoChatTemplate.
+    """
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidField("prompt", "one of text, token_ids and chat is needed")
+    if kind == "token_ids":
+        ids = _given_ids(message, info)
+    else:
+        prompt = prompt_text(message, tokenizer, chat_special_tokens, info.max_model_len)
+        check_length(prompt.text, kind, tokenizer, info.max_model_len)
+        # An empty text is refused even if the tokenizer adds a beginning-of-text token.
+        ids = encode(prompt, kind, tokenizer, kind == "text") if prompt.text or tokenizer is None else []
+    if not ids:
+        raise InvalidField(kind, "must be at least one token, got an empty prompt")
+    if len(ids) >= info.max_model_len:
+        raise InvalidField(kind, too_many_tokens(len(ids), info.max_model_len))
+    if kind != "token_ids" and max(ids) >= info.vocabulary_size:
+        raise InvalidField(kind, (
+            f"the tokenizer makes token id {max(ids)} of it, "
+            f"and the model's ids are in [0, {info.vocabulary_size - 1}]"))
+    return ids
+
+
+def _given_ids(message: pb.GenerateRequest, info: ModelInfo) -> list[int]:
+    """Return the client's ids, checked unless there are too many."""
+    if message.HasField("parse_special_tokens"):
+        raise InvalidField("parse_special_tokens", "is for text and chat; token_ids has no text to parse")
+    ids = list(message.token_ids.ids)
+    if len(ids) < info.max_model_len:
+        bad = Violations()
+        check_token_ids("token_ids.ids", ids, info.vocabulary_size, bad)
+        bad.check()
+    return ids
+
+
+def prompt_text(
+    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, chat_special_tokens: bool,
+    max_model_len: int,
+) -> Prompt:
+    """Return the text of a prompt that is a text or a chat.
+
+    chat_special_tokens: whether the text of special tokens in a chat is read as those tokens, for a request without
+        `parse_special_tokens`. In a text it is read so by default.
+    """
+    if message.WhichOneof("prompt") == "chat":
+        parse = message.parse_special_tokens if message.HasField("parse_special_tokens") else chat_special_tokens
+        return chat_prompt(message.chat, tokenizer, parse, max_model_len)
+    parse = message.parse_special_tokens if message.HasField("parse_special_tokens") else True
+    return Prompt(message.text, None if parse else message.text)
+
+
+def encode(prompt: Prompt, field: str, tokenizer: Tokenizer | None, add_special_tokens: bool) -> list[int]:
+    """Return the ids of a prompt's text.
+
+    field: the prompt's field, for error messages.
+    add_special_tokens: add the beginning-of-text token and the like, if the tokenizer has them.
+    """
+    if tokenizer is None:
+        raise NoTokenizer(f"{field}: the served model has no tokenizer; send token_ids")
+    if prompt.renamed is None:
+        return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+    return tokenizer.plain_text.encode(prompt, field, add_special_tokens)
