@@ -122,7 +122,7 @@ def _check(where: str, name: str, entry: object) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("add", "list", "remove"), help="add: create a key and print it, once")
     parser.add_argument("file", metavar="FILE", help="the file of --api-keys; add creates it if it does not exist")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the key; add: an existing name gets another key")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the key; add: an existing name gets one more")
     parser.add_argument("--admin", action="store_true", help="add: the key may also call AdminService")
     parser.add_argument("--max-requests", type=int, metavar="N", help="add: maximum concurrent requests; 0: no limit")
     parser.add_argument("--min-priority", type=int, metavar="N", help="add: lowest priority; lower is earlier")
