@@ -148,20 +148,20 @@ class ResponseBuilder:
         generated = self._sent + len(self._ids) if self.keep is None else self.keep
         self._ready = generated
         message = self._take()
-        made = message.finish
+        end = message.finish
         if self.matched_stop is not None:
-            made.reason = pb.FINISH_REASON_STOP_STRING
-            made.matched_stop = self.matched_stop
+            end.reason = pb.FINISH_REASON_STOP_STRING
+            end.matched_stop = self.matched_stop
         else:
-            made.reason = REASONS[finish.reason]
+            end.reason = REASONS[finish.reason]
             if finish.reason in ("eos", "stop_token") and self._last_id is not None:
-                made.matched_stop_token_id = self._last_id
+                end.matched_stop_token_id = self._last_id
                 if self._tokenizer:
-                    made.matched_stop = self._tokenizer.token_text(self._last_id)
-        made.usage.prompt_tokens = finish.prompt_tokens
-        made.usage.cached_tokens = finish.cached_tokens
-        made.usage.generated_tokens = generated
-        _write_timing(made.timing, finish.timing, now, self._checked.request.arrival)
+                    end.matched_stop = self._tokenizer.token_text(self._last_id)
+        end.usage.prompt_tokens = finish.prompt_tokens
+        end.usage.cached_tokens = finish.cached_tokens
+        end.usage.generated_tokens = generated
+        _write_timing(end.timing, finish.timing, now, self._checked.request.arrival)
         return message
 
     def _is_progress_due(self, now: float) -> bool:
@@ -220,15 +220,16 @@ class ResponseBuilder:
         return self._tokenizer.token_text(token) if self._tokenizer else ""
 
 
-def _write_timing(made: pb.Timing, timing: messages.Timing, now: float, arrival: float) -> None:
-    made.queue.FromNanoseconds(_ns(timing.queue))
+def _write_timing(target: pb.Timing, timing: messages.Timing, now: float, arrival: float) -> None:
+    """Write the phases of a request. now, arrival: time.monotonic() seconds."""
+    target.queue.FromNanoseconds(_ns(timing.queue))
     for seconds in timing.prefill_chunks:
-        made.prefill_chunks.add().FromNanoseconds(_ns(seconds))
-    made.decode.FromNanoseconds(_ns(timing.decode))
-    made.finish.FromNanoseconds(_ns(now - timing.last_step_end))
-    made.total.FromNanoseconds(_ns(now - arrival))
-    made.of_which_device.FromNanoseconds(_ns(timing.device))
-    made.of_which_host.FromNanoseconds(_ns(timing.host))
+        target.prefill_chunks.add().FromNanoseconds(_ns(seconds))
+    target.decode.FromNanoseconds(_ns(timing.decode))
+    target.finish.FromNanoseconds(_ns(now - timing.last_step_end))
+    target.total.FromNanoseconds(_ns(now - arrival))
+    target.of_which_device.FromNanoseconds(_ns(timing.device))
+    target.of_which_host.FromNanoseconds(_ns(timing.host))
 
 
 def _ns(seconds: float) -> int:

@@ -63,7 +63,7 @@ def test_keys_empty_file_accepts_no_key(file: Path) -> None:
     assert keys.read(str(file)).find("") is None
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "error_text"), [
     ("x", "not a TOML file"),
     ("x = 1", "x: a table with sha256 is needed"),
     ("[x]", "x: a table with sha256 is needed"),
@@ -82,13 +82,13 @@ def test_keys_empty_file_accepts_no_key(file: Path) -> None:
     (f'[x]\nsha256 = "{HASH}"\n[y]\nsha256 = "{HASH}"', "y and x have the same key"),
     ("\n".join(f'[k{i}]\nsha256 = "{i:064x}"' for i in range(1001)), "at most 1000 names, got 1001"),
 ])
-def test_keys_invalid_file_names_fault(file: Path, text: str, said: str) -> None:
+def test_keys_invalid_file_names_fault(file: Path, text: str, error_text: str) -> None:
     file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=error_text):
         keys.read(str(file))
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "error_text"), [
     (["add", "{file}"], "keys add: NAME is missing"),
     (["remove", "{file}", "nobody"], "there is no nobody"),
     (["add", "{file}", "a b"], "a name is 1 to 64 letters"),
@@ -97,12 +97,12 @@ def test_keys_invalid_file_names_fault(file: Path, text: str, said: str) -> None
     (["add", "/no/such/folder/file", "x"], "/no/such/folder/file: No such file or directory"),
 ])
 def test_keys_command_invalid_arguments_name_fault(
-    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error_text: str
 ) -> None:
     file.write_text("")
     assert main(["keys", *(word.format(file=file) for word in arguments)]) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert error_text in err
     assert out == ""
     assert file.read_text() == ""
 

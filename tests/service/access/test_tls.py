@@ -120,9 +120,9 @@ async def test_tls_invalid_new_files_keep_old_ones(
         fresh.install(files.cert, tmp_path / "elsewhere")  # only the certificate, as in the middle of a rotation
         for _ in range(3):
             tls_.refresh()
-        (said,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-        assert "not read again" in said.getMessage()
-        assert "is not the key" in said.fields["error"]  # type: ignore[attr-defined]
+        (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+        assert "not read again" in record.getMessage()
+        assert "is not the key" in record.fields["error"]  # type: ignore[attr-defined]
         await answered(server, trust(authority))
         fresh.install(files.cert, files.key)
         tls_.refresh()
@@ -151,8 +151,8 @@ async def test_tls_expired_certificate_keeps_open_streams(
         while part := await stream.read():
             text += part.text
         assert len(text) == 40
-        (said,) = [r for r in caplog.records if "has expired" in r.getMessage()]
-        assert said.levelno == logging.ERROR
+        (record,) = [r for r in caplog.records if "has expired" in r.getMessage()]
+        assert record.levelno == logging.ERROR
         assert metrics.tls_certificate_expiry.labels("server")._value.get() == ends(past)
 
 
@@ -192,8 +192,8 @@ async def test_health_port_serves_health_without_tls(
 
 def ends(pair: Pair) -> float:
     """Return the Unix time at which a certificate expires, according to openssl."""
-    said = openssl("x509", "-in", pair.cert, "-noout", "-enddate").strip().removeprefix("notAfter=")
-    return datetime.strptime(said, "%b %d %H:%M:%S %Y %Z").replace(tzinfo=timezone.utc).timestamp()
+    printed = openssl("x509", "-in", pair.cert, "-noout", "-enddate").strip().removeprefix("notAfter=")
+    return datetime.strptime(printed, "%b %d %H:%M:%S %Y %Z").replace(tzinfo=timezone.utc).timestamp()
 
 
 def test_expiry_times_match_openssl(tmp_path: Path) -> None:
@@ -219,15 +219,15 @@ def test_tls_earliest_expiry_is_reported(
     made = tls.Tls(ServerConfig(tls_cert=str(chain), tls_key=str(soon.key), tls_client_ca=str(both)))
     made.refresh()
     assert made._certificates.value.expiry == {"server": ends(soon), "client_ca": ends(authority)}
-    said = [(r.getMessage(), r.fields["certificate"]) for r in caplog.records]  # type: ignore[attr-defined]
-    assert said == [("certificate expires soon", "server"), ("certificate expires soon", "client_ca")]
+    records = [(r.getMessage(), r.fields["certificate"]) for r in caplog.records]  # type: ignore[attr-defined]
+    assert records == [("certificate expires soon", "server"), ("certificate expires soon", "client_ca")]
     caplog.clear()
     tls.Tls(ServerConfig(tls_cert=str(chain), tls_key=str(soon.key)), wall=lambda: time.time() + 6 * 86400)
     assert [r.getMessage() for r in caplog.records] == ["certificate has expired"]
     assert json.loads(json.dumps(made._certificates.value.expiry))["server"] > time.time()
 
 
-@pytest.mark.parametrize(("cert", "key", "said"), [
+@pytest.mark.parametrize(("cert", "key", "error_text"), [
     ("none.pem", "good.key", "tls_cert: .*none.pem cannot be read: No such file"),
     ("good.pem", "none.key", "tls_cert: .*none.key cannot be read"),
     ("good.pem", "other.key", "tls_key: .*other.key is not the key, .*KEY_VALUES_MISMATCH"),
@@ -235,12 +235,12 @@ def test_tls_earliest_expiry_is_reported(
     ("good.pem", "good.pem", "tls_key: .*good.pem is not the key"),
     ("good.key", "good.key", "tls_key: .*good.key"),
 ])
-def test_tls_unusable_file_is_named(tmp_path: Path, authority: Authority, cert: str, key: str, said: str) -> None:
+def test_tls_unusable_file_is_named(tmp_path: Path, authority: Authority, cert: str, key: str, error_text: str) -> None:
     good, other = authority.issue("good"), authority.issue("another")
     good.install(tmp_path / "good.pem", tmp_path / "good.key")
     other.install(tmp_path / "other.pem", tmp_path / "other.key")
     openssl("pkcs8", "-topk8", "-in", good.key, "-passout", "pass:x", "-out", tmp_path / "secret.key")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=error_text):
         tls.Tls(ServerConfig(tls_cert=str(tmp_path / cert), tls_key=str(tmp_path / key)))
 
 

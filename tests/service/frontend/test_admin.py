@@ -54,13 +54,13 @@ async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pyt
         for seconds in (-1, 86401):
             request = admin_service_pb2.DrainRequest()
             request.grace.FromSeconds(seconds)
-            said = rf"grace: must be in \[0, 86400\] seconds, got {seconds}"
-            with pytest.raises(grpc.aio.AioRpcError, match=said) as bad:
+            error_text = rf"grace: must be in \[0, 86400\] seconds, got {seconds}"
+            with pytest.raises(grpc.aio.AioRpcError, match=error_text) as bad:
                 await server.admin.Drain(request)
             assert bad.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         server.frontend._config = msgspec.structs.replace(server.frontend._config, drain_seconds=0.2)
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["seconds"] for line in said if line["event"] == "drain"] == [7, 2.5, 0, 86400]
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["seconds"] for line in events if line["event"] == "drain"] == [7, 2.5, 0, 86400]
 
 
 async def test_admin_reserved_calls_are_unimplemented(folder: Path) -> None:

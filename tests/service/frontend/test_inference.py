@@ -283,11 +283,11 @@ async def test_bug_is_internal_with_logged_id(
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.Generate(ask("secret"))
         assert failed.value.code() == grpc.StatusCode.INTERNAL
-        said = failed.value.details()
-        assert said
-        assert said.startswith("internal error, id ")
+        details = failed.value.details()
+        assert details
+        assert details.startswith("internal error, id ")
         record = next(r for r in caplog.records if r.message == "internal error")
-        assert record.fields["error_id"] == said.rsplit(" ", 1)[1]  # type: ignore[attr-defined]
+        assert record.fields["error_id"] == details.rsplit(" ", 1)[1]  # type: ignore[attr-defined]
         assert record.fields["exception_type"] == "TypeError"  # type: ignore[attr-defined]
         assert "secret" not in caplog.text
         assert (await server.inference.Generate(ask([0], 1, return_token_ids=True))).token_ids == [1]

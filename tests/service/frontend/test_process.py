@@ -145,7 +145,7 @@ def test_frontend_parent_dead_exits_at_once(tmp_path: Path, processes: list[Proc
 async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Path, processes: list[Process]) -> None:
     """A drain by the supervisor's order ends calls with UNAVAILABLE, RetryInfo and the resume token."""
     folder = make_folder(tmp_path / "m")
-    for state, said in (
+    for state, reason in (
         ("", "its output is lost"), (str(tmp_path), "resume it with x-resume-token after the next start"),
     ):
         async with fake_engine.engine(delay=0.2) as engine:
@@ -169,7 +169,7 @@ async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Pat
                     await whole
                 for error in (cut.value, unary.value):
                     assert error.code() == grpc.StatusCode.UNAVAILABLE
-                    assert error.details().endswith(said)
+                    assert error.details().endswith(reason)
                     kinds = {detail.TypeName() for detail in rpc_status.from_call(error).details}  # type: ignore[attr-defined]
                     assert "google.rpc.RetryInfo" in kinds
                 assert dict(cut.value.trailing_metadata())["x-resume-token"] == token
