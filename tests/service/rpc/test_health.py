@@ -80,3 +80,21 @@ async def test_health_watch_drain_during_write_sends_not_serving() -> None:
 
     await health.Watch(pb.HealthCheckRequest(), Context())  # type: ignore[arg-type]
     assert sent == [SERVING, NOT_SERVING]
+
+
+async def test_health_watch_blocked_write_delays_no_status_change() -> None:
+    """A watcher that reads nothing blocks neither a change of the status nor a drain."""
+    health = HealthServicer()
+
+    class Context:
+        async def write(self, response: pb.HealthCheckResponse) -> None:
+            await asyncio.Event().wait()
+
+    watching = asyncio.ensure_future(health.Watch(pb.HealthCheckRequest(), Context()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    for change, status in ((lambda: health.set_ready(True), SERVING), (health.drain, NOT_SERVING)):
+        change()
+        checked = await health.Check(pb.HealthCheckRequest(), Context())  # type: ignore[arg-type]
+        assert checked.status == status
+    assert not watching.done()
+    watching.cancel()
