@@ -1,17 +1,17 @@
-"""API keys: their file, and `npuserve keys` that writes it.
+"""File of API keys, and the command `npuserve keys` that writes it.
 
-The file is TOML, a table for each name:
+The file is TOML, with a table for each name:
 
     [alice]
-    sha256 = "..."          # of the key, in hex; a list of them while a key is replaced by another
-    admin = true            # may call AdminService; absent: no
-    max_requests = 8        # at once; absent: the server's max_requests_per_client; 0: as many as they like
-    min_priority = -10      # of a request, -100 to 100, lower is earlier; absent: the server's min_priority
-    max_priority = 10       # of a request; absent: the server's max_priority
+    sha256 = "..."          # hash of the key, in hex; a list of hashes while a key is rotated
+    admin = true            # may call AdminService; default: false
+    max_requests = 8        # concurrent requests; 0: no limit; default: the server's max_requests_per_client
+    min_priority = -10      # lowest priority of a request, -100 to 100, lower is earlier; default: the server's
+    max_priority = 10       # highest priority of a request; default: the server's
 
-A key is 256 random bits, so its plain SHA-256 says nothing of it: there is no dictionary to try, and 2**256 guesses are
-too many for a fast hash as for a slow one. A slow, salted hash is for passwords, and would cost every call. Keys that
-people think of are for that reason none: make them with `npuserve keys add`.
+A key has 256 random bits, so its plain SHA-256 reveals nothing: there is no dictionary to try, and 2**256 guesses are
+too many with a fast hash, too. A slow, salted hash is for passwords, and would slow down every call. Create keys with
+`npuserve keys add`: a key that a person invents has too few random bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from npuserve.service.access.auth import Caller, Limits
+from npuserve.service.access.caller import Caller, Limits
 from npuserve.service.config import PRIORITIES, ConfigError
 
 if sys.version_info >= (3, 11):
@@ -36,7 +36,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "npuserve-"
-"""Of a key, so that scanners for leaked secrets find it."""
+"""Prefix of every key, by which scanners for leaked secrets find it."""
 MAX_NAMES = 1000
 MAX_REQUESTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -46,13 +46,13 @@ _FIELDS = {"sha256", "admin", *_LIMITS}
 
 
 class Keys:
-    """callers: by the SHA-256 of their keys, in hex."""
+    """API keys of a server. callers: caller by the SHA-256 of its key, in hex."""
 
     def __init__(self, callers: dict[str, Caller]):
         self._callers = [(bytes.fromhex(digest), caller) for digest, caller in callers.items()]
 
     def find(self, key: str) -> Caller | None:
-        """Whose key it is. Every digest is compared, each in the same time, whatever the key."""
+        """Return the caller of the key, or None. Compares the key with every digest, each in constant time."""
         digest, found = _digest(key), None
         for known, caller in self._callers:
             if hmac.compare_digest(known, digest):
@@ -61,7 +61,10 @@ class Keys:
 
 
 def read(path: str) -> Keys:
-    """Raises OSError, and ConfigError that names what is wrong. A file without keys lets nobody in."""
+    """Read a file of API keys. With an empty file, no key is valid.
+
+    Raises OSError if the file cannot be read, ConfigError with the reason if it is invalid.
+    """
     callers: dict[str, Caller] = {}
     for name, entry in _load(path).items():
         for digest in _hashes(entry):
@@ -82,7 +85,7 @@ def _hashes(entry: dict[str, Any]) -> list[str]:
 
 
 def _load(path: str) -> dict[str, dict[str, Any]]:
-    """The file's tables, checked."""
+    """Return the file's tables, by name. Raises OSError, or ConfigError with the reason if a table is invalid."""
     try:
         with open(path, "rb") as file:
             tables: dict[str, Any] = tomllib.load(file)
@@ -96,14 +99,16 @@ def _load(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _check(where: str, name: str, entry: object) -> None:
+    """Raise ConfigError if a name or its table is invalid. where: file and name, for the message."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: a name is 1 to 64 letters, digits, '.', '_' and '-', the first no sign")
+        raise ConfigError(
+            f"{where}: a name is 1 to 64 letters, digits, '.', '_' and '-', and begins with a letter or digit")
     if not isinstance(entry, dict) or "sha256" not in entry:
-        raise ConfigError(f"{where}: a table with sha256 is needed, as npuserve keys add writes it")
+        raise ConfigError(f"{where}: a table with sha256 is needed, as written by npuserve keys add")
     if unknown := sorted(entry.keys() - _FIELDS):
-        raise ConfigError(f"{where}.{unknown[0]}: no such field; there are {', '.join(sorted(_FIELDS))}")
+        raise ConfigError(f"{where}.{unknown[0]}: no such field; the fields are {', '.join(sorted(_FIELDS))}")
     if not all(isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in _hashes(entry)):
-        raise ConfigError(f"{where}.sha256: must be 64 lower-case hex digits, or a list of such")
+        raise ConfigError(f"{where}.sha256: must be 64 lower-case hex digits, or a list of such strings")
     if not isinstance(entry.get("admin", False), bool):
         raise ConfigError(f"{where}.admin: must be true or false")
     for field, (low, high) in _LIMITS.items():
@@ -115,20 +120,23 @@ def _check(where: str, name: str, entry: object) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("add", "list", "remove"), help="add prints the new key, once")
-    parser.add_argument("file", metavar="FILE", help="the file of --api-keys; add makes it where there is none")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="whose key; add gives a name that is there one more")
-    parser.add_argument("--admin", action="store_true", help="add: may call AdminService, too")
-    parser.add_argument("--max-requests", type=int, metavar="N", help="add: at once; 0: as many as they like")
+    parser.add_argument("action", choices=("add", "list", "remove"), help="add: create a key and print it, once")
+    parser.add_argument("file", metavar="FILE", help="the file of --api-keys; add creates it if it does not exist")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the key; add: an existing name gets one more")
+    parser.add_argument("--admin", action="store_true", help="add: the key may also call AdminService")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="add: maximum concurrent requests; 0: no limit")
     parser.add_argument("--min-priority", type=int, metavar="N", help="add: lowest priority; lower is earlier")
     parser.add_argument("--max-priority", type=int, metavar="N", help="add: highest priority")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, or ConfigError in one sentence. A server that reads the file takes the change within seconds."""
+    """Run `npuserve keys`; return the exit code 0. A running server reloads the file within seconds.
+
+    Raises ConfigError with a one-sentence reason.
+    """
     try:
-        there = args.action != "add" or os.path.exists(args.file)
-        tables = _load(args.file) if there else {}
+        exists = args.action != "add" or os.path.exists(args.file)
+        tables = _load(args.file) if exists else {}
         if args.action == "list":
             for name, entry in tables.items():
                 rights = [f"{field}={entry[field]}" for field in ("admin", *_LIMITS) if field in entry]
@@ -157,10 +165,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save(path: str, tables: dict[str, dict[str, Any]]) -> None:
-    """In one go, readable by its owner alone. Comments are not kept."""
+    """Replace the file atomically; only its owner may read it. Comments are lost."""
     lines = ["# API keys of npuserve by their SHA-256; written by `npuserve keys`."]
     for name, entry in tables.items():
-        # A name may have dots; a basic string in quotes says it as it is.
+        # Quote the name, which may contain dots.
         lines += ["", f'["{name}"]', "sha256 = [" + ", ".join(f'"{digest}"' for digest in _hashes(entry)) + "]"]
         lines += [f"{field} = {str(entry[field]).lower()}" for field in ("admin", *_LIMITS) if field in entry]
     target = Path(path).resolve()

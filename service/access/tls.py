@@ -1,9 +1,11 @@
-"""TLS of the gRPC port: certificates that are read again when their files change.
+"""TLS of the gRPC port, with certificates that are reloaded when their files change.
 
-A new certificate is that of the next handshake: connections and their streams go on with the one that they began with.
-What is wrong with new files is logged, and the last good ones stay. An expired certificate is not refused here, since
-streams under way do not suffer from it: clients refuse it at their next handshake. It is logged, from WARN_DAYS before,
-and `npuserve_tls_certificate_expiry_timestamp_seconds` says when.
+A new certificate applies from the next handshake on. Open connections and their streams keep the old one. Errors in new
+files are logged, and the last valid certificate stays in use.
+
+The server does not refuse an expired certificate, since that would end running streams: clients refuse it at their next
+handshake. A certificate that expires within WARN_DAYS is logged every hour, and the metric
+`npuserve_tls_certificate_expiry_timestamp_seconds` holds the time.
 """
 
 from __future__ import annotations
@@ -17,57 +19,63 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import grpc
+from cryptography import x509
 
 from npuserve.service import logs, metrics
-from npuserve.service.access.file_watch import Watched
+from npuserve.service.access.file_reloader import FileReloader
 from npuserve.service.config import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)
 
 WARN_DAYS = 14
-REMIND_SECONDS = 3600.0
+REMINDER_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """configuration: gRPC's. expiry: Unix time of the first end among the server's certificate and its chain, and among
-    the authorities of clients, by the label of the metric."""
+    """Content of the TLS files.
+
+    configuration: key, certificate chain and client authorities for gRPC.
+    expiry: Unix time of the earliest expiry among the certificates of a file, by label of the metric: `server` (the
+        certificate and its chain) and `client_ca`.
+    """
 
     configuration: grpc.ServerCertificateConfiguration
     expiry: dict[str, float]
 
 
 class Tls:
-    """What `config` has of TLS. `look` at the files now and then; `credentials` is for the server's port.
+    """TLS of the server, from the files of `config`. `credentials` are for the server's port. Call `refresh` regularly.
 
-    Raises ConfigError if a file cannot be read, or certificate and key are not of one another.
+    wall: returns Unix time in seconds.
+    Raises ConfigError if a file cannot be read, or if the key does not match the certificate.
     """
 
     def __init__(self, config: ServerConfig, wall: Callable[[], float] = time.time):
         self._config = config
         self._wall = wall
         files = [config.tls_cert, config.tls_key, *filter(None, [config.tls_client_ca])]
-        self._certificates = Watched("tls_cert", files, self._read)
-        self._told = self._certificates.value.configuration
-        self._remind = 0.0
+        self._certificates = FileReloader("tls_cert", files, self._read)
+        self._fetched = self._certificates.value.configuration
+        self._next_reminder = 0.0
         self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._told, self._fetch,  # type: ignore[arg-type]
+            self._fetched, self._fetch,  # type: ignore[arg-type]
             require_client_authentication=bool(config.tls_client_ca))
-        self._check()
+        self._report_expiry()
 
-    def look(self) -> None:
-        """Read what has changed; say what expires."""
-        if self._certificates.look():
-            self._remind = 0.0
-        if time.monotonic() >= self._remind:
-            self._check()
+    def refresh(self) -> None:
+        """Reload files that have changed, and log certificates that expire soon."""
+        if self._certificates.reload_if_changed():
+            self._next_reminder = 0.0
+        if time.monotonic() >= self._next_reminder:
+            self._report_expiry()
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC's, in a thread of its own before each handshake; None: as the last time."""
+        """Return the new configuration, None if gRPC has it. gRPC calls this in a thread before each handshake."""
         current = self._certificates.value.configuration
-        if current is self._told:
+        if current is self._fetched:
             return None
-        self._told = current
+        self._fetched = current
         return current
 
     def _read(self) -> Certificates:
@@ -78,63 +86,41 @@ class Tls:
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
                 f"tls_key: {key} is not the key, in PEM and not encrypted, of {cert}: {_reason(error)}") from None
-        expiry, authorities = {"server": min(_ends("tls_cert", cert, chain))}, None
+        expiry, authorities = {"server": _earliest_expiry("tls_cert", cert, chain)}, None
         if self._config.tls_client_ca:
             path = Path(self._config.tls_client_ca)
             authorities = path.read_bytes()
-            expiry["client_ca"] = min(_ends("tls_client_ca", path, authorities))
+            expiry["client_ca"] = _earliest_expiry("tls_client_ca", path, authorities)
         return Certificates(grpc.ssl_server_certificate_configuration([(secret, chain)], authorities), expiry)
 
-    def _check(self) -> None:
-        """Each certificate's end on the metrics page, and in the log where it is near."""
-        self._remind = time.monotonic() + REMIND_SECONDS
-        for label, ends in self._certificates.value.expiry.items():
-            metrics.tls_certificate_expiry.labels(label).set(ends)
-            left = ends - self._wall()
+    def _report_expiry(self) -> None:
+        """Set the metric of each file's expiry, and log an expiry that is near or past."""
+        self._next_reminder = time.monotonic() + REMINDER_SECONDS
+        for label, expiry in self._certificates.value.expiry.items():
+            metrics.tls_certificate_expiry.labels(label).set(expiry)
+            left = expiry - self._wall()
             if left < WARN_DAYS * 86400:
-                level, message = (logging.WARNING, "expires") if left > 0 else (logging.ERROR, "has expired")
-                when = datetime.fromtimestamp(ends, timezone.utc).isoformat()
-                logs.event(log, f"a certificate {message}", level=level, certificate=label, when=when)
+                level, message = (logging.WARNING, "expires soon") if left > 0 else (logging.ERROR, "has expired")
+                when = datetime.fromtimestamp(expiry, timezone.utc).isoformat()
+                logs.event(log, f"certificate {message}", level=level, certificate=label, when=when)
 
 
 def _reason(error: Exception) -> str:
+    """Return OpenSSL's reason of an ssl.SSLError; else the error's text."""
     return getattr(error, "reason", None) or str(error)
 
 
-def _ends(setting: str, path: Path, pem: bytes) -> list[float]:
-    """Unix time of the end of each certificate of a PEM file."""
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+def _earliest_expiry(setting: str, path: Path, pem: bytes) -> float:
+    """Return the Unix time of the first expiry among a file's certificates. Raises ConfigError if it has none."""
     try:
-        parts = pem.decode("ascii", "replace").split(begin)[1:]
-        found = [not_after(ssl.PEM_cert_to_DER_cert(begin + part.partition(end)[0] + end)) for part in parts]
-    except (ValueError, LookupError):
-        found = []
-    if not found:
-        raise ConfigError(f"{setting}: {path} holds no certificate in PEM")
-    return found
+        return min(expiry_times(pem))
+    except (ValueError, x509.InvalidVersion):
+        raise ConfigError(f"{setting}: {path} holds no certificate in PEM") from None
 
 
-def not_after(der: bytes) -> float:
-    """Unix time of the end of a certificate's validity (RFC 5280, 4.1). ValueError or LookupError if it is none."""
-    _, certificate = _children(der)[0]
-    _, to_be_signed = _children(certificate)[0]
-    fields = [content for tag, content in _children(to_be_signed) if tag != 0xA0]  # without the version
-    _, _, _, validity = fields[:4]  # serial number, signature, issuer, validity
-    tag, text = _children(validity)[1]
-    form = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}[tag]  # UTCTime, GeneralizedTime
-    return datetime.strptime(text.decode(), form).replace(tzinfo=timezone.utc).timestamp()
+def expiry_times(pem: bytes) -> list[float]:
+    """Return the Unix time at which each certificate of a PEM text expires.
 
-
-def _children(der: bytes) -> list[tuple[int, bytes]]:
-    """The elements that stand one after the other in DER: (tag, content)."""
-    found, at = [], 0
-    while at < len(der):
-        tag, size, at = der[at], der[at + 1], at + 2
-        if size & 0x80:
-            count = size & 0x7F
-            size, at = int.from_bytes(der[at:at + count], "big"), at + count
-        if at + size > len(der):
-            raise ValueError("cut short")
-        found.append((tag, der[at:at + size]))
-        at += size
-    return found
+    Raises ValueError if there is no certificate or a malformed one, InvalidVersion if one is neither v1 nor v3.
+    """
+    return [certificate.not_valid_after_utc.timestamp() for certificate in x509.load_pem_x509_certificates(pem)]

@@ -1,4 +1,4 @@
-"""The front-end process: the gRPC services and the building of response messages.
+"""Front-end process: the gRPC servers, their servicers, and the building of response messages.
 
 Imports of `service`: every folder but `engine`, `scheduling` and `cli`.
 """

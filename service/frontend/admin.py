@@ -1,4 +1,4 @@
-"""The administrative service."""
+"""Servicer of AdminService."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from npuserve.v1 import admin_service_pb2_grpc
 
 
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
-    """started: time.monotonic() seconds of the front end's start. Who may call it is auth.Guard's to say."""
+    """Servicer of AdminService. The interceptor of access/auth.py authorizes its callers.
+
+    started: time.monotonic() seconds of the front end's start.
+    """
 
     def __init__(self, config: ServerConfig, engine: EngineClient, started: float):
         self._config = config
@@ -30,9 +33,9 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
                 raise InvalidField("request_id", "must not be empty")
             found = await self._engine.abort(request.request_id, request.client)
             if not found:
-                raise RequestNotFound("request_id: there is no live request of that id")
+                raise RequestNotFound("request_id: no live request has this id")
             if found > 1:
-                raise InvalidField("client", f"must be given: {found} clients have a live request of that id")
+                raise InvalidField("client", f"must be set: {found} clients have a live request with this id")
         return pb.AbortResponse()
 
     async def FlushPrefixCache(
@@ -44,7 +47,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         async with call(context, "GetServerInfo"):
-            from importlib import metadata  # slow to import, and rarely needed
+            from importlib import metadata  # slow to import, rarely needed
 
             uptime = duration_pb2.Duration()
             uptime.FromNanoseconds(int((time.monotonic() - self._started) * 1e9))

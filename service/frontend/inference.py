@@ -1,22 +1,23 @@
-"""The inference service, from the gRPC message to the last word of its answer.
+"""Servicer of InferenceService, from the request message to the last message of the answer.
 
-The life of a request here:
+Life of a request:
 
-1. `_ask` takes the message: the server must be ready, every field is checked, the chat template applied, the text
-   tokenized (by preparation.py, but for short texts).
-2. `EngineClient.submit` hands the checked `Request` to the engine and returns its stream of outputs.
-3. `_answer` waits until the engine has accepted the request, and sends the initial metadata: the request's id and the
-   resume token. An error before that has the id in its trailing metadata, and no token.
-   Then it turns outputs into messages and sends them: `Answer` detokenizes, finds stop strings, and keeps ids,
-   logprobs and text together. What comes while a message is being written is one message afterwards.
-4. A stop string ends the request in the engine too, at the token that completed it.
-5. The last message says how it ended, what it used and where the time went.
-6. Whatever ends the call early (client gone, deadline, error) closes the stream, which cancels the request. What was
-   made of a StreamGenerate is kept for a while, for ResumeStream.
-7. `call` makes the one reply of every error, counts it, and writes the log line.
+1. `_check_request` checks that the server is ready and that every field is valid. It applies the chat template and
+   tokenizes the text, in the pool of preparation.py unless the text is short.
+2. `EngineClient.submit` sends the checked `Request` to the engine and returns the stream of its outputs.
+3. `_send_answer` waits until the engine has accepted the request, and sends the initial metadata: request id and resume
+   token. An error before that has the request id in its trailing metadata, and no resume token.
+   Then it converts outputs to messages and sends them. `ResponseBuilder` detokenizes, finds stop strings, and keeps
+   ids, logprobs and text together. Outputs that arrive while a message is being written are merged into the next one.
+4. A stop string also ends the request in the engine, at the token that completed it.
+5. The last message holds the finish reason, the usage and the timing.
+6. If the call ends early (client left, deadline, error), the stream is closed, which cancels the request. The output of
+   a StreamGenerate is kept for `resume_seconds`, for ResumeStream.
+7. `call` converts an error to the call's status, counts it, and writes the log line.
 
-Generate is StreamGenerate put together, so that they agree. ResumeStream enters at 3 with what `EngineClient.resume`
-finds: `Answer` is given all tokens again, and leaves out what the client has.
+Generate joins the messages of StreamGenerate, so that both give the same answer. ResumeStream begins at step 3 with the
+stream that `EngineClient.resume` finds. `ResponseBuilder` then gets all tokens again, and skips the first
+`token_offset` tokens.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 
 from npuserve.service import metrics
-from npuserve.service.access.auth import caller
+from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.errors import Unavailable
-from npuserve.service.frontend import resume
-from npuserve.service.frontend.response import REASONS, Answer
+from npuserve.service.frontend import response_options
+from npuserve.service.frontend.response import REASONS, ResponseBuilder
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.records import is_resumable, new_token
@@ -60,12 +61,16 @@ T = TypeVar("T")
 REQUEST_ID = "x-request-id"
 RESUME_TOKEN = "x-resume-token"
 INLINE_BYTES = 2048
-"""Input that is checked and tokenized on the event loop, in about a millisecond; larger input goes to the pool."""
+"""Maximum input that is checked and tokenized on the event loop, in about a millisecond. Larger input uses the pool."""
 REASON_NAMES = {number: name for name, number in REASONS.items()}
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
-    """folder: None until the tokenizer is loaded. draining: new requests are refused."""
+    """Servicer of InferenceService.
+
+    folder: the model's folder with its tokenizer; None until it is loaded.
+    draining: new requests get UNAVAILABLE.
+    """
 
     def __init__(
         self, config: ServerConfig, engine: EngineClient, preparation: Preparation, tracing: Tracing | None = None
@@ -80,43 +85,44 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._tracing.begin(context, "Generate") if self._tracing else None
         async with call(context, "Generate", logging.INFO, trace) as fields:
-            whole, texts = pb.GenerateResponse(), []
+            response, texts = pb.GenerateResponse(), []
 
-            async def take(part: pb.StreamGenerateResponse) -> None:
+            async def append(part: pb.StreamGenerateResponse) -> None:
                 texts.append(part.text)
-                whole.token_ids.extend(part.token_ids)
-                whole.logprobs.extend(part.logprobs)
-                whole.prompt_logprobs.extend(part.prompt_logprobs)
+                response.token_ids.extend(part.token_ids)
+                response.logprobs.extend(part.logprobs)
+                response.prompt_logprobs.extend(part.prompt_logprobs)
                 if part.HasField("finish"):
-                    whole.finish.CopyFrom(part.finish)
+                    response.finish.CopyFrom(part.finish)
 
-            ask = await self._ask(request, context, fields)
-            validation.check_unary_size(ask.request)
-            answer, stream = Answer(ask, self._tokenizer), self._engine.submit(ask.request)
-            await self._answer(answer, stream, context, fields, trace, take)
-            whole.text = "".join(texts)
-        return whole
+            checked = await self._check_request(request, context, fields)
+            validation.check_unary_size(checked.request)
+            builder, stream = ResponseBuilder(checked, self._tokenizer), self._engine.submit(checked.request)
+            await self._send_answer(builder, stream, context, fields, trace, append)
+            response.text = "".join(texts)
+        return response
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
         trace = self._tracing.begin(context, "StreamGenerate") if self._tracing else None
         async with call(context, "StreamGenerate", logging.INFO, trace) as fields:
-            ask = await self._ask(request, context, fields, new_token() if self._config.resume_seconds else "")
-            answer, stream = Answer(ask, self._tokenizer), self._engine.submit(ask.request)
-            await self._answer(answer, stream, context, fields, trace, context.write)
+            token = new_token() if self._config.resume_seconds else ""
+            checked = await self._check_request(request, context, fields, token)
+            builder, stream = ResponseBuilder(checked, self._tokenizer), self._engine.submit(checked.request)
+            await self._send_answer(builder, stream, context, fields, trace, context.write)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         trace = self._tracing.begin(context, "ResumeStream") if self._tracing else None
         async with call(context, "ResumeStream", logging.INFO, trace) as fields:
-            whose = caller(context)
-            fields["client"] = whose.name
+            caller = get_caller(context)
+            fields["client"] = caller.name
             self._require_folder()
-            held, deadline = request.token_offset, _deadline(context)
-            stream = await self._engine.resume(request.resume_token, held, whose.owner, deadline)
+            offset, deadline = request.token_offset, _deadline(context)
+            stream = await self._engine.resume(request.resume_token, offset, caller.owner, deadline)
             with contextlib.closing(stream):
-                asked = stream.request
-                fields.update(id=asked.request_id, prompt_tokens=len(asked.prompt_ids), resumed_at=held)
-                answer = Answer(resume.unpack(asked), self._tokenizer, held)
-                await self._answer(answer, stream, context, fields, trace, context.write)
+                resumed = stream.request
+                fields.update(id=resumed.request_id, prompt_tokens=len(resumed.prompt_ids), resumed_at=offset)
+                builder = ResponseBuilder(response_options.unpack(resumed), self._tokenizer, offset)
+                await self._send_answer(builder, stream, context, fields, trace, context.write)
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
         async with call(context, "Tokenize"):
@@ -165,30 +171,30 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 preparing=self._preparation.count)
         return response
 
-    async def _answer(
-        self, answer: Answer, stream: Stream, context: Context, fields: dict[str, Any], trace: Trace | None,
+    async def _send_answer(
+        self, builder: ResponseBuilder, stream: Stream, context: Context, fields: dict[str, Any], trace: Trace | None,
         send: Callable[[pb.StreamGenerateResponse], Awaitable[None]],
     ) -> None:
-        """Send the messages of one answer; the last one has its finish. Close the stream."""
+        """Send the messages of one answer, the last one with the finish. Close the stream in any case."""
         assert self.folder
-        with contextlib.closing(stream), _patient(stream), _resumable(context, stream):
+        with contextlib.closing(stream), _slow_reader_error(stream), _resume_token_on_error(context, stream):
             await stream.accepted()
             await _send_metadata(context, stream.request)
             async for outputs in stream:
-                finish = answer.add(outputs)
-                if answer.keep is not None and finish is None:
-                    finish = await stream.stop(answer.keep)
-                for prompt_part in answer.prompt_messages():
+                finish = builder.add(outputs)
+                if builder.keep is not None and finish is None:
+                    finish = await stream.stop(builder.keep)
+                for prompt_part in builder.prompt_messages():
                     await send(prompt_part)
-                    await asyncio.sleep(0)  # other streams go on between the parts of a long prompt
+                    await asyncio.sleep(0)  # let other streams run between the parts of a long prompt
                 if finish:
-                    last = answer.last(finish, time.monotonic())
-                    self._record(last.finish, finish.timing, stream, fields)
+                    last = builder.last_message(finish, time.monotonic())
+                    self._record_finish(last.finish, finish.timing, stream, fields)
                     if trace:
                         trace.finished(finish.timing, self.folder.name, stream.first_token)
                     await send(last)
                     return
-                part = answer.message(time.monotonic())
+                part = builder.next_message(time.monotonic())
                 if part:
                     await send(part)
 
@@ -197,35 +203,41 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         assert self.folder
         return self.folder.tokenizer
 
-    async def _ask(
+    async def _check_request(
         self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = ""
     ) -> Ask:
-        """token: to resume it with, unless its record may grow too large; "" for none."""
+        """Return the checked request with its caller, limits and deadline. Add its id and size to the log line.
+
+        token: resume token, which is dropped if the stream's record may grow too large; "": none.
+        Raises ServeError if a field is invalid or the server is not ready.
+        """
         arrival, deadline = time.monotonic(), _deadline(context)
-        whose = caller(context)
-        fields["client"] = whose.name
+        caller = get_caller(context)
+        fields["client"] = caller.name
         name = fields["id"] = validation.request_id(message)
-        context.set_trailing_metadata(((REQUEST_ID, name),))  # in case of an error before the initial metadata
+        context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
         folder, info = self._require_folder(), self._engine.require()
         if message.ByteSize() > INLINE_BYTES:
             check_prompt_size(message, folder.tokenizer, info.max_model_len)
-        limit, priorities = whose.limits.within(self._config)
+        limit, priorities = caller.limits.within(self._config)
         policy = validation.Policy(Range(*priorities), self._config.chat_special_tokens)
-        ask = await self._prepare(
+        checked = await self._prepare(
             context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
-        ask = dataclasses.replace(ask, request=msgspec.structs.replace(
-            ask.request, client=whose.name, owner=whose.owner, client_limit=limit, deadline=deadline,
-            cache_salt=whose.namespace(ask.request.cache_salt, self._config.share_prefix_cache),
-            ask=resume.pack(ask)))
-        if token and is_resumable(ask.request):
-            ask = dataclasses.replace(ask, request=msgspec.structs.replace(ask.request, resume_token=token))
-        fields["prompt_tokens"] = len(ask.request.prompt_ids)
+        request = msgspec.structs.replace(
+            checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
+            cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache),
+            ask=response_options.pack(checked))
+        if token and is_resumable(request):
+            request = msgspec.structs.replace(request, resume_token=token)
+        fields["prompt_tokens"] = len(request.prompt_ids)
         if self._config.log_prompts:
             fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)
-        return ask
+        return dataclasses.replace(checked, request=request)
 
-    def _record(self, finish: pb.Finish, timing: messages.Timing, stream: Stream, fields: dict[str, Any]) -> None:
-        """An answer's end: its metrics, and its part of the log line."""
+    def _record_finish(
+        self, finish: pb.Finish, timing: messages.Timing, stream: Stream, fields: dict[str, Any]
+    ) -> None:
+        """Record the metrics of a finished answer, and add its fields to the log line."""
         arrival, generated = stream.request.arrival, finish.usage.generated_tokens
         reason = REASON_NAMES[finish.reason]
         metrics.request_finish_total.labels(reason).inc()
@@ -247,42 +259,46 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def _prepare(
         self, context: Context, kind: Kind, message: Any, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call the function: at once if the message is small, else in the pool. A chat always goes to the pool, since
-        its template runs in another process."""
+        """Call the function and return its result: at once for a small message, else in the pool.
+
+        A chat always uses the pool, since its template runs in another process.
+        """
         size, is_chat = message.ByteSize(), kind != "detokenize" and message.WhichOneof("prompt") == "chat"
         if size <= INLINE_BYTES and not is_chat:
             return function(*args, **kwargs)
-        return await self._preparation.run(caller(context).name, kind, size, function, *args, **kwargs)
+        return await self._preparation.run(get_caller(context).name, kind, size, function, *args, **kwargs)
 
     @property
     def _max_model_len(self) -> int:
-        """Tokens of the context, also while the engine is restarted. Unavailable before it was ready once."""
+        """Context length in tokens, known also while the engine restarts. Raises Unavailable before the first start."""
         info = self._engine.model_info or self._engine.require()
         return info.max_model_len
 
     def _require_folder(self) -> ModelFolder:
+        """Return the model's folder. Raises Unavailable during a drain and until the tokenizer is loaded."""
         if self.draining:
-            raise Unavailable("the server is draining; another will take the request")
+            raise Unavailable("the server is draining; send the request to another server")
         if self.folder is None:
             raise Unavailable("the tokenizer is loading")
         return self.folder
 
 
 async def _send_metadata(context: Context, request: messages.Request) -> None:
+    """Send request id and resume token as initial metadata, and no trailing metadata."""
     token = ((RESUME_TOKEN, request.resume_token),) if request.resume_token else ()
     await context.send_initial_metadata(((REQUEST_ID, request.request_id), *token))
     context.set_trailing_metadata(())
 
 
 def _deadline(context: Context) -> float | None:
-    """In time.monotonic() seconds."""
+    """Return the call's deadline in time.monotonic() seconds; None if it has none."""
     left = context.time_remaining()
     return None if left is None else time.monotonic() + left
 
 
 @contextlib.contextmanager
-def _patient(stream: Stream) -> Iterator[None]:
-    """A reader that took nothing for too long is told so, if it ever reads on."""
+def _slow_reader_error(stream: Stream) -> Iterator[None]:
+    """Replace the cancel of a slow reader by the SlowReader error, for the client that resumes reading."""
     try:
         yield
     except asyncio.CancelledError:
@@ -292,7 +308,7 @@ def _patient(stream: Stream) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _resumable(context: Context, stream: Stream) -> Iterator[None]:
+def _resume_token_on_error(context: Context, stream: Stream) -> Iterator[None]:
     """Add the resume token to the trailing metadata of an accepted stream that this server cannot continue."""
     try:
         yield

@@ -1,6 +1,6 @@
-"""Server reflection, versions v1 and v1alpha, which differ in their package's name alone.
+"""Server reflection, versions v1 and v1alpha, which differ only in the name of their package.
 
-grpcio-reflection has v1alpha only. New clients ask for v1 first, and some for nothing else.
+grpcio-reflection implements only v1alpha. New clients try v1 first, and some know no other version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ V1 = V1ALPHA.replace("v1alpha", "v1")
 
 
 def add_reflection(services: tuple[str, ...], server: ParsingServer) -> None:
-    """Serve the descriptors of the services, and of reflection itself."""
+    """Add both versions of reflection to the server, for the given services and for reflection itself."""
     _add_v1_descriptor()
     servicer = reflection.aio.ReflectionServicer((*services, V1, V1ALPHA))
     for name in (V1, V1ALPHA):
@@ -29,7 +29,7 @@ def add_reflection(services: tuple[str, ...], server: ParsingServer) -> None:
 
 
 def _add_v1_descriptor() -> None:
-    """Add grpc/reflection/v1/reflection.proto to the descriptor pool, made from v1alpha's."""
+    """Add grpc/reflection/v1/reflection.proto to the descriptor pool, derived from v1alpha's file."""
     pool = descriptor_pool.Default()
     alpha, file = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)

@@ -1,4 +1,4 @@
-"""One request's answer in the making: the engine's outputs in, response messages out. No I/O."""
+"""Builder of one request's response messages from the engine's outputs. It does no I/O."""
 
 from __future__ import annotations
 
@@ -25,60 +25,71 @@ REASONS = {
 }
 PROGRESS_SECONDS = 0.5
 """Time after which tokens without text are sent. With MAX_INTERVAL_SECONDS of stream.py, a stream whose tokens are at
-most 1 s apart has a message in every second."""
-
+most 1 s apart sends a message every second."""
 
 MAX_PROMPT_LOGPROBS_BYTES = 256 << 10
-"""Of one message's prompt_logprobs: a few milliseconds of work, and far below the 4 MiB that most clients take."""
+"""Maximum prompt_logprobs of a message: a few milliseconds of work, far below the 4 MiB that most clients accept."""
 
 
-class Answer:
-    """`add` what came, then take `prompt_messages` and `message`s; after `add` said that it is over, `last` once.
+class ResponseBuilder:
+    """Builder of the messages of one answer.
 
-    Tokens wait here until their text is known to be whole and no beginning of a stop string; a message carries the ids
-    and logprobs of exactly the tokens whose text it carries.
+    Call `add` with the outputs that have arrived, then send `prompt_messages` and `next_message`. After `add` returned
+    a finish, send `last_message`, once.
 
-        tokens of the answer: [0, sent) sent | [sent, ready) text in `text` | the rest held by the detokenizer
+    A token waits here until its text is complete and cannot be the beginning of a stop string. A message carries the
+    ids and logprobs of exactly the tokens whose text it carries:
 
-    An end-of-text or stop token leaves text only under include_stop, and then as any other token does.
+        tokens of the answer: [0, sent) sent | [sent, ready) text in `text` | the rest in the detokenizer
 
-    While tokens come whose text is empty or must wait, a message without text goes after PROGRESS_SECONDS, so that the
-    client sees progress. It carries the tokens whose text is known to be empty, and none of those whose text must wait.
+    An end-of-text or stop token adds text only with include_stop, and then like any other token.
 
-    held: tokens that the client has of a call before this one. The first outputs to be added have at least these, and
-    what is sent follows on them: of the text, what is beyond the last message that could have ended there.
+    If tokens arrive whose text is empty or must wait, a message without text follows after PROGRESS_SECONDS, so that
+    the client sees progress. It carries tokens with empty text, and no token whose text must wait.
+
+    checked: the request.
+    tokenizer: None: the model has none, and messages carry ids without text.
+    token_offset: number of tokens that the client already has, from an earlier call. The first outputs must include
+        them. Messages begin after them: with the text after the last message that could have ended at this offset.
+
+    matched_stop: the stop string that was found; None: none yet.
+    keep: number of tokens up to the end of the matched stop string; None: no match yet.
     """
 
-    def __init__(self, ask: Ask, tokenizer: Tokenizer | None, held: int = 0):
+    def __init__(self, checked: Ask, tokenizer: Tokenizer | None, token_offset: int = 0):
         self.matched_stop: str | None = None
         self.keep: int | None = None
-        self._ask = ask
+        self._checked = checked
         self._tokenizer = tokenizer
         self._detokenizer = None
         if tokenizer:
             from npuserve.service.text.detokenizer import Detokenizer
 
             self._detokenizer = Detokenizer(
-                tokenizer, skip_special_tokens=ask.skip_special_tokens, stop=ask.stop, include_stop=ask.include_stop,
-                min_tokens=ask.request.sampling.min_tokens, prompt_ids=ask.request.prompt_ids, held_tokens=held)
-        self._wants_tokens = ask.return_token_ids or ask.request.sampling.logprobs is not None
+                tokenizer, skip_special_tokens=checked.skip_special_tokens, stop=checked.stop,
+                include_stop=checked.include_stop, min_tokens=checked.request.sampling.min_tokens,
+                prompt_ids=checked.request.prompt_ids, held_tokens=token_offset)
+        sampling = checked.request.sampling
+        self._wants_tokens = checked.return_token_ids or sampling.logprobs is not None
         self._text = ""
         self._ready = 0
-        self._sent = self._held = held
-        self._surplus = 0  # characters of the text to come that the client has
+        self._sent = self._skip_tokens = token_offset
+        self._skip_characters = 0  # of the next text, which the client has
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        # None once sent, as they were with the first token, or never asked for.
+        # None: not requested, or sent. They are sent with the first token at the latest.
         self._prompt_logprobs: list[TokenLogprobs] | None = (
-            None if ask.request.sampling.prompt_logprobs is None or held else [])
-        self._prompt_part = pb.StreamGenerateResponse()  # has the positions that are converted and not yet sent
+            None if sampling.prompt_logprobs is None or token_offset else [])
+        self._prompt_part = pb.StreamGenerateResponse()  # positions that are converted and not sent yet
         self._prompt_part_bytes = 0
         self._last_id: int | None = None
-        self._last_message: float | None = None  # time; of the first token until there was a message
+        self._last_message: float | None = None  # time of the last message; before one, of the first token
 
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
-        """What the engine made. Its finish, if this was the last of it; if a stop string was found, `keep` is set,
-        and what the engine makes after that token is not to be added."""
+        """Add outputs of the engine, at least one. Return the engine's finish if it is among them.
+
+        Sets `keep` if a stop string is found. Do not add later outputs then.
+        """
         ids = outputs[0].token_ids if len(outputs) == 1 else [token for output in outputs for token in output.token_ids]
         for output in outputs:
             if output.logprobs:
@@ -91,21 +102,21 @@ class Answer:
             self._last_id = ids[-1]
         if self._detokenizer is None:
             self._ready += len(ids)
-            self._leave_out(0)
+            self._skip_sent(0)
             return finish
-        silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._ask.include_stop
-        self._push(self._detokenizer.push(ids[:-1] if silent else ids))
+        is_silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._checked.include_stop
+        self._push(self._detokenizer.push(ids[:-1] if is_silent else ids))
         if finish and self.keep is None:
             self._push(self._detokenizer.finish())
-        self._leave_out(self._detokenizer.held_characters)
+        self._skip_sent(self._detokenizer.held_characters)
         return finish
 
     def prompt_messages(self) -> Iterator[pb.StreamGenerateResponse]:
-        """Yield messages of prompt_logprobs alone, until what is left fits the message of the first token."""
+        """Yield messages that carry only prompt_logprobs, until the rest fits the message of the first token."""
         if self._prompt_logprobs is None:
             return
         if not self._prompt_part.prompt_logprobs:  # a prompt's first token has no probability
-            first = self._ask.request.prompt_ids[0]
+            first = self._checked.request.prompt_ids[0]
             token = pb.TokenLogprob(token_id=first, text=self._text_of(first))
             self._prompt_part.prompt_logprobs.add().chosen.MergeFrom(token)
         reports, self._prompt_logprobs = self._prompt_logprobs, []
@@ -118,33 +129,39 @@ class Answer:
             self._prompt_part.prompt_logprobs.append(position)
             self._prompt_part_bytes += size
 
-    def message(self, now: float) -> pb.StreamGenerateResponse | None:
-        """Return the next message: text, tokens without text if they are asked for, or progress. now: time.monotonic()
-        seconds."""
+    def next_message(self, now: float) -> pb.StreamGenerateResponse | None:
+        """Return a message of text, of tokens without text if they are requested, or of progress; None: none is due.
+
+        now: time.monotonic() seconds.
+        """
         if self._text or (self._ready > self._sent and self._wants_tokens) or self._is_progress_due(now):
             self._last_message = now
             return self._take()
         return None
 
-    def last(self, finish: messages.Finish, now: float) -> pb.StreamGenerateResponse:
-        """The rest, and how it ended. finish: the engine's. now: time.monotonic() seconds."""
+    def last_message(self, finish: messages.Finish, now: float) -> pb.StreamGenerateResponse:
+        """Return the message of the remaining tokens, with finish reason, usage and timing.
+
+        finish: the engine's finish.
+        now: time.monotonic() seconds.
+        """
         generated = self._sent + len(self._ids) if self.keep is None else self.keep
         self._ready = generated
         message = self._take()
-        made = message.finish
+        end = message.finish
         if self.matched_stop is not None:
-            made.reason = pb.FINISH_REASON_STOP_STRING
-            made.matched_stop = self.matched_stop
+            end.reason = pb.FINISH_REASON_STOP_STRING
+            end.matched_stop = self.matched_stop
         else:
-            made.reason = REASONS[finish.reason]
+            end.reason = REASONS[finish.reason]
             if finish.reason in ("eos", "stop_token") and self._last_id is not None:
-                made.matched_stop_token_id = self._last_id
+                end.matched_stop_token_id = self._last_id
                 if self._tokenizer:
-                    made.matched_stop = self._tokenizer.token_text(self._last_id)
-        made.usage.prompt_tokens = finish.prompt_tokens
-        made.usage.cached_tokens = finish.cached_tokens
-        made.usage.generated_tokens = generated
-        _write_timing(made.timing, finish.timing, now, self._ask.request.arrival)
+                    end.matched_stop = self._tokenizer.token_text(self._last_id)
+        end.usage.prompt_tokens = finish.prompt_tokens
+        end.usage.cached_tokens = finish.cached_tokens
+        end.usage.generated_tokens = generated
+        _write_timing(end.timing, finish.timing, now, self._checked.request.arrival)
         return message
 
     def _is_progress_due(self, now: float) -> bool:
@@ -156,26 +173,28 @@ class Answer:
         return now - self._last_message >= PROGRESS_SECONDS
 
     def _push(self, delta: Delta | None) -> None:
+        """Add the detokenizer's text to the next message."""
         if delta is None:
             return
-        self._text += delta.text[self._surplus :]
-        self._surplus = max(0, self._surplus - len(delta.text))
+        self._text += delta.text[self._skip_characters :]
+        self._skip_characters = max(0, self._skip_characters - len(delta.text))
         self._ready += delta.num_tokens
         if delta.matched_stop is not None:
             self.matched_stop, self.keep = delta.matched_stop, delta.keep
 
-    def _leave_out(self, characters: int) -> None:
-        """Of what was added first, the client has so many characters, and the tokens that it holds."""
-        if not self._held:
+    def _skip_sent(self, characters: int) -> None:
+        """Remove from the first outputs the tokens that the client has, and their text of this many characters."""
+        if not self._skip_tokens:
             return
-        held, self._held = self._held, 0
-        self._surplus = max(0, characters - len(self._text))
+        tokens, self._skip_tokens = self._skip_tokens, 0
+        self._skip_characters = max(0, characters - len(self._text))
         self._text = self._text[characters:]
-        del self._ids[:held], self._logprobs[:held]
+        del self._ids[:tokens], self._logprobs[:tokens]
 
     def _take(self) -> pb.StreamGenerateResponse:
+        """Return a message of all tokens whose text is ready, and remove them."""
         count = max(0, self._ready - self._sent)
-        ids = self._ids[:count] if self._ask.return_token_ids else None
+        ids = self._ids[:count] if self._checked.return_token_ids else None
         message = pb.StreamGenerateResponse(text=self._text, offset=self._sent, token_ids=ids, num_tokens=count)
         if self._logprobs:
             message.logprobs.extend(map(self._position, self._logprobs[:count]))
@@ -201,15 +220,16 @@ class Answer:
         return self._tokenizer.token_text(token) if self._tokenizer else ""
 
 
-def _write_timing(made: pb.Timing, timing: messages.Timing, now: float, arrival: float) -> None:
-    made.queue.FromNanoseconds(_ns(timing.queue))
+def _write_timing(target: pb.Timing, timing: messages.Timing, now: float, arrival: float) -> None:
+    """Write the phases of a request. now, arrival: time.monotonic() seconds."""
+    target.queue.FromNanoseconds(_ns(timing.queue))
     for seconds in timing.prefill_chunks:
-        made.prefill_chunks.add().FromNanoseconds(_ns(seconds))
-    made.decode.FromNanoseconds(_ns(timing.decode))
-    made.finish.FromNanoseconds(_ns(now - timing.last_step_end))
-    made.total.FromNanoseconds(_ns(now - arrival))
-    made.of_which_device.FromNanoseconds(_ns(timing.device))
-    made.of_which_host.FromNanoseconds(_ns(timing.host))
+        target.prefill_chunks.add().FromNanoseconds(_ns(seconds))
+    target.decode.FromNanoseconds(_ns(timing.decode))
+    target.finish.FromNanoseconds(_ns(now - timing.last_step_end))
+    target.total.FromNanoseconds(_ns(now - arrival))
+    target.of_which_device.FromNanoseconds(_ns(timing.device))
+    target.of_which_host.FromNanoseconds(_ns(timing.host))
 
 
 def _ns(seconds: float) -> int:

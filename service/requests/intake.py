@@ -9,7 +9,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from npuserve.service import metrics
-from npuserve.service.access.auth import caller
+from npuserve.service.access.caller import get_caller
 from npuserve.service.errors import CompressedMessage, MessageTooLarge, ServeError
 from npuserve.service.requests import message_limits
 from npuserve.service.requests import parser as request_parser
@@ -36,7 +36,7 @@ class Intake:
 
         Raises CompressedMessage, MessageTooLarge, QueueFull, InvalidField, MalformedRequest.
         """
-        who = caller(context)
+        who = get_caller(context)
         data = await self._reader.read(context, who.name if who.is_authenticated else context.peer())
         if data is None:
             return None

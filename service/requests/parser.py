@@ -18,7 +18,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from npuserve.service.access.auth import caller
+from npuserve.service.access.caller import get_caller
 from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
 from npuserve.service.requests.message_limits import MAX_DEPTH
 from npuserve.service.rpc.call import Context, call
@@ -150,5 +150,5 @@ def _streaming(
 
 async def _refuse(rpc: str, context: Context, error: ServeError) -> None:
     async with call(context, rpc, logging.INFO) as fields:
-        fields["client"] = caller(context).name
+        fields["client"] = get_caller(context).name
         raise error

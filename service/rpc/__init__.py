@@ -1,4 +1,4 @@
-"""One gRPC call, whatever its message: server, status and log line, tracing, health, connections.
+"""One gRPC call, whatever its message: server, status, log line, trace, health, connections.
 
 Imports of `service`: top level and `ipc`.
 """

@@ -1,13 +1,13 @@
-"""grpc.aio's server, without the defect by which one call whose path is not UTF-8 ends it (grpcio 1.85).
+"""grpc.aio server with a workaround for a crash of grpcio 1.85: one call whose path is not UTF-8 shuts the server down.
 
-grpc.aio decodes the path of a call of an unregistered method in the loop that accepts calls, and an exception there
-shuts the server down, before any key is checked. All of our methods are registered (grpcio's generated code does it).
-So a call that reaches that loop is of none of them, and is answered here before the loop sees it: as UNIMPLEMENTED,
-which it would have been.
+grpc.aio decodes the path of a call to an unregistered method in the loop that accepts calls. An exception in that loop
+shuts the server down, before any API key is checked. grpcio's generated code registers all our methods, so a call that
+reaches the loop names an unknown method. This module answers such a call with UNIMPLEMENTED, as grpc.aio would, before
+the loop decodes its path.
 
-This needs private names of grpcio, which may change with any minor version. Hence pyproject.toml excludes the minor
-versions that are not tested (tests/e2e/test_fuzz.py), and a front end does not start without these names. No issue of
-this defect is known upstream; https://github.com/grpc/grpc/issues/25400 is one of the same kind.
+The workaround needs private names of grpcio, which any minor version may change. pyproject.toml therefore excludes
+untested minor versions (tests/e2e/test_fuzz.py), and a front end refuses to start without these names. No upstream
+issue describes this crash; https://github.com/grpc/grpc/issues/25400 is similar.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError:
     cygrpc = None
 
 PRIVATE_NAMES = ("AioServer._request_call", "_ServicerContext.abort", "ExecuteBatchError")
-"""Of `cygrpc`."""
+"""Names in `cygrpc` that the workaround needs."""
 
 
 def check_private_names() -> None:
@@ -47,7 +47,7 @@ def check_private_names() -> None:
 def _server_class() -> type[Any]:
     class AioServer(cygrpc.AioServer):  # type: ignore[misc]
         async def _request_call(self) -> Any:
-            """Refuse calls of unregistered methods; never return one. Raises what ends the base's own."""
+            """Refuse calls to unregistered methods, without end. Raises the exceptions of the base class's method."""
             refusals: set[asyncio.Task[None]] = set()
             while True:
                 state = await super()._request_call()
@@ -60,14 +60,16 @@ def _server_class() -> type[Any]:
 
 async def _refuse(state: Any) -> None:
     context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())
-    with contextlib.suppress(grpc.aio.BaseError, cygrpc.ExecuteBatchError):  # the abort's own; or the client is gone
+    with contextlib.suppress(grpc.aio.BaseError, cygrpc.ExecuteBatchError):  # abort() raises; a client may leave
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 def server(interceptors: list[Any], options: list[tuple[str, int]]) -> grpc.aio.Server:
-    """Return what grpc.aio.server returns, without the defect. interceptors: grpc.aio.ServerInterceptor.
+    """Return a grpc.aio server with the workaround.
 
-    Raises ConfigError for a grpcio in which the defect cannot be avoided.
+    interceptors: instances of grpc.aio.ServerInterceptor.
+    options: channel arguments.
+    Raises ConfigError if this grpcio lacks the private names of the workaround.
     """
     check_private_names()
     cygrpc.AioServer = _server_class()

@@ -1,4 +1,4 @@
-"""One RPC from its start to its one reply: errors to gRPC status, the counter, the log line."""
+"""One RPC from start to status: errors as gRPC status, the request counter, the log line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc.aio
 from google.rpc import code_pb2
@@ -19,42 +19,55 @@ from grpc_status import rpc_status
 
 from npuserve.service import logs, metrics
 from npuserve.service.errors import InternalError, ServeError, SlowReader, to_status
-
-if TYPE_CHECKING:
-    from npuserve.service.rpc.refusal_pace import RefusalPace
-    from npuserve.service.rpc.tracing import Trace
+from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+CLIENT_ERRORS = (
+    code_pb2.UNAUTHENTICATED, code_pb2.PERMISSION_DENIED, code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED,
+    code_pb2.NOT_FOUND)
+"""Codes of errors that a client causes. They are throttled; errors of a busy or draining server are not."""
+SLOW_READER_SECONDS = 1.0
+"""Maximum wait until the status of a SlowReader is sent: it queues behind the messages that the client did not read."""
 
-class Delayed(Exception):
-    """A refusal that is to be sent later, by `refuse_later`."""
+refusal_throttle: ContextVar[RefusalThrottle | None] = ContextVar("refusal_throttle", default=None)
+"""Throttle of the current task's call. The interceptor of access/auth.py sets it, and sends delayed refusals."""
+
+
+class CallTrace(Protocol):
+    """Trace of one call, as rpc/tracing.py implements it."""
+
+    @property
+    def id(self) -> str:
+        """Trace id in hex."""
+
+    def end(self, code: str, fields: dict[str, Any]) -> None:
+        """End the trace. code: name of the gRPC code. fields: fields of the call's log line."""
+
+
+class DelayedRefusal(Exception):
+    """Refusal to send after `seconds`, by `refuse_after_delay`."""
 
     def __init__(self, error: ServeError, seconds: float):
         self.error = error
         self.seconds = seconds
 
 
-CLIENTS_OWN = (
-    code_pb2.UNAUTHENTICATED, code_pb2.PERMISSION_DENIED, code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED,
-    code_pb2.NOT_FOUND)
-"""Errors that a client makes: they are paced. Those of a busy or leaving server are told at once."""
-
-# Of the server whose call's task this is; set by the guard, which sends what is delayed.
-refusal_pace: ContextVar[RefusalPace | None] = ContextVar("refusal_pace", default=None)
-
-
 @contextlib.asynccontextmanager
 async def call(
-    context: Context, rpc: str, level: int = logging.DEBUG, trace: Trace | None = None
+    context: Context, rpc: str, level: int = logging.DEBUG, trace: CallTrace | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """The body of one RPC. What it puts into the dict stands in the log line, written at `level`, and in the trace.
+    """Run the body of one RPC; yield a dict whose items become fields of the log line and of the trace.
 
-    A ServeError becomes its gRPC status; any other exception is a bug, INTERNAL to the client with an id that stands
-    beside the traceback in the log, without the exception's text unless prompts are logged. A cancel passes through:
-    the client is gone, or its deadline. Raises Delayed where the client gets too many errors.
+    A ServeError becomes its gRPC status. Any other exception is a bug: the client gets INTERNAL with an id, which the
+    log holds beside the traceback. The exception's text is logged only if prompts are. A cancel, by the client or its
+    deadline, is raised again.
+
+    rpc: name of the method.
+    level: level of the log line.
+    Raises DelayedRefusal if the client's refusals are throttled.
     """
     began = time.monotonic()
     allowed = context.time_remaining()
@@ -65,26 +78,26 @@ async def call(
     try:
         yield fields
     except asyncio.CancelledError:
-        code = gone(context.time_remaining(), allowed)
+        code = cancel_code(context.time_remaining(), allowed)
         raise
     except ServeError as error:
         code = code_pb2.Code.Name(error.code)
         fields["error"] = error.logged
-        pace = refusal_pace.get()
-        if pace and error.code in CLIENTS_OWN and (delay := pace.delay(peer_name(context.peer()))):
-            raise Delayed(error, delay) from None
-        # A slow reader's status waits behind what it has not read: it is sent when that is, and nobody waits for it.
+        throttle = refusal_throttle.get()
+        if throttle and error.code in CLIENT_ERRORS and (delay := throttle.delay(peer_name(context.peer()))):
+            raise DelayedRefusal(error, delay) from None
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(_abort(context, error), 1 if isinstance(error, SlowReader) else None)
+            seconds = SLOW_READER_SECONDS if isinstance(error, SlowReader) else None
+            await asyncio.wait_for(_abort(context, error), seconds)
     except Exception as error:
         if context.cancelled() or context.done():
-            code = gone(context.time_remaining(), allowed)
+            code = cancel_code(context.time_remaining(), allowed)
             raise asyncio.CancelledError from None
         code = "INTERNAL"
-        bug = uuid.uuid4().hex
-        fields["error_id"] = bug
+        error_id = uuid.uuid4().hex
+        fields["error_id"] = error_id
         logs.bug(log, "internal error", error, **fields)
-        await _abort(context, InternalError(f"internal error, id {bug}"))
+        await _abort(context, InternalError(f"internal error, id {error_id}"))
     finally:
         metrics.requests_total.labels(rpc, code).inc()
         if trace:
@@ -92,32 +105,36 @@ async def call(
         logs.event(log, "request", level=level, code=code, seconds=round(time.monotonic() - began, 6), **fields)
 
 
-async def refuse_later(context: Context, refusal: Delayed) -> None:
-    """Let go of the call's request, wait, and end the call with the error."""
-    for one in (refusal, refusal.error):
-        while one is not None:
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__, one = None, one.__context__  # type: ignore[assignment]
+async def refuse_after_delay(context: Context, refusal: DelayedRefusal) -> None:
+    """Free the call's request, wait, and end the call with the refusal's error."""
+    for error in (refusal, refusal.error):
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__, error = None, error.__context__  # type: ignore[assignment]
     await asyncio.sleep(refusal.seconds)
     await _abort(context, refusal.error)
 
 
 async def _abort(context: Any, error: ServeError) -> None:
-    """With the error's details, and what the handler has set as trailing metadata."""
+    """End the call with the error's status and details. Keep the trailing metadata that the handler has set."""
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, (*status.trailing_metadata, *(context.trailing_metadata() or ())))
 
 
 def peer_name(peer: str) -> str:
-    """gRPC's name of a peer without the port: `ipv4:10.0.0.7`, `ipv6:[fe80::1]`, else `local`."""
+    """Return gRPC's name of a peer without the port: `ipv4:10.0.0.7` or `ipv6:[fe80::1]`; else `local`."""
     match = re.fullmatch(r"(ipv4:[0-9.]+|ipv6:(?:\[|%5B).*(?:\]|%5D)):\d+", peer)
     return match[1].replace("%5B", "[").replace("%5D", "]") if match else "local"
 
 
-def gone(left: float | None, allowed: float | None) -> str:
-    """What a call ended of that was not ours to end. left, allowed: seconds to its deadline, now and at its start.
+def cancel_code(left: float | None, allowed: float | None) -> str:
+    """Return the code of a cancelled call: DEADLINE_EXCEEDED at its deadline, else CANCELLED.
 
-    A client ends a call at its own deadline, a little before ours: the timeout on the wire is rounded up by up to 1 %.
+    A client ends a call at its own deadline, slightly before the server's: the timeout on the wire is rounded up by up
+    to 1 %.
+
+    left: seconds to the deadline now; None: no deadline.
+    allowed: seconds to the deadline at the start of the call; None: no deadline.
     """
     late = left is not None and allowed is not None and left <= max(0.02, 0.01 * allowed)
     return "DEADLINE_EXCEEDED" if late else "CANCELLED"

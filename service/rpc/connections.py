@@ -1,9 +1,10 @@
-"""Client connections during a drain: the calls under way on each, and the closing of those without calls.
+"""Client connections of a front end: the active calls of each, and the closing of idle connections during a drain.
 
-A drain ends with gRPC's graceful stop. It sends GOAWAY, and then cancels each call that still arrives on an open
-connection, without a reason or a time to retry (github.com/grpc/grpc/issues/41785). A client that reads its connection
-sees GOAWAY and connects anew. Some libraries do not read idle connections, so their next call would be cancelled. So
-idle connections are closed before the graceful stop: their next call is UNAVAILABLE, or goes to a new connection.
+A drain ends with gRPC's graceful stop, which sends GOAWAY. It then cancels each call that still arrives on an open
+connection, without a reason and without RetryInfo (github.com/grpc/grpc/issues/41785). A client that reads its
+connection receives GOAWAY and reconnects. Some libraries do not read idle connections, so gRPC would cancel their next
+call. Idle connections are therefore closed before the graceful stop: the client's next call fails with UNAVAILABLE, or
+opens a new connection.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from npuserve.service.rpc.call import Context
 
 
 class Connections:
-    """Counts of the calls under way on each connection, by gRPC's name of its peer."""
+    """Number of active calls of each connection, by gRPC's name of its peer."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
-        self._none = asyncio.Event()
-        self._none.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def begin(self, context: Context) -> None:
-        """Count a call as under way until its status is sent, or its client is gone."""
+        """Count a call as active until its status is sent, or its client has left."""
         peer = context.peer()
         self._calls[peer] += 1
-        self._none.clear()
+        self._idle.clear()
         context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
 
     def _end(self, peer: str) -> None:
@@ -39,16 +40,19 @@ class Connections:
         if not self._calls[peer]:
             del self._calls[peer]
         if not self._calls:
-            self._none.set()
+            self._idle.set()
 
-    async def wait_until_none(self, seconds: float) -> bool:
-        """Wait until no call is under way, but at most `seconds`. Return whether there is none."""
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Wait at most `seconds` until no call is active. Return whether none is."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._none.wait(), max(0.0, seconds))
-        return self._none.is_set()
+            await asyncio.wait_for(self._idle.wait(), max(0.0, seconds))
+        return self._idle.is_set()
 
     def close_idle(self, port: int) -> None:
-        """Close this process's connections to its own `port` that have no call, where the system lists open files."""
+        """Close this process's connections to its own `port` that have no active call.
+
+        Does nothing where the system has no /proc/self/fd.
+        """
         busy = {_address(peer) for peer in self._calls}
         with contextlib.suppress(FileNotFoundError):
             for descriptor in os.listdir("/proc/self/fd"):
@@ -65,7 +69,7 @@ class Connections:
 
 
 def _address(peer: str) -> tuple[str, int]:
-    """Host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) of anything else."""
+    """Return host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) for any other peer."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else ("", 0)

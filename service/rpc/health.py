@@ -1,4 +1,10 @@
-"""grpc.health.v1 with a streaming Watch: readiness and liveness apart."""
+"""Servicer of grpc.health.v1 with a streaming Watch, and with readiness apart from liveness.
+
+It does not extend grpcio-health-checking's `health.aio.HealthServicer` (1.85), for two reasons. The Watch of that
+servicer never ends, so that each watcher would hold up a drain for its whole grace period. It also holds the service's
+lock while it writes, and `set` needs that lock: one watcher that reads nothing blocks every change of the status, also
+for Check. Everything but Check would have to be overridden.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +23,13 @@ NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING
 UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVENESS = "npuserve.liveness"
+"""Service name that is SERVING as long as the process answers."""
 READINESS = ("", "npuserve.readiness", "npuserve.v1.InferenceService", "npuserve.v1.AdminService")
+"""Service names that are SERVING while the server accepts requests."""
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Liveness serves from the start; the others once `set_ready` says so, and never again after `drain`.
-
-    Unlike the reference servicer's, a Watch ends after the last word of a drain, so that nobody who watches makes the
-    server wait for its whole grace.
-    """
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Health of one front end: liveness from the start, readiness by `set_ready`, and no readiness after `drain`."""
 
     def __init__(self) -> None:
         self._ready = False
@@ -33,13 +37,15 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set_ready(self, ready: bool) -> None:
+        """Set readiness. Ignored during a drain."""
         if ready != self._ready and not self._draining:
             self._ready = ready
-            self._tell()
+            self._notify()
 
     def drain(self) -> None:
+        """Set readiness to NOT_SERVING for good. Each Watch sends its last status and ends."""
         self._ready, self._draining = False, True
-        self._tell()
+        self._notify()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         status = self._status(request.service)
@@ -50,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:
         last = None
         while True:
-            # All of one moment: a drain that begins during the write has its own last word to be sent.
+            # Read these three together: a drain that begins during the write below must send its own last status.
             changed, status, draining = self._changed, self._status(request.service), self._draining
             if status != last:
                 await context.write(pb.HealthCheckResponse(status=status))
@@ -66,8 +72,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             return SERVING if self._ready else NOT_SERVING
         return UNKNOWN
 
-    def _tell(self) -> None:
-        """Wake the watchers. Each change has its own event, so that no watcher misses one or sees it twice."""
+    def _notify(self) -> None:
+        """Wake all watchers. Each change has its own event, so that a watcher handles each change once."""
         metrics.ready.set(self._ready)
         self._changed.set()
         self._changed = asyncio.Event()

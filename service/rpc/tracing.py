@@ -1,15 +1,16 @@
-"""Each call as OpenTelemetry spans, exported over OTLP; imported only where `--otlp-endpoint` asks for it.
+"""OpenTelemetry spans of each call, exported over OTLP. Imported only if `--otlp-endpoint` is set.
 
-A call's span continues the client's trace (`traceparent` of W3C Trace Context, in the gRPC metadata). Its phases are
-spans below it, made when it has ended from the times that the engine measures anyway, so that a token costs nothing:
+A call's span continues the client's trace (`traceparent` of W3C Trace Context, in the gRPC metadata). The phases are
+its child spans. They are created when the call ends, from times that the engine measures in any case, so that tracing
+adds no cost to a token:
 
-    StreamGenerate  arrival ├──────────────────────────────────────────────────────────┤ the last message is written
+    StreamGenerate  arrival ├──────────────────────────────────────────────────────────┤ last message written
     queue                   ├──────┤
     prefill chunk                  ├──────┼──────┤                     one for each chunk
     decode                                       ├───────────────────┤
     detokenize and send                                              ├─────────────────┤ of the last step's tokens
 
-A request that was preempted has its waits in one `queue` and its chunks one after the other, as messages.Timing has.
+A preempted request has all its waiting time in one `queue` span and its chunks in sequence, as in messages.Timing.
 A call that the engine did not finish (refused, cancelled) has no phases.
 """
 
@@ -37,9 +38,9 @@ from npuserve.v1 import inference_service_pb2
 
 EXPORT_SECONDS = 5.0
 SERVICE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-# What is the server's fault, by OpenTelemetry's conventions for gRPC servers.
-FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
-# Attribute by the name of a field of the log line.
+# gRPC codes that OpenTelemetry's conventions count as errors of a gRPC server.
+SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+# Field of the log line -> attribute of the span.
 ATTRIBUTES = {
     "id": "gen_ai.response.id", "prompt_tokens": "gen_ai.usage.input_tokens",
     "generated_tokens": "gen_ai.usage.output_tokens", "cached_tokens": "npuserve.cached_tokens",
@@ -47,10 +48,10 @@ ATTRIBUTES = {
 
 
 class Tracing:
-    """Exports to `endpoint`, from a thread, until `close`. One for a front end.
+    """Tracer of one front end. A thread exports its spans to `endpoint` until `close`.
 
-    The sampler and the service's name are OpenTelemetry's own settings (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME): by
-    default a client's choice holds, and a call without a parent is traced.
+    OpenTelemetry's own settings select the sampler and the service's name (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME). By
+    default the client's sampling decision applies, and a call without a parent span is sampled.
     """
 
     def __init__(self, endpoint: str):
@@ -61,19 +62,19 @@ class Tracing:
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
 
     def begin(self, context: Context, rpc: str) -> Trace:
-        """The trace of a call that begins now."""
+        """Start the trace of a call, now."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         return Trace(self._tracer, metadata, rpc)
 
     def close(self) -> None:
-        """Export what is left, for at most TRACES_SECONDS: a collector that does not answer delays no exit."""
+        """Export the remaining spans, for at most TRACES_SECONDS: a silent collector must not delay the exit."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(TRACES_SECONDS)
 
 
 class Trace:
-    """One call. `end` it once; `finished`, before that, if the engine finished it."""
+    """Trace of one call. Call `finished` if the engine finished the request, and then `end` once in any case."""
 
     def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str):
         self._tracer = tracer
@@ -85,10 +86,16 @@ class Trace:
 
     @property
     def id(self) -> str:
+        """Trace id in hex."""
         return format(self._span.get_span_context().trace_id, "032x")
 
     def finished(self, timing: messages.Timing, model: str, first_token: float | None) -> None:
-        """The engine's part is over. first_token: time.monotonic() seconds."""
+        """Record the engine's timing.
+
+        timing: phases of the request, in seconds.
+        model: name of the served model.
+        first_token: time.monotonic() seconds; None: there was none.
+        """
         self._timing = timing
         self._span.set_attributes({
             "gen_ai.operation.name": "text_completion", "gen_ai.request.model": model,
@@ -97,7 +104,7 @@ class Trace:
             self._span.add_event("first token", timestamp=self._at(first_token))
 
     def end(self, code: str, fields: dict[str, Any]) -> None:
-        """code: of gRPC, by name. fields: of the call's log line."""
+        """End the span, and create its phases. code: name of the gRPC code. fields: fields of the call's log line."""
         now = time.monotonic()
         span = self._span
         if span.is_recording():
@@ -105,7 +112,7 @@ class Trace:
             span.set_attributes({name: fields[key] for key, name in ATTRIBUTES.items() if key in fields})
             if "reason" in fields:
                 span.set_attribute("gen_ai.response.finish_reasons", [fields["reason"]])
-            if code in FAULTS:
+            if code in SERVER_ERRORS:
                 span.set_status(Status(StatusCode.ERROR, fields.get("error", code)))
             within = set_span_in_context(span)
             for name, begin, end in self._phases(now):
@@ -113,7 +120,7 @@ class Trace:
         span.end(self._at(now))
 
     def _phases(self, now: float) -> Iterator[tuple[str, float, float]]:
-        """(name, begin, end), one after the other, in time.monotonic() seconds."""
+        """Yield (name, begin, end) of each phase in order, in time.monotonic() seconds."""
         timing = self._timing
         if timing is None:
             return
@@ -125,5 +132,5 @@ class Trace:
         yield "detokenize and send", timing.last_step_end, now
 
     def _at(self, seconds: float) -> int:
-        """Nanoseconds of Unix time."""
+        """Convert time.monotonic() seconds to nanoseconds of Unix time."""
         return self._clock + round(seconds * 1e9)

@@ -1,4 +1,4 @@
-"""Certificates made by the program openssl: authorities, what they sign, and when it ends."""
+"""Test certificates made by the program openssl: authorities and the certificates that they sign."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"
 
 
 def openssl(*arguments: object) -> str:
+    """Run openssl; return its output."""
     done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -28,14 +29,14 @@ class Pair:
     key: Path
 
     def install(self, cert: Path, key: Path) -> None:
-        """In the place of others, each at one go."""
+        """Replace the files at these paths, each atomically."""
         for source, target in ((self.cert, cert), (self.key, key)):
             shutil.copy(source, fresh := target.with_suffix(".new"))
             os.replace(fresh, target)
 
 
 class Authority(Pair):
-    """Signs certificates for 127.0.0.1, and keeps all in `folder`."""
+    """Authority that signs certificates for 127.0.0.1, and stores all files in `folder`."""
 
     def __init__(self, folder: Path, name: str = "authority", days: int = 10):
         super().__init__(folder / f"{name}.pem", folder / f"{name}.key")
@@ -43,7 +44,12 @@ class Authority(Pair):
         openssl("req", "-x509", *NEW_KEY, "-keyout", self.key, "-out", self.cert, "-subj", f"/CN={name}", "-days", days)
 
     def issue(self, name: str, days: int = 10, names: str = "DNS:localhost,IP:127.0.0.1") -> Pair:
-        """days: to its end, which may be past."""
+        """Return a new certificate with its key.
+
+        name: common name.
+        days: days until it expires; negative: it has expired.
+        names: alternative names, as openssl writes them; "": none.
+        """
         made = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         request = self._folder / f"{name}.csr"
         alternative = ("-addext", f"subjectAltName={names}") if names else ()

@@ -1,6 +1,6 @@
-"""The engine's end of the socket without an engine: an answer counts on from its prompt's last token.
+"""Fake engine at the engine's end of the socket. Its answers count up from the last token of the prompt.
 
-The next id is (last id + 1) mod `vocabulary`: with the alphabet's tokenizer of `make_folder`, "ab" goes on "cdef…".
+The next id is (last id + 1) mod CYCLE: with the alphabet's tokenizer of `make_folder`, "cdef…" follows "ab".
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CYCLE = 26
 VOCABULARY = 300
 EOS = 297
-"""<eos> of `make_folder`'s tokenizer; the fake never makes it unless told to."""
+"""<eos> of `make_folder`'s tokenizer. The fake generates it only from `script`."""
 INFO = ModelInfo(
     family="CountingForCausalLM", vocabulary_size=VOCABULARY, max_model_len=64, dtype="float32", quantization="none",
     kv_cache_dtype="float32", backend="cpu", max_num_seqs=4, max_queue=4, kv_cache_tokens=1024, parameters=7,
@@ -56,8 +56,14 @@ CHAT_TEMPLATE = (
 
 
 def make_folder(folder: Path, *, chat: bool = True, tokenizer: bool = True, **generation: object) -> Path:
-    """A model's folder without weights. Ids 0 to 25 are a to z, 26 to 255 the other bytes, then <eos> = 297 and two
-    more special tokens, 298 and 299."""
+    """Write a model's folder without weights; return it.
+
+    Ids 0 to 25 are a to z, and 26 to 255 the other bytes. 297 is <eos>; 298 and 299 are two more special tokens.
+
+    chat: add a chat template.
+    tokenizer: add a tokenizer.
+    generation: content of generation_config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"architectures": ["CountingForCausalLM"], "eos_token_id": EOS}))
     if generation:
@@ -78,11 +84,15 @@ def make_folder(folder: Path, *, chat: bool = True, tokenizer: bool = True, **ge
 
 
 class FakeEngine:
-    """Serves `address` until `die`.
+    """Fake engine that serves `address` until `die`.
 
-    delay: seconds a token. script: what answers are made of in place of counting. refuse: the error of every Submit, as
-    on the wire. hold: answers wait until it is set. records: what may
-    be resumed, by token. cached: of each Finish. received: all messages, in order.
+    delay: seconds a token.
+    batch: tokens an output.
+    script: token ids of every answer, repeated; None: count.
+    refuse: error with which every Submit is refused; None: accept.
+    hold: answers wait until it is set.
+    records: streams that can be resumed, by resume token.
+    received: all messages, in order.
     """
 
     def __init__(self, address: str, *, epoch: int = 1, info: ModelInfo = INFO, delay: float = 0.0, batch: int = 1):
@@ -106,7 +116,7 @@ class FakeEngine:
         self._task = asyncio.ensure_future(self._serve())
 
     async def die(self) -> None:
-        """As a killed process: at once, whatever is under way. `start` may follow, as a new one does."""
+        """End at once, like a killed process. `start` may follow, like a restart."""
         if self._task is None:
             return
         tasks = [self._task, *self._live.values()]
@@ -121,6 +131,7 @@ class FakeEngine:
         return len(self._live)
 
     def got(self, kind: type) -> list:
+        """Return the received messages of one type, in order."""
         return [message for message in self.received if isinstance(message, kind)]
 
     async def send(self, frontend: bytes, message: messages.ToFrontend) -> None:
@@ -192,7 +203,7 @@ class FakeEngine:
         return Finish(reason, len(request.prompt_ids), 3, generated, timing)
 
     async def _answer(self, frontend: bytes, key: int, request: messages.Request) -> None:
-        """One Output each `batch` tokens."""
+        """Send the answer, with one Output each `batch` tokens."""
         await self.hold.wait()
         started = [Started(key, 3)]
         await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], started))
@@ -233,7 +244,7 @@ class FakeEngine:
 
 @contextlib.asynccontextmanager
 async def engine(started: bool = True, **options: object) -> AsyncIterator[FakeEngine]:
-    """A fake at an address of its own, in a folder short enough for a socket's path."""
+    """Run a fake engine at its own address, in a folder whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="npu") as folder:
         fake = FakeEngine(f"{folder}/e", **options)  # type: ignore[arg-type]
         if started:
@@ -245,7 +256,7 @@ async def engine(started: bool = True, **options: object) -> AsyncIterator[FakeE
 
 
 async def until(true: object, seconds: float = 10.0) -> None:
-    """Wait until `true()`."""
+    """Wait until `true()` returns a true value, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not true():  # type: ignore[operator]
         assert time.monotonic() < deadline

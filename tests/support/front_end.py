@@ -1,4 +1,4 @@
-"""A whole front end over a fake engine, in one process, and a client of it."""
+"""Complete front end over a fake engine, in one process, with a client."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support.fake_engine import FakeEngine, until
 KEY = "npuserve-test"
 
 
-async def _with_key(go_on: Any, details: Any, request: Any) -> Any:
+async def _with_key(continuation: Any, details: Any, request: Any) -> Any:
     metadata = grpc.aio.Metadata(*(details.metadata or ()), ("authorization", f"Bearer {KEY}"))
-    return await go_on(details._replace(metadata=metadata), request)
+    return await continuation(details._replace(metadata=metadata), request)
 
 
 class _UnaryKey(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
@@ -36,6 +36,8 @@ class _StreamKey(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-ar
 
 @dataclass
 class Running:
+    """Running front end, its fake engine, and a client."""
+
     engine: FakeEngine
     frontend: Frontend
     target: str
@@ -49,8 +51,13 @@ async def running(
     folder: Path, *, start_engine: bool = True, credentials: grpc.ChannelCredentials | None = None,
     administrator: bool = False, **config: object
 ) -> AsyncIterator[Running]:
-    """A server of the model in `folder`; credentials: of the client, None for none; administrator: the client has a key
-    with the admin right, else there are no keys; config: of ServerConfig."""
+    """Serve the model in `folder`.
+
+    start_engine: False: the test starts the engine.
+    credentials: the client's TLS credentials; None: no TLS.
+    administrator: the client has an API key with the admin right; False: the server has no API keys.
+    config: fields of ServerConfig.
+    """
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if administrator:
         config["api_keys"] = str(folder / "keys")
@@ -78,7 +85,7 @@ async def running(
 
 
 def ask(prompt: str | list[int] = "a", max_tokens: int | None = 5, **fields: object) -> pb.GenerateRequest:
-    """A request; fields: of the sub-messages or the request, by their names."""
+    """Return a request. fields: fields of the request or of its sub-messages, by name."""
     made = pb.GenerateRequest()
     if isinstance(prompt, str):
         made.text = prompt
@@ -87,8 +94,8 @@ def ask(prompt: str | list[int] = "a", max_tokens: int | None = 5, **fields: obj
     if max_tokens is not None:
         made.stopping.max_tokens = max_tokens
     for name, value in fields.items():
-        homes = (made, made.sampling, made.stopping, made.output, made.scheduling)
-        part = next(home for home in homes if name in home.DESCRIPTOR.fields_by_name)
+        parents = (made, made.sampling, made.stopping, made.output, made.scheduling)
+        part = next(parent for parent in parents if name in parent.DESCRIPTOR.fields_by_name)
         if isinstance(value, dict):
             getattr(part, name).update(value)
         elif isinstance(value, (list, tuple)):

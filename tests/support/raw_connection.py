@@ -1,4 +1,4 @@
-"""A gRPC client that reads nothing of its connection until it makes a call, as gRPC 1.51 for C++ does."""
+"""gRPC client that reads its connection only during a call, like gRPC 1.51 for C++."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.fuzz.wire import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, header
 
 BINARY_METADATA = struct.pack(">HI", 0xFE03, 1)
-"""The setting by which a client of gRPC takes binary metadata without base64."""
+"""HTTP/2 setting with which a gRPC client accepts binary metadata without base64."""
 
 
 class RawConnection:
-    """One HTTP/2 connection. `open` it, then make calls one after the other."""
+    """One HTTP/2 connection. `open` it, then make one call at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
@@ -22,7 +22,7 @@ class RawConnection:
 
     @classmethod
     async def open(cls, port: int) -> RawConnection:
-        """Connect, and read until the server has answered the preface."""
+        """Connect, and read until the server has sent its settings."""
         made = cls(*await asyncio.open_connection("127.0.0.1", port))
         made._writer.write(PREFACE + frame(SETTINGS, payload=BINARY_METADATA))
         while (await made._frame())[0] != SETTINGS:
@@ -30,8 +30,10 @@ class RawConnection:
         return made
 
     async def generate(self, request: pb.GenerateRequest) -> bytes:
-        """Call Generate; return the last headers, in which HPACK leaves texts of the first call readable. Raises
-        IncompleteReadError if the server closed the connection."""
+        """Call Generate; return the encoded trailers. HPACK leaves the strings of a connection's first call readable.
+
+        Raises IncompleteReadError if the server closed the connection.
+        """
         fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/npuserve.v1.InferenceService/Generate"),
                   (b":authority", b"x"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]
         stream, body = self._stream, request.SerializeToString()
@@ -45,6 +47,7 @@ class RawConnection:
                 return payload
 
     async def wait_until_closed(self) -> None:
+        """Read until the server closes the connection."""
         while await self._reader.read(1 << 16):
             pass
 
@@ -52,7 +55,7 @@ class RawConnection:
         self._writer.close()
 
     async def _frame(self) -> tuple[int, int, int, bytes]:
-        """(kind, flags, stream, payload)."""
+        """Read one frame; return (kind, flags, stream, payload)."""
         head = await self._reader.readexactly(9)
         payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
         return head[3], head[4], int.from_bytes(head[5:], "big"), payload

@@ -1,4 +1,7 @@
-"""Front end, engine and scheduler in one process, over a runner that counts: "ab" goes on "cdef…", and "z" on "ab…"."""
+"""Front end, engine and scheduler in one process, over a runner that counts.
+
+"cdef…" follows "ab", and "ab…" follows "z".
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Whole:
+    """Running server with its parts."""
+
     scheduler: Scheduler
     engine: Engine
     frontend: Frontend
@@ -36,7 +41,7 @@ class Whole:
     async def client(
         self, *options: tuple[str, int]
     ) -> AsyncIterator[inference_service_pb2_grpc.InferenceServiceStub]:
-        """On a connection of its own."""
+        """Yield a stub on its own connection. options: channel options."""
         own = [*options, ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(self.target, own) as channel:
             yield inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -47,7 +52,12 @@ async def whole_server(
     tmp_path: Path, *, delay: float = 0.0, blocks: int = 1024, max_num_seqs: int = 8, max_queue: int = 64,
     **config: object,
 ) -> AsyncIterator[Whole]:
-    """At its end all requests must be gone, and their blocks. config: of ServerConfig."""
+    """Serve the counting model. At the end, all requests must have ended and all blocks must be free.
+
+    delay: seconds a step.
+    blocks: size of the KV cache, in blocks of BLOCK_SIZE tokens.
+    config: fields of ServerConfig.
+    """
     folder = make_folder(tmp_path / "counting")
     settings = ServerConfig(**{"model": str(folder), "drain_seconds": 0.1, **config})  # type: ignore[arg-type]
     scheduler = Scheduler(

@@ -25,8 +25,8 @@ class AbortRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     client: _builtins.str
-    """Whose request: the name of the API key, `cert:` and the name of the certificate, or the address, as in the log.
-    Needed only where several clients have a live request of that id.
+    """The request's client, as in the log: name of the API key, `cert:` and name of the certificate, or address. Needed only
+    if several clients have a live request with this id.
     """
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DrainRequest(_message.Message):
     GRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long running requests may still take, up to a day; absent: the server's drain_seconds."""
+        """Time limit of the running requests, at most one day. Default: the server's drain_seconds."""
 
     def __init__(
         self,
@@ -213,9 +213,9 @@ class GetServerInfoResponse(_message.Message):
     ENGINE_EPOCH_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     config_json: _builtins.str
-    """The configuration in force, as JSON; no secret is part of it."""
+    """The active configuration as JSON, without secrets."""
     engine_epoch: _builtins.int
-    """Rises by one with each start of the engine."""
+    """Increases by one at each start of the engine."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration: ...
     def __init__(

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Operating the server. Its own service, so that a mesh can authorise it apart. PERMISSION_DENIED unless the caller has an
-    API key with the admin right, or a client certificate that the server's admin_certificates names.
+    """Administration of the server. It is a separate service, so that a mesh can authorize it separately. PERMISSION_DENIED
+    unless the caller has an API key with the admin right, or a client certificate that the server's admin_certificates names.
     """
 
     def __init__(self, channel):
@@ -69,28 +69,28 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Operating the server. Its own service, so that a mesh can authorise it apart. PERMISSION_DENIED unless the caller has an
-    API key with the admin right, or a client certificate that the server's admin_certificates names.
+    """Administration of the server. It is a separate service, so that a mesh can authorize it separately. PERMISSION_DENIED
+    unless the caller has an API key with the admin right, or a client certificate that the server's admin_certificates names.
     """
 
     def Abort(self, request, context):
-        """Ends a live request with FINISH_REASON_ABORTED; NOT_FOUND if there is none of that id, INVALID_ARGUMENT if several
-        clients have one and `client` does not say whose.
+        """Ends a live request with FINISH_REASON_ABORTED. NOT_FOUND if no live request has this id. INVALID_ARGUMENT if several
+        clients have one with this id and `client` is not set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """As SIGTERM: takes no new requests, lets the running ones end within `grace`, and then the server leaves. Returns
-        at once. A drain that is under way keeps its time.
+        """Drains and stops the server, like SIGTERM: new requests are refused, and running requests may end within `grace`.
+        Returns at once. It does not change the end of a drain that has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Forgets every cached prefix that no running request uses.
+        """Evicts every cached prefix that no running request uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +111,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Version, start time and configuration.
+        """Returns version, uptime and configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,8 +159,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Operating the server. Its own service, so that a mesh can authorise it apart. PERMISSION_DENIED unless the caller has an
-    API key with the admin right, or a client certificate that the server's admin_certificates names.
+    """Administration of the server. It is a separate service, so that a mesh can authorize it separately. PERMISSION_DENIED
+    unless the caller has an API key with the admin right, or a client certificate that the server's admin_certificates names.
     """
 
     @staticmethod

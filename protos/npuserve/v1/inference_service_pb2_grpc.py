@@ -28,7 +28,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Text generation from the served model. Errors are gRPC status with google.rpc details, never part of a message.
+    """Text generation with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
     """
 
     def __init__(self, channel):
@@ -75,54 +75,54 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Text generation from the served model. Errors are gRPC status with google.rpc details, never part of a message.
+    """Text generation with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
     """
 
     def Generate(self, request, context):
-        """The whole answer in one message.
+        """Returns the whole answer in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """The answer as it is made. The concatenated text equals that of Generate byte for byte.
+        """Streams the answer as it is generated. The concatenated text equals the text of Generate byte for byte.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeStream(self, request, context):
-        """Continues a stream, through any front end, where its client is: nothing is repeated, nothing is missing. A stream
-        that another call still reads is taken over: that call ends with ABORTED.
+        """Continues a stream at the client's token offset, without gap or repetition, on any front end of the server. If another
+        call still reads the stream, that call ends with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat to token ids, exactly as Generate would read it.
+        """Converts text or a chat to token ids, exactly as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Converts token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served, and its limits.
+        """Returns the properties and limits of the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the server is: for routers and autoscalers.
+        """Returns the server's load, for routers and autoscalers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +175,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Text generation from the served model. Errors are gRPC status with google.rpc details, never part of a message.
+    """Text generation with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
     """
 
     @staticmethod

@@ -54,26 +54,26 @@ class GetModelInfoResponse(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     family: _builtins.str
-    """The architecture, as in config.json: Qwen3ForCausalLM."""
+    """Architecture, as in config.json, such as Qwen3ForCausalLM."""
     vocabulary_size: _builtins.int
-    """Token ids are below this."""
+    """Number of token ids; each id is smaller."""
     max_model_len: _builtins.int
-    """Prompt and answer together, in tokens."""
+    """Maximum tokens of prompt and answer together."""
     dtype: _builtins.str
-    """Of weights and activations: bfloat16, float32."""
+    """Data type of weights and activations: bfloat16 or float32."""
     quantization: _builtins.str
-    """none or w8a8."""
+    """Quantization scheme: none or w8a8."""
     kv_cache_dtype: _builtins.str
-    """Of the KV cache."""
+    """Data type of the KV cache."""
     backend: _builtins.str
-    """cpu, npu, cuda."""
+    """cpu, npu or cuda."""
     has_tokenizer: _builtins.bool
     has_chat_template: _builtins.bool
     max_num_seqs: _builtins.int
-    """Requests computed at once, and requests that may wait."""
+    """Maximum number of running requests, and of waiting requests."""
     max_queue: _builtins.int
     kv_cache_tokens: _builtins.int
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache, in tokens."""
     parameters: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -133,13 +133,13 @@ class GetLoadResponse(_message.Message):
     running: _builtins.int
     waiting: _builtins.int
     free_kv_ratio: _builtins.float
-    """1 is an empty cache; blocks that hold only reusable prefixes count as free."""
+    """Free share of the KV cache; 1 is an empty cache. Blocks that hold only reusable prefixes count as free."""
     tokens_per_second: _builtins.float
-    """Generated, over the last seconds."""
+    """Generated tokens a second, over the last seconds."""
     max_num_seqs: _builtins.int
     max_queue: _builtins.int
     preparing: _builtins.int
-    """Requests that this front end tokenizes or writes by the chat template; they are not yet part of waiting."""
+    """Requests in preparation at this front end (chat template, tokenizing). They do not count as waiting yet."""
     def __init__(
         self,
         *,

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TokenIds(_message.Message):
-    """A prompt that is tokenized already."""
+    """Tokenized prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,7 +43,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """A conversation, put into text by the model's chat template."""
+    """Conversation, which the model's chat template converts to text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -56,12 +56,12 @@ class Chat(_message.Message):
 
     @_builtins.property
     def template_args(self) -> _struct_pb2.Struct:
-        """Variables of the template, such as enable_thinking or add_generation_prompt (default true)."""
+        """Variables of the chat template, such as enable_thinking or add_generation_prompt (default true)."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Functions that the model may call, each the text of a JSON object as in the OpenAI API: {"type": "function", ...}.
-        Text, since a Struct would lose the order of the keys, which the prompt shows.
+        """Functions that the model may call. Each is the text of a JSON object as in the OpenAI API: {"type": "function", ...}.
+        A Struct would lose the order of the keys, which is part of the prompt.
         """
 
     def __init__(
@@ -81,7 +81,7 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
-    """One turn."""
+    """One turn of a conversation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -92,16 +92,16 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """system, user, assistant, tool, or another name with which the model's chat template compares the role."""
+    """system, user, assistant, tool, or another role that the model's chat template knows."""
     content: _builtins.str
     name: _builtins.str
     tool_call_id: _builtins.str
-    """For a role of tool: the call that this answers."""
+    """For role tool: id of the call whose result this is."""
     reasoning_content: _builtins.str
-    """For a role of assistant: its thinking, where the template knows reasoning_content."""
+    """For role assistant: its reasoning, if the chat template uses reasoning_content."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """For a role of assistant: calls that it made, each the text of a JSON object as in the OpenAI API."""
+        """For role assistant: its tool calls, each the text of a JSON object as in the OpenAI API."""
 
     def __init__(
         self,

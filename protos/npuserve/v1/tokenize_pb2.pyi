@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TokenizeRequest(_message.Message):
-    """A prompt of at most max_model_len tokens (GetModelInfo); a longer one is INVALID_ARGUMENT."""
+    """Prompt of at most max_model_len tokens (GetModelInfo). A longer prompt is INVALID_ARGUMENT."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,8 +33,8 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
-    """The beginning-of-text token and its like, where the tokenizer has them. Default: true for text, false for chat,
-    as Generate does.
+    """Add special tokens such as the beginning-of-text token, if the tokenizer defines them. Default: true for text, false
+    for chat, as in Generate.
     """
     parse_special_tokens: _builtins.bool
     """As in GenerateRequest."""
@@ -79,7 +79,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """For chat: the text that the template made."""
+    """For chat: the text made by the chat template."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -98,7 +98,7 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
-    """At most max_model_len ids; more are INVALID_ARGUMENT."""
+    """At most max_model_len ids (GetModelInfo). More ids are INVALID_ARGUMENT."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -107,7 +107,7 @@ class DetokenizeRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     skip_special_tokens: _builtins.bool
-    """Default false: every token leaves its text."""
+    """Exclude special tokens from the text. Default false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(

@@ -1,4 +1,4 @@
-"""The file of API keys, and the command that writes it."""
+"""File of API keys, and the command that writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.service.access import api_keys as keys
-from npuserve.service.access.auth import Caller, Limits
+from npuserve.service.access.caller import Caller, Limits
 from npuserve.service.cli.main import main
 from npuserve.service.config import ConfigError
 
@@ -23,18 +23,18 @@ def file(tmp_path: Path) -> Path:
 
 
 def add(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The key that is printed."""
+    """Run `npuserve keys add`; return the printed key."""
     assert main(["keys", "add", *map(str, arguments)]) == 0
     (key,) = capsys.readouterr().out.splitlines()
     return key
 
 
-def test_a_key_is_printed_once_and_found(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_add_prints_key_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alice = add(capsys, file, "alice")
     root = add(capsys, file, "root", "--admin", "--max-requests", 8)
     again = add(capsys, file, "alice")
     assert len({alice, root, again}) == 3
-    # 256 bits in 43 characters, and nothing of them in the file.
+    # 43 characters hold 256 bits. The file contains no key.
     assert all(re.fullmatch(r"npuserve-[A-Za-z0-9_-]{43}", key) for key in (alice, root, again))
     assert not any(key in file.read_text() for key in (alice, root, again))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -50,7 +50,7 @@ def test_a_key_is_printed_once_and_found(file: Path, capsys: pytest.CaptureFixtu
     assert keys.read(str(file)).find(root)
 
 
-def test_a_file_that_a_person_wrote(file: Path) -> None:
+def test_keys_read_handwritten_file(file: Path) -> None:
     file.write_text(f'# ours\n["team.a"]\nsha256 = "{HASH}"\n'
                     f'[b]\nsha256 = ["{OTHER}"]\nadmin = true\nmax_requests = 0\n')
     found = keys.read(str(file))
@@ -58,12 +58,12 @@ def test_a_file_that_a_person_wrote(file: Path) -> None:
     assert found.find("two") == Caller("b", Limits(0), admin=True)
 
 
-def test_a_file_without_keys_lets_nobody_in(file: Path) -> None:
+def test_keys_empty_file_accepts_no_key(file: Path) -> None:
     file.write_text("")
     assert keys.read(str(file)).find("") is None
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "error_text"), [
     ("x", "not a TOML file"),
     ("x = 1", "x: a table with sha256 is needed"),
     ("[x]", "x: a table with sha256 is needed"),
@@ -76,19 +76,19 @@ def test_a_file_without_keys_lets_nobody_in(file: Path) -> None:
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = -1', r"x.max_requests: must be a whole number in \[0, 1048576\]"),
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = true', "x.max_requests: must be a whole number"),
     (f'[x]\nsha256 = "{HASH}"\nlimit = 1',
-     "x.limit: no such field; there are admin, max_priority, max_requests, min_priority, sha256"),
+     "x.limit: no such field; the fields are admin, max_priority, max_requests, min_priority, sha256"),
     (f'[x]\nsha256 = "{HASH}"\nmin_priority = -101', r"x.min_priority: must be a whole number in \[-100, 100\]"),
     (f'[x]\nsha256 = "{HASH}"\nmin_priority = 5\nmax_priority = 4', "x.min_priority: must not be above max_priority"),
     (f'[x]\nsha256 = "{HASH}"\n[y]\nsha256 = "{HASH}"', "y and x have the same key"),
     ("\n".join(f'[k{i}]\nsha256 = "{i:064x}"' for i in range(1001)), "at most 1000 names, got 1001"),
 ])
-def test_what_is_wrong_is_named(file: Path, text: str, said: str) -> None:
+def test_keys_invalid_file_names_fault(file: Path, text: str, error_text: str) -> None:
     file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=error_text):
         keys.read(str(file))
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "error_text"), [
     (["add", "{file}"], "keys add: NAME is missing"),
     (["remove", "{file}", "nobody"], "there is no nobody"),
     (["add", "{file}", "a b"], "a name is 1 to 64 letters"),
@@ -96,19 +96,19 @@ def test_what_is_wrong_is_named(file: Path, text: str, said: str) -> None:
     (["list", "/no/such/file"], "/no/such/file: No such file or directory"),
     (["add", "/no/such/folder/file", "x"], "/no/such/folder/file: No such file or directory"),
 ])
-def test_the_command_says_what_is_wrong(
-    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_keys_command_invalid_arguments_name_fault(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error_text: str
 ) -> None:
     file.write_text("")
     assert main(["keys", *(word.format(file=file) for word in arguments)]) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert error_text in err
     assert out == ""
     assert file.read_text() == ""
 
 
-def test_every_digest_is_compared_in_constant_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the key is the first, the last or none."""
+def test_keys_find_compares_every_digest(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the first key, the last key, and an unknown key."""
     file.write_text("\n".join(f'[k{i}]\nsha256 = "{hashlib.sha256(b"%d" % i).hexdigest()}"' for i in range(5)))
     found = keys.read(str(file))
     compared = []

@@ -1,10 +1,9 @@
-"""Who may call what, over a real server and a fake engine."""
+"""Authentication and authorization over a real gRPC server and a fake engine."""
 
 from __future__ import annotations
 
 import json
 import os
-import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from grpc_status import rpc_status
 from npuserve.service import metrics
 from npuserve.service.cli.main import main
 from npuserve.service.ipc.messages import Submit
-from npuserve.service.rpc.call import peer_name
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.support.fake_engine import make_folder, until
@@ -34,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """By name; and the file's path."""
+    """Return API keys by name, and the path of their file as `file`."""
     made = {"file": str(tmp_path / "keys")}
     for name, options in (("alice", ()), ("root", ("--admin",)), ("few", ("--max-requests", "1"))):
         assert main(["keys", "add", made["file"], name, *options]) == 0
@@ -51,7 +49,7 @@ def bearer(key: str) -> tuple[tuple[str, str], ...]:
 
 
 def calls(server: Any, metadata: Any) -> dict[str, Any]:
-    """One of each kind of call, by name."""
+    """Start one call of each method; return them by name."""
     inference, admin = server.inference, server.admin
     reflected = reflection_pb2_grpc.ServerReflectionStub(server.channel).ServerReflectionInfo(
         iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata)
@@ -85,12 +83,12 @@ async def codes(server: Any, metadata: Any) -> dict[str, str]:
     return found
 
 
-async def test_without_a_key_nothing_but_health(folder: Path, keys: dict[str, str]) -> None:
+async def test_auth_without_key_only_health_is_served(folder: Path, keys: dict[str, str]) -> None:
     async with running(folder, api_keys=keys["file"]) as server:
         wrong = (
             None, bearer(""), bearer("x"), bearer(keys["alice"] + "x"), (("authorization", keys["alice"]),),
             (("authorization", f"Basic {keys['alice']}"),), (("x-api-key", keys["alice"]),),
-            bearer(keys["alice"]) * 2,  # which of them?
+            bearer(keys["alice"]) * 2,  # ambiguous
         )
         for metadata in wrong:
             assert set((await codes(server, metadata)).values()) == {"UNAUTHENTICATED"}, metadata
@@ -102,7 +100,7 @@ async def test_without_a_key_nothing_but_health(folder: Path, keys: dict[str, st
         assert counted >= len(wrong)
 
 
-async def test_administration_needs_its_right(folder: Path, keys: dict[str, str]) -> None:
+async def test_auth_admin_service_needs_admin_right(folder: Path, keys: dict[str, str]) -> None:
     async with running(folder, api_keys=keys["file"]) as server:
         for name, key in (("alice", keys["alice"]), ("root", keys["root"])):
             found = await codes(server, bearer(key))
@@ -112,11 +110,11 @@ async def test_administration_needs_its_right(folder: Path, keys: dict[str, str]
             assert found["Generate"] == found["StreamGenerate"] == found["ServerReflectionInfo"] == "OK"
         names = {message.request.client for message in server.engine.got(Submit)}
         assert names == {"alice", "root"}
-        # The scheme's case is of no account, as HTTP has it.
+        # The scheme is case-insensitive, as in HTTP.
         await server.inference.Generate(ask(), metadata=(("authorization", f"bearer {keys['alice']}"),))
 
 
-async def test_without_keys_everybody_may_do_all_but_administration(folder: Path) -> None:
+async def test_auth_without_keys_all_but_admin_is_served(folder: Path) -> None:
     async with running(folder) as server:
         found = await codes(server, None)
         assert "UNAUTHENTICATED" not in found.values()
@@ -125,7 +123,7 @@ async def test_without_keys_everybody_may_do_all_but_administration(folder: Path
         assert {message.request.owner for message in server.engine.got(Submit)} == {""}
 
 
-async def test_stream_begun_with_a_key_is_resumed_with_that_key_alone(
+async def test_resume_with_another_key_is_not_found(
     tmp_path: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "npuserve")
@@ -145,21 +143,21 @@ async def test_stream_begun_with_a_key_is_resumed_with_that_key_alone(
             ("StreamGenerate", "alice"), ("ResumeStream", "root"), ("ResumeStream", "alice")]
 
 
-async def test_a_changed_file_is_read_again(
+async def test_auth_changed_keys_file_is_reloaded(
     folder: Path, keys: dict[str, str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A call under way goes on; a broken file changes nothing."""
+    """A running call continues. An invalid file changes nothing."""
     async with running(folder, api_keys=keys["file"]) as server:
         server.engine.delay = 0.02
-        watched = server.frontend._keys
-        assert watched
+        reloader = server.frontend._keys
+        assert reloader
         stream = server.inference.StreamGenerate(ask("a", 30), metadata=bearer(keys["alice"]))
         text = (await stream.read()).text
-        before = watched.value
+        before = reloader.value
         assert main(["keys", "remove", keys["file"], "alice"]) == 0
         assert main(["keys", "add", keys["file"], "bob"]) == 0
         bob = capsys.readouterr().out.splitlines()[-1]
-        await until(lambda: watched.value is not before and watched.value.find(bob))
+        await until(lambda: reloader.value is not before and reloader.value.find(bob))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await server.inference.Generate(ask(), metadata=bearer(keys["alice"]))
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -168,17 +166,17 @@ async def test_a_changed_file_is_read_again(
             text += part.text
         assert len(text) == 30
         write(keys["file"], "[bob")
-        assert not watched.look()
+        assert not reloader.reload_if_changed()
         os.unlink(keys["file"])
-        assert not watched.look()
+        assert not reloader.reload_if_changed()
         assert len([r for r in caplog.records if "not read again" in r.getMessage()]) == 2
         assert (await server.inference.Generate(ask("a", 1), metadata=bearer(bob))).text == "b"
         write(keys["file"], "")
-        assert watched.look()
+        assert reloader.reload_if_changed()
         assert set((await codes(server, bearer(bob))).values()) == {"UNAUTHENTICATED"}
 
 
-async def test_a_key_is_in_no_log_metric_or_message(
+async def test_auth_key_is_in_no_log_metric_or_message(
     folder: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -197,16 +195,3 @@ async def test_a_key_is_in_no_log_metric_or_message(
         for key in (keys["alice"], keys["root"], wrong):
             assert key not in text
     assert not any("alice" in label for label in labels)
-
-
-@pytest.mark.parametrize(("peer", "name"), [
-    ("ipv4:10.0.0.7:51234", "ipv4:10.0.0.7"),
-    ("ipv6:[2001:db8::1]:51234", "ipv6:[2001:db8::1]"),
-    ("ipv6:%5B::1%5D:51234", "ipv6:[::1]"),
-    (f"ipv6:{urllib.parse.quote('[fe80::1%eth0]', safe=':')}:1", "ipv6:[fe80::1%25eth0]"),
-    ("unix:", "local"),
-    ("unix:/run/x.sock", "local"),
-    ("", "local"),
-])
-def test_a_peers_name_is_its_address(peer: str, name: str) -> None:
-    assert peer_name(peer) == name

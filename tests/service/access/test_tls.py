@@ -1,4 +1,4 @@
-"""TLS with certificates that openssl made: handshakes, reload under streams, mutual authentication, expiry."""
+"""TLS with certificates made by openssl: handshakes, reload during streams, mutual authentication, expiry."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 def files(authority: Authority, tmp_path: Path) -> Pair:
-    """The server's, which a test may replace."""
+    """Return the paths of the server's certificate and key. A test may replace the files."""
     made = Pair(tmp_path / "tls.crt", tmp_path / "tls.key")
     authority.issue("server").install(made.cert, made.key)
     return made
@@ -59,14 +59,14 @@ def trust(authority: Pair, client: Pair | None = None) -> grpc.ChannelCredential
 
 @contextlib.asynccontextmanager
 async def connected(server: Running, credentials: grpc.ChannelCredentials) -> AsyncIterator[Any]:
-    """A stub on a connection of its own."""
+    """Yield a stub on its own connection."""
     alone = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(server.target, credentials, options=alone) as channel:
         yield rpc.InferenceServiceStub(channel)
 
 
 async def refused(server: Running, credentials: grpc.ChannelCredentials) -> None:
-    """At the handshake."""
+    """Assert that the handshake fails."""
     async with connected(server, credentials) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await stub.GetLoad(model_pb2.GetLoadRequest(), timeout=10)
@@ -74,11 +74,12 @@ async def refused(server: Running, credentials: grpc.ChannelCredentials) -> None
 
 
 async def answered(server: Running, credentials: grpc.ChannelCredentials) -> None:
+    """Assert that a call on a new connection is answered."""
     async with connected(server, credentials) as stub:
         assert (await stub.Generate(ask("a", 3), timeout=10)).text == "bcd"
 
 
-async def test_who_trusts_the_authority_is_served(tmp_path: Path, files: Pair, other: Authority,
+async def test_tls_client_trusting_authority_is_served(tmp_path: Path, files: Pair, other: Authority,
                                                   authority: Authority) -> None:
     async with running(make_folder(tmp_path / "m"), credentials=trust(authority), **settings(files)) as server:
         assert (await server.inference.Generate(ask("a", 3))).text == "bcd"
@@ -89,7 +90,7 @@ async def test_who_trusts_the_authority_is_served(tmp_path: Path, files: Pair, o
             assert plain.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_new_files_are_for_new_connections_and_streams_go_on(
+async def test_tls_new_certificate_applies_to_new_connections(
     tmp_path: Path, files: Pair, authority: Authority, other: Authority
 ) -> None:
     async with running(make_folder(tmp_path / "m"), credentials=trust(authority), **settings(files)) as server:
@@ -106,38 +107,38 @@ async def test_new_files_are_for_new_connections_and_streams_go_on(
         while part := await stream.read():
             text += part.text
         assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
-        assert (await server.inference.Generate(ask("a", 1))).text == "b", "the old connection is as good as before"
+        assert (await server.inference.Generate(ask("a", 1))).text == "b", "the old connection still works"
 
 
-async def test_what_is_wrong_with_new_files_is_logged_and_the_old_ones_stay(
+async def test_tls_invalid_new_files_keep_old_ones(
     tmp_path: Path, files: Pair, authority: Authority, other: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(make_folder(tmp_path / "m"), credentials=trust(authority), **settings(files)) as server:
         tls_ = server.frontend._tls
         assert tls_
         fresh = other.issue("server")
-        fresh.install(files.cert, tmp_path / "elsewhere")  # the certificate alone, as in the middle of a rotation
+        fresh.install(files.cert, tmp_path / "elsewhere")  # only the certificate, as in the middle of a rotation
         for _ in range(3):
-            tls_.look()
-        (said,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-        assert "not read again" in said.getMessage()
-        assert "is not the key" in said.fields["error"]  # type: ignore[attr-defined]
+            tls_.refresh()
+        (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+        assert "not read again" in record.getMessage()
+        assert "is not the key" in record.fields["error"]  # type: ignore[attr-defined]
         await answered(server, trust(authority))
         fresh.install(files.cert, files.key)
-        tls_.look()
+        tls_.refresh()
         await answered(server, trust(other))
         caplog.clear()
         files.key.unlink()
         for _ in range(3):
-            tls_.look()
+            tls_.refresh()
         assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
         await answered(server, trust(other))
 
 
-async def test_an_expired_certificate_ends_new_connections_alone(
+async def test_tls_expired_certificate_keeps_open_streams(
     tmp_path: Path, files: Pair, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The clients refuse it; streams under way go on; log and metric say it."""
+    """New clients refuse it, open streams continue, and the log and the metric report it."""
     async with running(make_folder(tmp_path / "m"), credentials=trust(authority), **settings(files)) as server:
         server.engine.delay = 0.02
         stream = server.inference.StreamGenerate(ask("a", 40))
@@ -145,17 +146,17 @@ async def test_an_expired_certificate_ends_new_connections_alone(
         past = authority.issue("past", days=-1)
         past.install(files.cert, files.key)
         assert server.frontend._tls
-        server.frontend._tls.look()
+        server.frontend._tls.refresh()
         await refused(server, trust(authority))
         while part := await stream.read():
             text += part.text
         assert len(text) == 40
-        (said,) = [r for r in caplog.records if "has expired" in r.getMessage()]
-        assert said.levelno == logging.ERROR
+        (record,) = [r for r in caplog.records if "has expired" in r.getMessage()]
+        assert record.levelno == logging.ERROR
         assert metrics.tls_certificate_expiry.labels("server")._value.get() == ends(past)
 
 
-async def test_clients_are_known_by_their_certificates(
+async def test_tls_client_is_named_by_its_certificate(
     tmp_path: Path, files: Pair, authority: Authority, other: Authority
 ) -> None:
     spiffe = authority.issue("workload", names="URI:spiffe://cluster/ns/llm")
@@ -171,10 +172,10 @@ async def test_clients_are_known_by_their_certificates(
         await refused(server, trust(authority, other.issue("mallory")))
 
 
-async def test_health_has_a_port_of_its_own(
+async def test_health_port_serves_health_without_tls(
     tmp_path: Path, files: Pair, authority: Authority, free_port: Any
 ) -> None:
-    """Without TLS, and nothing else is there."""
+    """It has no TLS and no other service."""
     port = free_port()
     folder = make_folder(tmp_path / "m")
     async with running(folder, credentials=trust(authority), **settings(files, health_port=port)) as server:
@@ -190,43 +191,43 @@ async def test_health_has_a_port_of_its_own(
 
 
 def ends(pair: Pair) -> float:
-    """As openssl says."""
-    said = openssl("x509", "-in", pair.cert, "-noout", "-enddate").strip().removeprefix("notAfter=")
-    return datetime.strptime(said, "%b %d %H:%M:%S %Y %Z").replace(tzinfo=timezone.utc).timestamp()
+    """Return the Unix time at which a certificate expires, according to openssl."""
+    printed = openssl("x509", "-in", pair.cert, "-noout", "-enddate").strip().removeprefix("notAfter=")
+    return datetime.strptime(printed, "%b %d %H:%M:%S %Y %Z").replace(tzinfo=timezone.utc).timestamp()
 
 
-def test_the_end_of_a_certificate(tmp_path: Path) -> None:
-    """Also beyond 2049, where it is written otherwise."""
+def test_expiry_times_match_openssl(tmp_path: Path) -> None:
+    """Also after 2049, when a certificate encodes the time differently."""
     for days in (1, 300, 20_000):
         made = Authority(tmp_path, f"of{days}", days=days)
-        assert tls.not_after(ssl.PEM_cert_to_DER_cert(made.cert.read_text())) == ends(made)
+        assert tls.expiry_times(made.cert.read_bytes()) == [ends(made)]
     der = ssl.PEM_cert_to_DER_cert(made.cert.read_text())
     for cut in (b"", b"x", der[:40], der[:-1], b"\x30\x03\x30\x01\x00"):
-        with pytest.raises((ValueError, LookupError)):
-            tls.not_after(cut)
+        with pytest.raises(ValueError, match=r"PEM|asn1"):
+            tls.expiry_times(ssl.DER_cert_to_PEM_cert(cut).encode())
 
 
-def test_the_first_end_counts_and_is_told_before(
+def test_tls_earliest_expiry_is_reported(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the server's chain and of the clients' authorities; once an hour, however often it looks."""
+    """For the server's chain and the clients' authorities. It is logged once an hour, also after more checks."""
     soon, later = authority.issue("soon", days=5), Authority(tmp_path, "later", days=40)
     chain = tmp_path / "chain.pem"
     chain.write_text(soon.cert.read_text() + authority.cert.read_text())
     both = tmp_path / "both.pem"
     both.write_text(later.cert.read_text() + authority.cert.read_text())
     made = tls.Tls(ServerConfig(tls_cert=str(chain), tls_key=str(soon.key), tls_client_ca=str(both)))
-    made.look()
+    made.refresh()
     assert made._certificates.value.expiry == {"server": ends(soon), "client_ca": ends(authority)}
-    said = [(r.getMessage(), r.fields["certificate"]) for r in caplog.records]  # type: ignore[attr-defined]
-    assert said == [("a certificate expires", "server"), ("a certificate expires", "client_ca")]
+    records = [(r.getMessage(), r.fields["certificate"]) for r in caplog.records]  # type: ignore[attr-defined]
+    assert records == [("certificate expires soon", "server"), ("certificate expires soon", "client_ca")]
     caplog.clear()
     tls.Tls(ServerConfig(tls_cert=str(chain), tls_key=str(soon.key)), wall=lambda: time.time() + 6 * 86400)
-    assert [r.getMessage() for r in caplog.records] == ["a certificate has expired"]
+    assert [r.getMessage() for r in caplog.records] == ["certificate has expired"]
     assert json.loads(json.dumps(made._certificates.value.expiry))["server"] > time.time()
 
 
-@pytest.mark.parametrize(("cert", "key", "said"), [
+@pytest.mark.parametrize(("cert", "key", "error_text"), [
     ("none.pem", "good.key", "tls_cert: .*none.pem cannot be read: No such file"),
     ("good.pem", "none.key", "tls_cert: .*none.key cannot be read"),
     ("good.pem", "other.key", "tls_key: .*other.key is not the key, .*KEY_VALUES_MISMATCH"),
@@ -234,16 +235,16 @@ def test_the_first_end_counts_and_is_told_before(
     ("good.pem", "good.pem", "tls_key: .*good.pem is not the key"),
     ("good.key", "good.key", "tls_key: .*good.key"),
 ])
-def test_unusable_files_are_named(tmp_path: Path, authority: Authority, cert: str, key: str, said: str) -> None:
+def test_tls_unusable_file_is_named(tmp_path: Path, authority: Authority, cert: str, key: str, error_text: str) -> None:
     good, other = authority.issue("good"), authority.issue("another")
     good.install(tmp_path / "good.pem", tmp_path / "good.key")
     other.install(tmp_path / "other.pem", tmp_path / "other.key")
     openssl("pkcs8", "-topk8", "-in", good.key, "-passout", "pass:x", "-out", tmp_path / "secret.key")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=error_text):
         tls.Tls(ServerConfig(tls_cert=str(tmp_path / cert), tls_key=str(tmp_path / key)))
 
 
-def test_an_authority_without_certificates_is_named(tmp_path: Path, files: Pair) -> None:
+def test_tls_client_ca_without_certificate_is_named(tmp_path: Path, files: Pair) -> None:
     empty = tmp_path / "ca.pem"
     for text in ("", "hello", "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n"):
         empty.write_text(text)

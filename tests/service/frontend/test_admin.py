@@ -1,4 +1,4 @@
-"""The administrative calls over a real gRPC server and a fake engine."""
+"""AdminService over a real gRPC server and a fake engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "counting")
 
 
-async def test_each_call(folder: Path) -> None:
+async def test_admin_calls_return_documented_results(folder: Path) -> None:
     async with running(folder, administrator=True) as server:
         server.engine.delay = 0.005
         call = server.inference.Generate(ask("a", 60, request_id="mine"))
@@ -43,8 +43,8 @@ async def test_each_call(folder: Path) -> None:
         assert set(json.loads(info.config_json)) == set(ServerConfig.__struct_fields__)
 
 
-async def test_a_drain_is_the_supervisors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which is told for how long; a grace out of range is refused by name."""
+async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report holds the drain's length. A grace out of range is INVALID_ARGUMENT."""
     async with running(folder, administrator=True, drain_seconds=7) as server:
         for seconds in (None, 2.5, 0, 86400):
             request = admin_service_pb2.DrainRequest()
@@ -54,16 +54,16 @@ async def test_a_drain_is_the_supervisors(folder: Path, capsys: pytest.CaptureFi
         for seconds in (-1, 86401):
             request = admin_service_pb2.DrainRequest()
             request.grace.FromSeconds(seconds)
-            said = rf"grace: must be in \[0, 86400\] seconds, got {seconds}"
-            with pytest.raises(grpc.aio.AioRpcError, match=said) as bad:
+            error_text = rf"grace: must be in \[0, 86400\] seconds, got {seconds}"
+            with pytest.raises(grpc.aio.AioRpcError, match=error_text) as bad:
                 await server.admin.Drain(request)
             assert bad.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         server.frontend._config = msgspec.structs.replace(server.frontend._config, drain_seconds=0.2)
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["seconds"] for line in said if line["event"] == "drain"] == [7, 2.5, 0, 86400]
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["seconds"] for line in events if line["event"] == "drain"] == [7, 2.5, 0, 86400]
 
 
-async def test_what_is_reserved(folder: Path) -> None:
+async def test_admin_reserved_calls_are_unimplemented(folder: Path) -> None:
     async with running(folder, administrator=True) as server:
         calls = {
             "StartProfile": server.admin.StartProfile(admin_service_pb2.StartProfileRequest()),

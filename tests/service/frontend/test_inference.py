@@ -1,12 +1,9 @@
-"""Whole calls over a real gRPC server and a fake engine that counts."""
+"""InferenceService over a real gRPC server and a fake engine that counts."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,10 +14,10 @@ from grpc_status import rpc_status
 from prometheus_client import REGISTRY
 
 from npuserve.service.ipc.messages import Cancel, Submit
-from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
+from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
-from tests.service.frontend.test_response import whole
-from tests.support.fake_engine import EOS, INFO, make_folder, until
+from tests.service.frontend.test_response import joined
+from tests.support.fake_engine import EOS, make_folder, until
 from tests.support.front_end import Running, ask, running
 from tests.support.whole_server import whole_server
 
@@ -38,7 +35,7 @@ def metric(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"npuserve_{name}", labels) or 0.0
 
 
-async def test_stream_and_unary_agree(folder: Path) -> None:
+async def test_generate_equals_stream_generate(folder: Path) -> None:
     asks = [
         ask("ab", 20), ask("ab", 20, logprobs=2, prompt_logprobs=1), ask("y", 1), ask([25, 299], 3),
         ask("ab", 20, stop=["hi"]), ask("ab", 20, stop=["hi", "g"], include_stop=True),
@@ -48,7 +45,7 @@ async def test_stream_and_unary_agree(folder: Path) -> None:
         server.engine.delay = 0.001
         for message in asks:
             message.output.return_token_ids = True
-            text, ids, finish = whole(await stream(server, message))
+            text, ids, finish = joined(await stream(server, message))
             unary = await server.inference.Generate(message)
             assert (unary.text, list(unary.token_ids)) == (text, ids)
             for made in (finish, unary.finish):
@@ -59,7 +56,7 @@ async def test_stream_and_unary_agree(folder: Path) -> None:
         assert server.engine.live == 0
 
 
-async def test_a_stop_string_ends_the_engine_s_work(folder: Path) -> None:
+async def test_stop_string_ends_request_in_engine(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.delay = 0.003
         answer = await server.inference.Generate(ask("a", 60, stop=["de"], return_token_ids=True))
@@ -68,7 +65,7 @@ async def test_a_stop_string_ends_the_engine_s_work(folder: Path) -> None:
         assert (answer.finish.matched_stop, answer.finish.usage.generated_tokens) == ("de", 4)
         assert [c.keep for c in server.engine.got(Cancel)] == [4]
         assert server.engine.live == 0
-        # The engine had ended by itself when the stop string was found.
+        # The engine ends the request before the stop string is found.
         server.engine.delay, server.engine.batch = 0, 30
         answer = await server.inference.Generate(ask("a", 20, stop=["de"]))
         assert (answer.text, answer.finish.reason) == ("bc", pb.FINISH_REASON_STOP_STRING)
@@ -76,7 +73,7 @@ async def test_a_stop_string_ends_the_engine_s_work(folder: Path) -> None:
         assert len(server.engine.got(Cancel)) == 1
 
 
-async def test_characters_are_never_split(folder: Path) -> None:
+async def test_stream_never_splits_characters(folder: Path) -> None:
     async with running(folder) as server:
         tokenize = tokenize_pb2.TokenizeRequest(text="é中👩‍👧x")
         server.engine.script = list((await server.inference.Tokenize(tokenize)).token_ids)
@@ -88,7 +85,7 @@ async def test_characters_are_never_split(folder: Path) -> None:
         assert half.text == "é\ufffd"
 
 
-async def test_tokens_come_as_they_are_made(folder: Path) -> None:
+async def test_stream_sends_tokens_as_generated(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.hold.clear()
         call = server.inference.StreamGenerate(ask("a", 3, request_id="mine"))
@@ -99,12 +96,12 @@ async def test_tokens_come_as_they_are_made(folder: Path) -> None:
         async for part in call:
             texts.append(part.text)
             if not part.HasField("finish"):
-                assert server.engine.live == 1  # the answer is still being made
+                assert server.engine.live == 1  # the answer is not complete yet
         assert texts == ["b", "c", "d"]
 
 
-async def test_prompt_logprobs_beyond_a_message_are_streamed_and_refused_by_generate(folder: Path) -> None:
-    """With a client that takes 4 MiB, gRPC's default."""
+async def test_prompt_logprobs_above_4_mib_are_streamed_and_refused_by_generate(folder: Path) -> None:
+    """With a client that accepts 4 MiB, gRPC's default."""
     ids = [i % 26 for i in range(20_000)]
     message = ask(ids, 3, prompt_logprobs=20, return_token_ids=True)
     async with running(folder, start_engine=False) as server:
@@ -124,12 +121,12 @@ async def test_prompt_logprobs_beyond_a_message_are_streamed_and_refused_by_gene
             assert sum(part.ByteSize() for part in parts) > 4 << 20
             assert max(part.ByteSize() for part in parts) < 1 << 20
             assert [position.chosen.token_id for part in parts for position in part.prompt_logprobs] == ids
-            assert whole(parts)[1] == [(ids[-1] + i) % 26 for i in (1, 2, 3)]
+            assert joined(parts)[1] == [(ids[-1] + i) % 26 for i in (1, 2, 3)]
             message.output.prompt_logprobs = 0  # 24 bytes each
             assert len((await stub.Generate(message)).prompt_logprobs) == 20_000
 
 
-async def test_ids_are_made_where_none_is_given(folder: Path) -> None:
+async def test_request_id_is_generated_if_absent(folder: Path) -> None:
     async with running(folder) as server:
         calls = [server.inference.Generate(ask()) for _ in range(2)]
         made = {dict(await call.initial_metadata())["x-request-id"] for call in calls}
@@ -137,7 +134,7 @@ async def test_ids_are_made_where_none_is_given(folder: Path) -> None:
         assert made == {message.request.request_id for message in server.engine.got(Submit)}
 
 
-async def test_errors_carry_an_id_too(folder: Path) -> None:
+async def test_error_has_request_id(folder: Path) -> None:
     async with running(folder) as server:
         for given, sent in (("mine", "mine"), ("not mine", None), (None, None)):
             call = server.inference.Generate(ask("", **({"request_id": given} if given else {})))
@@ -147,7 +144,7 @@ async def test_errors_carry_an_id_too(folder: Path) -> None:
             assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_client_that_leaves_cancels(folder: Path) -> None:
+async def test_client_cancel_cancels_request(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.delay = 0.005
         before = metric("requests_total", rpc="StreamGenerate", code="CANCELLED")
@@ -163,7 +160,7 @@ async def test_a_client_that_leaves_cancels(folder: Path) -> None:
         assert server.frontend._engine._streams == {}
 
 
-async def test_a_closed_connection_cancels(folder: Path) -> None:
+async def test_closed_connection_cancels_request(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.delay = 0.005
         call = server.inference.StreamGenerate(ask("a", 60))
@@ -173,7 +170,7 @@ async def test_a_closed_connection_cancels(folder: Path) -> None:
         assert len(server.engine.got(Cancel)) == 1
 
 
-async def test_a_deadline_cancels(folder: Path) -> None:
+async def test_deadline_cancels_request(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.hold.clear()
         before = metric("requests_total", rpc="Generate", code="DEADLINE_EXCEEDED")
@@ -185,18 +182,18 @@ async def test_a_deadline_cancels(folder: Path) -> None:
         await until(lambda: metric("requests_total", rpc="Generate", code="DEADLINE_EXCEEDED") == before + 1)
 
 
-async def test_a_slow_reader_gets_all_in_few_messages(folder: Path) -> None:
-    """The engine does not wait for a reader; what it made meanwhile is one message."""
+async def test_stream_unread_outputs_are_merged(folder: Path) -> None:
+    """The engine does not wait for a reader. Outputs that arrive meanwhile become one message."""
     async with running(folder) as server:
         server.engine.batch = 1
         call = server.inference.StreamGenerate(ask("a", 60, return_token_ids=True))
         await until(lambda: server.engine.live == 0 and server.engine.got(Submit))
-        text, ids, finish = whole([part async for part in call])
+        text, ids, finish = joined([part async for part in call])
         assert len(ids) == finish.usage.generated_tokens == 60
         assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
 
 
-async def test_the_engines_refusals_carry_retry_info(folder: Path) -> None:
+async def test_engine_refusal_has_retry_info(folder: Path) -> None:
     async with running(folder) as server:
         for name, code in (("QueueFull", grpc.StatusCode.RESOURCE_EXHAUSTED),
                            ("Unavailable", grpc.StatusCode.UNAVAILABLE),
@@ -211,7 +208,7 @@ async def test_the_engines_refusals_carry_retry_info(folder: Path) -> None:
                 assert ("google.rpc.RetryInfo" in details) == (name != "DuplicateRequest")
 
 
-async def test_stream_refused_before_acceptance_has_its_id_and_no_token(folder: Path) -> None:
+async def test_stream_refused_has_request_id_and_no_resume_token(folder: Path) -> None:
     async with running(folder) as server:
         refusals = {
             "MODEL_NOT_FOUND": ask(request_id="mine", model="typo"),
@@ -231,7 +228,7 @@ async def test_stream_refused_before_acceptance_has_its_id_and_no_token(folder: 
             assert (trailing["x-request-id"], "x-resume-token" in trailing) == ("mine", False)
 
 
-async def test_stream_waiting_in_the_queue_has_its_id_and_token(tmp_path: Path) -> None:
+async def test_stream_queued_has_request_id_and_resume_token(tmp_path: Path) -> None:
     async with whole_server(tmp_path, delay=0.01, max_num_seqs=1) as server, server.client() as stub:
         first = stub.StreamGenerate(ask("a", 500))
         await first.read()
@@ -239,13 +236,13 @@ async def test_stream_waiting_in_the_queue_has_its_id_and_token(tmp_path: Path) 
         metadata = dict(await second.initial_metadata())
         assert (metadata["x-request-id"], len(metadata["x-resume-token"])) == ("mine", 32)
         assert server.scheduler.num_waiting == 1
-        second.cancel()  # its connection is lost right after the acceptance
+        second.cancel()  # as if its connection were lost right after the acceptance
         first.cancel()
         resumed = stub.ResumeStream(pb.ResumeStreamRequest(resume_token=metadata["x-resume-token"]))
         assert "".join([part.text async for part in resumed]) == "cdefg"
 
 
-async def test_unavailable_until_the_engine_is_there_and_a_pause_after_its_death(folder: Path) -> None:
+async def test_engine_absent_is_unavailable_and_engine_death_is_a_pause(folder: Path) -> None:
     async with running(folder, start_engine=False, administrator=True) as server:
         calls = (lambda: server.inference.Generate(ask()), lambda: server.inference.GetLoad(model_pb2.GetLoadRequest()),
                  lambda: server.inference.GetModelInfo(model_pb2.GetModelInfoRequest()),
@@ -273,12 +270,12 @@ async def test_unavailable_until_the_engine_is_there_and_a_pause_after_its_death
         parts = [first]
         while not parts[-1].HasField("finish"):
             parts.append(await call.read())
-        text, _, finish = whole(parts)
+        text, _, finish = joined(parts)
         assert text == (await whole_call).text == ("bcdefghijklmnopqrstuvwxyza" * 3)[:60]
         assert finish.usage.generated_tokens == 60
 
 
-async def test_a_bug_is_internal_with_an_id_that_is_in_the_log(
+async def test_bug_is_internal_with_logged_id(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(folder) as server:
@@ -286,18 +283,18 @@ async def test_a_bug_is_internal_with_an_id_that_is_in_the_log(
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.Generate(ask("secret"))
         assert failed.value.code() == grpc.StatusCode.INTERNAL
-        said = failed.value.details()
-        assert said
-        assert said.startswith("internal error, id ")
+        details = failed.value.details()
+        assert details
+        assert details.startswith("internal error, id ")
         record = next(r for r in caplog.records if r.message == "internal error")
-        assert record.fields["error_id"] == said.rsplit(" ", 1)[1]  # type: ignore[attr-defined]
+        assert record.fields["error_id"] == details.rsplit(" ", 1)[1]  # type: ignore[attr-defined]
         assert record.fields["exception_type"] == "TypeError"  # type: ignore[attr-defined]
         assert "secret" not in caplog.text
         assert (await server.inference.Generate(ask([0], 1, return_token_ids=True))).token_ids == [1]
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
-async def test_one_log_line_a_request(folder: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
+async def test_request_has_one_log_line(folder: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
     caplog.set_level(logging.INFO, "npuserve")
     async with running(folder, log_prompts=log_prompts) as server:
         await server.inference.Generate(ask("secret", 4, request_id="one"))
@@ -315,7 +312,7 @@ async def test_one_log_line_a_request(folder: Path, caplog: pytest.LogCaptureFix
     assert lines[1].get("prompt") == ("[0]" if log_prompts else None)
 
 
-async def test_metrics_of_a_request(folder: Path) -> None:
+async def test_request_updates_metrics(folder: Path) -> None:
     names = {name: {} for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
                                    "time_per_output_token_seconds_count", "e2e_request_latency_seconds_count")}
     names |= {"request_finish_total": {"reason": "length"}, "requests_total": {"rpc": "Generate", "code": "OK"}}
@@ -327,7 +324,7 @@ async def test_metrics_of_a_request(folder: Path) -> None:
     assert list(grown.values()) == [2, 4, 1, 2, 2, 2]
 
 
-async def test_model_info_and_load(folder: Path) -> None:
+async def test_get_model_info_and_get_load(folder: Path) -> None:
     async with running(folder) as server:
         info = await server.inference.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert (info.name, info.family) == ("counting", "CountingForCausalLM")
@@ -341,63 +338,3 @@ async def test_model_info_and_load(folder: Path) -> None:
         assert (load.tokens_per_second, load.free_kv_ratio, load.max_num_seqs, load.max_queue) == (5.0, 1.0, 4, 4)
         for name in ("counting", str(folder)):
             assert (await server.inference.Generate(ask("a", 1, model=name))).text == "b"
-
-
-async def test_tokenize_and_detokenize(folder: Path) -> None:
-    async with running(folder) as server:
-        ids = (await server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text="ab<eos>"))).token_ids
-        assert list(ids) == [0, 1, EOS]
-        for skip, text in ((False, "ab<eos>"), (True, "ab")):
-            back = tokenize_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=skip)
-            assert (await server.inference.Detokenize(back)).text == text
-        chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])
-        seen = await server.inference.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat))
-        assert seen.text == "user:b\na"
-        await server.inference.Generate(pb.GenerateRequest(chat=chat))
-        assert server.engine.got(Submit)[-1].request.prompt_ids == list(seen.token_ids)
-
-
-async def test_load_shows_requests_that_wait_for_the_chat_template(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])
-    async with running(folder) as server:
-        served = server.frontend._inference.folder
-        assert served
-        assert served.tokenizer
-        assert served.tokenizer.chat
-        release = threading.Event()
-        render = served.tokenizer.chat.render
-
-        def wait(*arguments: Any) -> str:
-            release.wait(60)
-            return render(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(served.tokenizer.chat, "render", wait)
-            calls: list[grpc.aio.Call] = [
-                server.inference.Generate(pb.GenerateRequest(chat=chat)),
-                server.inference.StreamGenerate(pb.GenerateRequest(chat=chat)),
-                server.inference.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat))]
-            asking = [asyncio.ensure_future(call.code()) for call in calls]
-            await until(lambda: metric("requests_preparing") == 3)
-            load = await server.inference.GetLoad(model_pb2.GetLoadRequest())
-            assert (load.preparing, load.running, load.waiting) == (3, 0, 0)
-            release.set()
-            await calls[1].read()
-            calls[1].cancel()
-            await asyncio.gather(*asking)
-        assert (await server.inference.GetLoad(model_pb2.GetLoadRequest())).preparing == 0
-        assert metric("requests_preparing") == 0
-
-
-async def test_long_texts_do_not_hold_up_the_others(folder: Path) -> None:
-    """A text long enough for a thread gives the same ids as its parts."""
-    async with running(folder) as server:
-        server.frontend._engine.model_info = msgspec.structs.replace(INFO, max_model_len=150_000)
-        text = "abcé" * 30_000
-        long, short = await asyncio.gather(
-            server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text=text)),
-            server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text=text[:100])))
-        assert len(long.token_ids) == len(text.encode())
-        assert long.token_ids[:125] == short.token_ids

@@ -1,4 +1,4 @@
-"""Nothing of a prompt, an answer or a secret is in a log line, a metric or a trace, whatever becomes of the call."""
+"""No part of a prompt, an answer or a secret is in a log line, a metric or a trace, however the call ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import Running, ask, running
 
 MARK = "zqjxmark"
-"""In every text that a client sends."""
+"""Part of every text that the client sends."""
 
 TEMPLATE = """
 {%- if messages[0].content.endswith('refuse') %}{{ raise_exception('no: ' ~ messages[0].content) }}{% endif %}
@@ -85,7 +85,7 @@ REFUSED: dict[str, pb.GenerateRequest] = {
 
 
 async def code(call: Any) -> str:
-    """As which the call ended; whatever text it is given, it takes."""
+    """Read all messages of a call; return the name of its status code."""
     try:
         if hasattr(call, "read"):
             while await call.read():
@@ -98,7 +98,7 @@ async def code(call: Any) -> str:
 
 
 async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Calls of all kinds, and how they ended."""
+    """Make calls of all kinds; return the status code of each."""
     inference, engine, found = server.inference, server.engine, {}
     for name, request in REFUSED.items():
         found[name] = await code(inference.StreamGenerate(request))
@@ -143,7 +143,7 @@ async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[st
     return found
 
 
-async def test_whatever_becomes_of_a_call(
+async def test_privacy_prompt_is_in_no_log_metric_or_trace(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, collector: Collector
 ) -> None:
     caplog.set_level(logging.DEBUG, "npuserve")
@@ -168,7 +168,7 @@ async def test_whatever_becomes_of_a_call(
     assert {"InvalidField: stopping.stop[0]", "InvalidField: chat.template_args", "ModelNotFound"} <= fields
 
 
-async def test_a_resume_token_is_a_secret(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_privacy_resume_token_is_in_no_log_or_metric(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "npuserve")
     async with running(folder) as server:
         stream = server.inference.StreamGenerate(ask("a", 3))
@@ -181,7 +181,7 @@ async def test_a_resume_token_is_a_secret(folder: Path, caplog: pytest.LogCaptur
     assert token not in page
 
 
-def test_prompts_that_are_to_be_logged_bring_exceptions_texts_too(
+def test_privacy_log_prompts_adds_exception_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("npuserve.service.somewhere")

@@ -1,4 +1,4 @@
-"""The front-end process as the supervisor starts it, and its server's standard services."""
+"""Front-end process as the supervisor starts it: drain, health, connections, errors at the start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def rest_of(stream: Any) -> str:
-    """What is left of a stream; raises as it ends."""
+    """Return the remaining text of a stream. Raises the error of its status."""
     text = ""
     while part := await stream.read():
         text += part.text
@@ -43,7 +43,7 @@ async def rest_of(stream: Any) -> str:
 
 
 class Process:
-    """`python -m npuserve.service.frontend.process`, told `args`."""
+    """Process `python -m npuserve.service.frontend.process` with the given arguments."""
 
     def __init__(self, args: FrontendArgs):
         self.process = subprocess.Popen(
@@ -55,18 +55,19 @@ class Process:
         self.process.stdin.flush()
 
     def port(self) -> int:
+        """Wait until the process listens; return its port."""
         assert self.process.stdout
         return int(json.loads(self.process.stdout.readline())["port"])
 
     def wrong(self) -> tuple[int, str]:
-        """Exit code, and what it told its parent is wrong."""
+        """Wait for the exit; return exit code and the reason that the process reported to its parent."""
         assert self.process.stdout
         event = json.loads(self.process.stdout.readlines()[-1])
         assert event["event"] == "unusable"
         return self.process.wait(30), event["error"]
 
     def end(self) -> tuple[int, str]:
-        """Exit code and stderr, with stdin left open."""
+        """Wait for the exit with stdin open; return exit code and stderr."""
         code = self.process.wait(30)
         assert self.process.stderr
         return code, self.process.stderr.read()
@@ -85,13 +86,13 @@ def processes() -> Iterator[list[Process]]:
 
 
 def args(folder: Path, address: str = "", port: int = 0, **config: object) -> FrontendArgs:
-    """address: by default one that nobody listens at."""
+    """Return arguments of a front end. address: of the engine; "": no engine listens there."""
     settings = ServerConfig(model=str(folder), **config)  # type: ignore[arg-type]
     return FrontendArgs(settings, 0, address or str(folder / "nobody"), port, folder=str(folder))
 
 
-async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Process]) -> None:
-    """SIGTERM during a stream, with a watcher connected: the stream ends by itself, new requests are refused."""
+async def test_frontend_sigterm_ends_streams_and_refuses_requests(tmp_path: Path, processes: list[Process]) -> None:
+    """With a health watcher connected. The running stream is complete, and new requests are refused."""
     async with fake_engine.engine(started=False) as engine:
         processes.append(Process(args(make_folder(tmp_path / "m"), engine.address)))
         port = await asyncio.to_thread(processes[0].port)
@@ -107,7 +108,7 @@ async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Proce
             engine.delay = 0.01
             stream = inference.StreamGenerate(ask("a", 40))
             text = (await stream.read()).text
-            processes[0].process.send_signal(signal.SIGINT)  # the terminal's: not for this process
+            processes[0].process.send_signal(signal.SIGINT)  # as by Ctrl-C: ignored
             processes[0].process.send_signal(signal.SIGTERM)
             assert (await watch.read()).status != SERVING
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -122,7 +123,7 @@ async def test_a_process_serves_and_drains(tmp_path: Path, processes: list[Proce
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="policies of threads")
-def test_grpcs_poller_gives_way_and_nobody_else(tmp_path: Path, processes: list[Process]) -> None:
+def test_frontend_only_poller_thread_is_batch(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(make_folder(tmp_path / "m"))))
     processes[0].port()
     pid = processes[0].process.pid
@@ -141,10 +142,12 @@ def test_frontend_parent_dead_exits_at_once(tmp_path: Path, processes: list[Proc
     assert processes[0].end()[0] == 1
 
 
-async def test_what_a_drain_cuts_off_is_told_so(tmp_path: Path, processes: list[Process]) -> None:
-    """By the supervisor's order, for its time: UNAVAILABLE, when to try again, and what to resume with."""
+async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Path, processes: list[Process]) -> None:
+    """A drain by the supervisor's order ends calls with UNAVAILABLE, RetryInfo and the resume token."""
     folder = make_folder(tmp_path / "m")
-    for state, said in (("", "what it has is gone"), (str(tmp_path), "goes on with it at the next start")):
+    for state, reason in (
+        ("", "its output is lost"), (str(tmp_path), "resume it with x-resume-token after the next start"),
+    ):
         async with fake_engine.engine(delay=0.2) as engine:
             processes.append(Process(args(folder, engine.address, drain_seconds=600, state_folder=state)))
             process = processes[-1].process
@@ -166,7 +169,7 @@ async def test_what_a_drain_cuts_off_is_told_so(tmp_path: Path, processes: list[
                     await whole
                 for error in (cut.value, unary.value):
                     assert error.code() == grpc.StatusCode.UNAVAILABLE
-                    assert error.details().endswith(said)
+                    assert error.details().endswith(reason)
                     kinds = {detail.TypeName() for detail in rpc_status.from_call(error).details}  # type: ignore[attr-defined]
                     assert "google.rpc.RetryInfo" in kinds
                 assert dict(cut.value.trailing_metadata())["x-resume-token"] == token
@@ -175,7 +178,7 @@ async def test_what_a_drain_cuts_off_is_told_so(tmp_path: Path, processes: list[
 
 @contextlib.asynccontextmanager
 async def drain(server: Running) -> AsyncIterator[asyncio.Future[None]]:
-    """A drain that lasts as long as the block, for a stream's sake, which is whole in the end: its `stop`."""
+    """Drain the server during the block, with a stream that is complete at the end. Yield the task of `stop`."""
     server.engine.delay = 0.1
     stream = server.inference.StreamGenerate(ask("a", 60))
     text = (await stream.read()).text
@@ -189,7 +192,7 @@ async def drain(server: Running) -> AsyncIterator[asyncio.Future[None]]:
 
 
 async def test_frontend_new_connection_during_a_drain_is_answered(tmp_path: Path) -> None:
-    """It is alive and not ready, and nothing new is taken."""
+    """The server is live and not ready, and refuses requests."""
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with (running(make_folder(tmp_path / "m")) as server, drain(server),
                 grpc.aio.insecure_channel(server.target, own) as channel):
@@ -200,13 +203,13 @@ async def test_frontend_new_connection_during_a_drain_is_answered(tmp_path: Path
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask())
         assert (refused.value.code(), refused.value.details()) == (
-            grpc.StatusCode.UNAVAILABLE, "the server is draining; another will take the request")
+            grpc.StatusCode.UNAVAILABLE, "the server is draining; send the request to another server")
         kinds = {detail.TypeName() for detail in rpc_status.from_call(refused.value).details}  # type: ignore[arg-type]
         assert "google.rpc.RetryInfo" in kinds
 
 
 async def test_frontend_first_call_on_an_open_connection_during_a_drain_is_unavailable(tmp_path: Path) -> None:
-    """Whenever it comes, and though its client has read nothing since it connected: never CANCELLED."""
+    """Never CANCELLED, at any time of the drain, also if the client has read nothing since it connected."""
     async with running(make_folder(tmp_path / "m")) as server:
         port = int(server.target.rpartition(":")[2])
         connections = [await RawConnection.open(port) for _ in range(60)]
@@ -215,21 +218,21 @@ async def test_frontend_first_call_on_an_open_connection_during_a_drain_is_unava
             for connection in connections:
                 try:
                     ended = await connection.generate(ask("a", 2))
-                except (asyncio.IncompleteReadError, ConnectionError):  # UNAVAILABLE, says gRPC's client
+                except (asyncio.IncompleteReadError, ConnectionError):  # UNAVAILABLE at a gRPC client
                     ends.append("closed")
                 else:
                     assert b"grpc-status\x0214" in ended, ended
                     assert b"google.rpc.RetryInfo" in ended, ended
                     ends.append("refused")
                 await asyncio.sleep(0.03)
-        assert ends == sorted(ends, reverse=True)  # refused at first, closed later
+        assert ends == sorted(ends, reverse=True)  # first refused, later closed
         assert set(ends) == {"refused", "closed"}
         for connection in connections:
             connection.close()
 
 
 async def test_frontend_drain_moves_a_client_with_a_running_stream(tmp_path: Path) -> None:
-    """Its channel leaves the connection, on which the stream goes on, and its next call is on a new one."""
+    """The stream continues on the old connection, and the channel makes its next call on a new one."""
     async with running(make_folder(tmp_path / "m")) as server, drain(server):
         await until(lambda: server.channel.get_state() != grpc.ChannelConnectivity.READY)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -239,7 +242,7 @@ async def test_frontend_drain_moves_a_client_with_a_running_stream(tmp_path: Pat
 
 
 async def test_frontend_drain_waits_for_no_call_that_has_ended(tmp_path: Path) -> None:
-    """Answered, refused, cancelled by its client, or out of time."""
+    """For answered, refused, cancelled and expired calls."""
     async with running(make_folder(tmp_path / "m")) as server:
         await server.inference.Generate(ask("a", 2))
         with pytest.raises(grpc.aio.AioRpcError):
@@ -276,7 +279,7 @@ async def test_frontend_watch_at_any_moment_of_a_drain_ends_with_not_serving(tmp
     assert last == {NOT_SERVING}
 
 
-def test_a_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
+def test_frontend_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -286,19 +289,19 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process])
     assert "Traceback" not in processes[0].end()[1]
 
 
-def test_an_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
+def test_frontend_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(tmp_path)))
     assert processes[0].wrong() == (2, f"model: {tmp_path} has no config.json")
     assert processes[0].end() == (2, "")
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_frontend_imports_nothing_heavy() -> None:
     script = "import sys, npuserve.service.frontend.process; print(*{m.split('.')[0] for m in sys.modules})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "numpy", "tokenizers", "huggingface_hub"} & set(done.stdout.split())
 
 
-async def test_reflection_names_the_services(tmp_path: Path) -> None:
+async def test_reflection_lists_services(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
@@ -307,7 +310,7 @@ async def test_reflection_names_the_services(tmp_path: Path) -> None:
                           "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"}
 
 
-async def test_readiness_follows_the_engine(tmp_path: Path) -> None:
+async def test_frontend_readiness_follows_engine(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         readiness = health_pb2.HealthCheckRequest(service="npuserve.readiness")
         watch = health_pb2_grpc.HealthStub(server.channel).Watch(readiness)
@@ -318,16 +321,16 @@ async def test_readiness_follows_the_engine(tmp_path: Path) -> None:
         assert (await watch.read()).status == SERVING
 
 
-async def test_a_full_queue_is_no_illness(tmp_path: Path) -> None:
-    """Saturation alone: the watchers hear nothing, and all stay SERVING."""
+async def test_frontend_full_queue_stays_serving(tmp_path: Path) -> None:
+    """Saturation changes no health status and wakes no watcher."""
     async with running(make_folder(tmp_path / "m")) as server:
         health = health_pb2_grpc.HealthStub(server.channel)
         services = ("", "npuserve.readiness", "npuserve.liveness")
         watches = [health.Watch(health_pb2.HealthCheckRequest(service=service)) for service in services]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 3
         server.engine.hold.clear()
-        server.frontend._engine._stall_seconds = 1e9  # the fake has no heart
-        held = [server.inference.Generate(ask("a", 2)) for _ in range(16)]  # twice what runs and waits
+        server.frontend._engine._stall_seconds = 1e9  # the fake engine sends no heartbeat
+        held = [server.inference.Generate(ask("a", 2)) for _ in range(16)]  # twice max_num_seqs + max_queue
         await until(lambda: server.engine.live == 16)
         for _ in range(3):
             with pytest.raises(grpc.aio.AioRpcError) as full:
@@ -345,8 +348,8 @@ async def test_a_full_queue_is_no_illness(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_client_may_ping_often_during_a_long_call(tmp_path: Path) -> None:
-    """A client pings once a second at most; without the server's leave, the fourth ends in GOAWAY too_many_pings."""
+async def test_frontend_accepts_frequent_pings_during_long_call(tmp_path: Path) -> None:
+    """A client pings at most once a second. By default, the server sends GOAWAY too_many_pings at the fourth ping."""
     async with running(make_folder(tmp_path / "m")) as server:
         server.engine.hold.clear()
         options = [("grpc.keepalive_time_ms", 100), ("grpc.keepalive_permit_without_calls", 1),
@@ -360,8 +363,8 @@ async def test_a_client_may_ping_often_during_a_long_call(tmp_path: Path) -> Non
             assert (await call).text == "bc"
 
 
-async def test_an_old_connection_gives_way_and_its_calls_go_on(tmp_path: Path) -> None:
-    """So that clients find new servers: the next call connects anew, while the stream stays where it is."""
+async def test_frontend_max_connection_age_keeps_running_calls(tmp_path: Path) -> None:
+    """The next call uses a new connection, so that clients find new servers. The stream stays on the old one."""
     async with running(make_folder(tmp_path / "m"), max_connection_age_seconds=0.2) as server:
         server.engine.delay = 0.02
         stream = server.inference.StreamGenerate(ask("a", 60))
@@ -374,7 +377,7 @@ async def test_an_old_connection_gives_way_and_its_calls_go_on(tmp_path: Path) -
         assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
 
 
-async def test_a_connection_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+async def test_frontend_connection_age_is_unlimited_by_default(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         assert (await server.inference.Generate(ask("a", 1))).text == "b"
         await asyncio.sleep(0.5)

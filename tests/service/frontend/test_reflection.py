@@ -1,4 +1,4 @@
-"""Reflection in both versions: what it lists, it also describes."""
+"""Reflection in both versions lists the services and describes each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICES = {
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-async def test_reflection_of_each_version_describes_every_service(tmp_path: Path, version: str) -> None:
+async def test_reflection_each_version_describes_every_service(tmp_path: Path, version: str) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         call = server.channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",

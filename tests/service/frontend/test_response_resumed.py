@@ -1,4 +1,4 @@
-"""A stream that goes on in another call: wherever the client was, it has the whole answer once."""
+"""Resumed streams: from any token offset on, the client gets the whole answer once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
-from npuserve.service.frontend import resume
-from npuserve.service.frontend.response import Answer
+from npuserve.service.frontend import response_options
+from npuserve.service.frontend.response import ResponseBuilder
 from npuserve.service.ipc.messages import Finish, Output, Request, Timing
 from npuserve.service.requests.validation import Ask
 from npuserve.service.text.tokenizer import Tokenizer
@@ -26,36 +26,39 @@ def report(token: int) -> TokenLogprobs:
 
 
 class Call:
-    """One call that reads the answer `ids`, which end for `reason`, from token `held` on.
+    """One call that reads the answer `ids` from a token offset on.
 
-    parts: the messages that were sent to it. pause: seconds between two reads.
+    reason: finish reason of the answer.
+    pause: seconds between two reads.
+    parts: messages sent to the call.
+    over: the last message was sent.
     """
 
     def __init__(
-        self, ask: Ask, made: Tokenizer | None, ids: Sequence[int], reason: str, held: int = 0, pause: float = 0.0
+        self, ask: Ask, made: Tokenizer | None, ids: Sequence[int], reason: str, offset: int = 0, pause: float = 0.0
     ):
-        self.answer = Answer(ask, made, held)
+        self.builder = ResponseBuilder(ask, made, offset)
         self.parts: list[pb.StreamGenerateResponse] = []
         self.over = False
         self._ids, self._reason, self._at = ids, reason, 0
         self._now, self._pause = 0.0, pause
 
     def read(self, until: int) -> None:
-        """The tokens up to this one come, and a message is sent if there is one."""
+        """Add the tokens up to number `until`, and take a message if one is due."""
         ids, first = list(self._ids[self._at : until]), not self._at
         self._at = until
         finish = None
         if until == len(self._ids):
             finish = Finish(self._reason, 3, 0, len(self._ids), TIMING)  # type: ignore[arg-type]
         prompt = [report(7), report(8)] if first else None
-        given = self.answer.add([Output(1, ids, finish, None, [report(i) for i in ids], prompt)])
-        if self.answer.keep is not None or given:
-            finish = given or Finish("stop_string", 3, 0, self.answer.keep or 0, TIMING)
-            self.parts.append(self.answer.last(finish, 1.0))
+        given = self.builder.add([Output(1, ids, finish, None, [report(i) for i in ids], prompt)])
+        if self.builder.keep is not None or given:
+            finish = given or Finish("stop_string", 3, 0, self.builder.keep or 0, TIMING)
+            self.parts.append(self.builder.last_message(finish, 1.0))
             self.over = True
         else:
             self._now += self._pause
-            part = self.answer.message(self._now)
+            part = self.builder.next_message(self._now)
             if part:
                 self.parts.append(part)
 
@@ -68,15 +71,16 @@ def asked(draw: st.DrawFn, ids: int) -> Ask:
         Request("r", [5, 6, 7], max(ids, 1), 0.0, sampling),
         stop=tuple(draw(st.lists(st.sampled_from(STOPS), unique=True, max_size=3))),
         include_stop=draw(st.booleans()), skip_special_tokens=draw(st.booleans()), return_token_ids=draw(st.booleans()))
-    carried = Request("r", ask.request.prompt_ids, ask.request.max_tokens, 0.0, sampling, ask=resume.pack(ask))
-    assert resume.unpack(carried) == Ask(carried, *(getattr(ask, name) for name in (
+    packed = response_options.pack(ask)
+    carried = Request("r", ask.request.prompt_ids, ask.request.max_tokens, 0.0, sampling, ask=packed)
+    assert response_options.unpack(carried) == Ask(carried, *(getattr(ask, name) for name in (
         "stop", "include_stop", "skip_special_tokens", "return_token_ids")))
     return ask
 
 
 @st.composite
 def answers(draw: st.DrawFn, kind: str) -> tuple[Ask, list[int], str, list[int]]:
-    """(ask, ids, reason, where the outputs end)."""
+    """Draw (ask, ids, finish reason, numbers of tokens at which the outputs end)."""
     chance = random.Random(draw(st.integers(0, 1 << 30)))
     size = {"byte level": 700, "byte fallback": 300}.get(kind, 9)
     common = [chance.randrange(size) for _ in range(6)]
@@ -90,7 +94,7 @@ def answers(draw: st.DrawFn, kind: str) -> tuple[Ask, list[int], str, list[int]]
 
 
 def joined(parts: Sequence[pb.StreamGenerateResponse]) -> tuple[str, list[int], list[int], list[int]]:
-    """Text, ids, tokens with reports, prompt tokens with reports; the offsets are checked."""
+    """Return text, ids, tokens with logprobs and prompt tokens with logprobs. Check the offsets."""
     at = parts[0].offset if parts else 0
     for part in parts:
         assert part.offset == at
@@ -102,8 +106,8 @@ def joined(parts: Sequence[pb.StreamGenerateResponse]) -> tuple[str, list[int], 
 
 @pytest.mark.parametrize("kind", [*KINDS, "none"])
 @given(data=st.data())
-def test_resumed_after_any_message(kind: str, data: st.DataObject) -> None:
-    """However far the engine is when the client comes back, and however often it goes."""
+def test_response_resumed_after_any_message_is_whole(kind: str, data: st.DataObject) -> None:
+    """For any progress of the engine at the resume, and any number of disconnects."""
     ask, ids, reason, cuts = data.draw(answers("words" if kind == "none" else kind))
     made = None if kind == "none" else tokenizer(kind)
     if made is None:
@@ -133,9 +137,11 @@ def test_resumed_after_any_message(kind: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_resumed_at_any_token(kind: str, data: st.DataObject) -> None:
-    """Also inside a character or a stop string: ids go on exactly there, and the text with the characters that the
-    client's tokens do not complete."""
+def test_response_resumed_at_any_token_is_whole(kind: str, data: st.DataObject) -> None:
+    """Also inside a character or a stop string.
+
+    Ids continue at the offset. The text continues with the first character that the client's tokens do not complete.
+    """
     ask, ids, reason, _ = data.draw(answers(kind))
     ask = Ask(ask.request, (), False, ask.skip_special_tokens, True)
     whole = Call(ask, tokenizer(kind), ids, reason)
@@ -148,7 +154,7 @@ def test_resumed_at_any_token(kind: str, data: st.DataObject) -> None:
     rest, rest_ids, *_ = joined(call.parts)
     assert rest_ids == all_ids[held:]
     assert text.endswith(rest)
-    # No more than what follows the messages that end there or before, and no less than what follows the next.
+    # At most the text after the messages that end at or before the offset; at least the text after the next message.
     step = Call(ask, tokenizer(kind), ids, reason)
     for until in range(1, len(ids) + 1):
         if not step.over:

@@ -17,7 +17,7 @@ from npuserve.service.ipc.messages import Resume, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import Proxy
-from tests.service.frontend.test_response import whole
+from tests.service.frontend.test_response import joined
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import ask, running
 from tests.support.whole_server import whole_server
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "counting")
 
 
-async def test_resuming(folder: Path) -> None:
+async def test_resume_stream_continues_at_offset(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.delay = 0.002
         call = server.inference.StreamGenerate(ask("a", 60, request_id="mine", stop=["xy"], return_token_ids=True))
@@ -45,7 +45,7 @@ async def test_resuming(folder: Path) -> None:
         again = server.inference.ResumeStream(
             pb.ResumeStreamRequest(resume_token=metadata["x-resume-token"], token_offset=held))
         assert dict(await again.initial_metadata()) == metadata
-        text, ids, finish = whole(parts + [part async for part in again])
+        text, ids, finish = joined(parts + [part async for part in again])
         assert (text, ids) == ("bcdefghijklmnopqrstuvw", list(range(1, 25)))
         assert (finish.reason, finish.matched_stop) == (pb.FINISH_REASON_STOP_STRING, "xy")
         (asked,) = server.engine.got(Resume)
@@ -56,8 +56,8 @@ async def test_resuming(folder: Path) -> None:
         assert failed.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_anonymous_stream_is_resumed_from_another_address(tmp_path: Path) -> None:
-    """As after a change of the network, or behind a NAT with several addresses."""
+async def test_resume_anonymous_stream_from_another_address(tmp_path: Path) -> None:
+    """As after a change of networks, or behind a NAT with several addresses."""
     async with whole_server(tmp_path, delay=0.005) as server, server.client() as stub:
         call = stub.StreamGenerate(ask("a", 60))
         token = dict(await call.initial_metadata())["x-resume-token"]
@@ -73,7 +73,7 @@ async def test_anonymous_stream_is_resumed_from_another_address(tmp_path: Path) 
         assert text == "".join(chr(97 + (i + 1) % 26) for i in range(60))
 
 
-async def test_no_token_where_nothing_is_kept(folder: Path) -> None:
+async def test_resume_token_absent_without_resume_seconds(folder: Path) -> None:
     async with running(folder, resume_seconds=0) as server:
         call = server.inference.StreamGenerate(ask("a", 3))
         assert "x-resume-token" not in dict(await call.initial_metadata())
@@ -95,7 +95,7 @@ def test_error_reasons_are_upper_snake_case_and_unique() -> None:
     assert found["EngineKiller"] == "ENGINE_KILLER"
 
 
-async def test_what_is_not_found_is_told_by_the_reason(folder: Path) -> None:
+async def test_not_found_errors_have_distinct_reasons(folder: Path) -> None:
     async with running(folder, administrator=True) as server:
         stub = server.inference
         calls = {

@@ -1,5 +1,7 @@
-"""A slow reader's request pauses and goes on, or is cancelled at the limit; others never notice. Over real gRPC, with a
-client that does not read, so that what is sent to it stops at its window."""
+"""Slow readers over real gRPC: requests pause and continue, or are cancelled at the limit, without effect on others.
+
+The client does not read, so that the server's writes stop at the flow-control window.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ async def read(call: grpc.aio.UnaryStreamCall) -> tuple[str, pb.Finish]:
     return "".join(part.text for part in parts), parts[-1].finish
 
 
-async def test_it_pauses_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+async def test_slow_reader_pauses_and_loses_no_text(tmp_path: Path) -> None:
     async with whole_server(tmp_path, max_buffered_tokens=16) as server, server.client(*SMALL_WINDOW) as slow, \
             server.client() as quick:
         call = slow.StreamGenerate(ask("a", TOKENS))
@@ -46,7 +48,7 @@ async def test_it_pauses_goes_on_and_loses_nothing(tmp_path: Path) -> None:
         assert finish.usage.generated_tokens == TOKENS
 
 
-async def test_a_client_that_leaves_while_it_is_paused(tmp_path: Path) -> None:
+async def test_slow_reader_cancel_while_paused_ends_request(tmp_path: Path) -> None:
     async with whole_server(tmp_path, max_buffered_tokens=16) as server, server.client(*SMALL_WINDOW) as slow:
         call = slow.StreamGenerate(ask("a", TOKENS))
         await until(lambda: server.scheduler.num_paused)
@@ -54,7 +56,7 @@ async def test_a_client_that_leaves_while_it_is_paused(tmp_path: Path) -> None:
         await until(lambda: not server.scheduler._sequences)
 
 
-async def test_it_is_cancelled_at_the_limit_and_can_be_resumed(
+async def test_slow_reader_at_limit_is_cancelled_and_resumable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "npuserve")
@@ -68,7 +70,7 @@ async def test_it_is_cancelled_at_the_limit_and_can_be_resumed(
         assert codes(caplog) == ["CANCELLED"]
         assert server.frontend._engine._streams == {}
         parts: list[pb.StreamGenerateResponse] = []
-        with pytest.raises(grpc.aio.AioRpcError) as ended:  # what is on its way comes first
+        with pytest.raises(grpc.aio.AioRpcError) as ended:  # after the messages in flight
             await keep(call, parts)
         got, held = "".join(part.text for part in parts), sum(part.num_tokens for part in parts)
         assert ended.value.code() == grpc.StatusCode.CANCELLED
@@ -79,8 +81,8 @@ async def test_it_is_cancelled_at_the_limit_and_can_be_resumed(
         assert finish.usage.generated_tokens == TOKENS
 
 
-async def test_slow_readers_take_no_seats_and_no_blocks_from_others(tmp_path: Path) -> None:
-    """As many of them as there are seats, and a pool for few more than they hold."""
+async def test_slow_readers_take_no_slots_or_blocks_from_others(tmp_path: Path) -> None:
+    """There are as many slow readers as slots, and few more blocks than they hold."""
     async with whole_server(
         tmp_path, max_buffered_tokens=16, max_num_seqs=4, blocks=520
     ) as server, server.client(*SMALL_WINDOW) as slow, server.client() as quick:
@@ -102,8 +104,8 @@ def codes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.fields["code"] for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
 
 
-async def test_deadlines_over_the_wire(tmp_path: Path) -> None:
-    """Steps so long that an answer ends 0.4 s before its deadline: a machine that stalls is no reason to miss it."""
+async def test_deadline_over_grpc_ends_answer_early(tmp_path: Path) -> None:
+    """Steps are so long that an answer ends 0.4 s before its deadline: a stall of the machine cannot miss it."""
     async with whole_server(tmp_path, delay=0.2, max_num_seqs=1) as server, server.client() as stub:
         parts = [part async for part in stub.StreamGenerate(ask("a", TOKENS), timeout=3.0)]
         finish = parts[-1].finish
@@ -122,7 +124,7 @@ async def test_deadlines_over_the_wire(tmp_path: Path) -> None:
         assert server.scheduler.tokens_in_vain == 0
 
 
-async def test_limits_over_the_wire(tmp_path: Path) -> None:
+async def test_client_limit_over_grpc_is_resource_exhausted(tmp_path: Path) -> None:
     async with whole_server(tmp_path, delay=0.005, max_requests_per_client=2) as server, server.client() as stub:
         calls = [stub.StreamGenerate(ask("a", TOKENS)) for _ in range(2)]
         for call in calls:

@@ -1,4 +1,4 @@
-"""The private names of grpcio that the server needs. What they are for is tested in tests/e2e/test_fuzz.py."""
+"""Start of the server without the private names of grpcio. tests/e2e/test_fuzz.py tests the workaround itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuserve.service.rpc import aio_server
 
 
 @pytest.mark.parametrize("name", aio_server.PRIVATE_NAMES)
-def test_server_on_a_grpcio_without_a_private_name_raises_config_error(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_server_missing_private_name_raises_config_error(name: str, monkeypatch: pytest.MonkeyPatch):
     made = SimpleNamespace(
         AioServer=SimpleNamespace(_request_call=None), _ServicerContext=SimpleNamespace(abort=None),
         ExecuteBatchError=None)
@@ -30,7 +30,7 @@ def test_server_on_a_grpcio_without_a_private_name_raises_config_error(name: str
         aio_server.server([], [])
 
 
-def test_serve_on_a_grpcio_without_a_private_name_ends_with_one_sentence(
+def test_serve_missing_private_name_exits_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "sitecustomize.py").write_text("from grpc._cython import cygrpc\ndel cygrpc.ExecuteBatchError\n")

@@ -1,10 +1,12 @@
-"""How a call that the client ended is counted. The rest of call.py is tested through the servicers."""
+"""Codes of cancelled calls, and names of peers. The tests of the servicers cover the rest of call.py."""
 
 from __future__ import annotations
 
+import urllib.parse
+
 import pytest
 
-from npuserve.service.rpc.call import gone
+from npuserve.service.rpc.call import cancel_code, peer_name
 
 
 @pytest.mark.parametrize(("left", "allowed", "code"), [
@@ -16,5 +18,18 @@ from npuserve.service.rpc.call import gone
     (0.005, 0.3, "DEADLINE_EXCEEDED"),
     (0.9, 120.0, "DEADLINE_EXCEEDED"),
 ])
-def test_a_client_is_a_little_ahead_of_its_deadline(left: float | None, allowed: float | None, code: str) -> None:
-    assert gone(left, allowed) == code
+def test_cancel_code_near_deadline_is_deadline_exceeded(left: float | None, allowed: float | None, code: str) -> None:
+    assert cancel_code(left, allowed) == code
+
+
+@pytest.mark.parametrize(("peer", "name"), [
+    ("ipv4:10.0.0.7:51234", "ipv4:10.0.0.7"),
+    ("ipv6:[2001:db8::1]:51234", "ipv6:[2001:db8::1]"),
+    ("ipv6:%5B::1%5D:51234", "ipv6:[::1]"),
+    (f"ipv6:{urllib.parse.quote('[fe80::1%eth0]', safe=':')}:1", "ipv6:[fe80::1%25eth0]"),
+    ("unix:", "local"),
+    ("unix:/run/x.sock", "local"),
+    ("", "local"),
+])
+def test_peer_name_is_address_without_port(peer: str, name: str) -> None:
+    assert peer_name(peer) == name

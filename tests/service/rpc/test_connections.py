@@ -1,4 +1,4 @@
-"""Counting calls by connection, and closing a connection by its peer."""
+"""Counts of active calls by connection, and closing of idle connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuserve.service.rpc.connections import Connections
 
 
 class Call:
-    """What Connections needs of a call's context."""
+    """Fake of a call's context with the parts that Connections uses."""
 
     def __init__(self, peer: str):
         self._peer = peer
@@ -31,13 +31,13 @@ class Call:
             callback(self)
 
 
-async def test_connections_wait_until_none_ends_with_the_last_call() -> None:
+async def test_connections_wait_until_idle_returns_after_last_call() -> None:
     connections, calls = Connections(), [Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:2")]
-    assert await connections.wait_until_none(60)
+    assert await connections.wait_until_idle(60)
     for call in calls:
         connections.begin(call)  # type: ignore[arg-type]
-    assert not await connections.wait_until_none(0)
-    waiting = asyncio.ensure_future(connections.wait_until_none(60))
+    assert not await connections.wait_until_idle(0)
+    waiting = asyncio.ensure_future(connections.wait_until_idle(60))
     for call in calls:
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -49,7 +49,7 @@ async def test_connections_wait_until_none_ends_with_the_last_call() -> None:
     (socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1:{}"), (socket.AF_INET6, "::1", "ipv6:%5B::1%5D:{}"),
     (socket.AF_INET6, "::ffff:127.0.0.1", "ipv4:127.0.0.1:{}"),
 ])
-async def test_connections_close_idle_closes_those_without_a_call(
+async def test_connections_close_idle_keeps_busy_connection(
     family: socket.AddressFamily, host: str, peer: str
 ) -> None:
     with contextlib.ExitStack() as sockets:

@@ -1,4 +1,4 @@
-"""Traces as an OTLP collector in this process receives them; without --otlp-endpoint nothing of it is there."""
+"""Traces as received by an OTLP collector in this process, and their absence without --otlp-endpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ SERVER_SPAN = "npuserve.v1.InferenceService/StreamGenerate"
 
 
 class Collector:
-    """url: of an OTLP gRPC server. spans: what came."""
+    """OTLP collector.
+
+    url: address of its gRPC server.
+    spans: spans received so far.
+    resources: attributes of the spans' resources.
+    """
 
     def __init__(self) -> None:
         service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
@@ -72,7 +77,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-async def test_a_stream_is_one_trace_of_its_phases(folder: Path, collector: Collector) -> None:
+async def test_trace_of_stream_has_its_phases(folder: Path, collector: Collector) -> None:
     began = time.time_ns()
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
     async with running(folder, otlp_endpoint=collector.url) as server:
@@ -95,20 +100,20 @@ async def test_a_stream_is_one_trace_of_its_phases(folder: Path, collector: Coll
     assert children[-1].end_time_unix_nano == root.end_time_unix_nano
     assert children[1].end_time_unix_nano - children[1].start_time_unix_nano == pytest.approx(
         finish.timing.prefill_chunks[0].ToNanoseconds(), abs=2)
-    told = attributes(root)
-    assert told["rpc.method"] == "StreamGenerate"
-    assert told["rpc.grpc.status_code"] == 0
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (2, 5)
-    assert told["gen_ai.request.model"] == "counting"
-    assert told["gen_ai.response.finish_reasons"] == ["length"]
-    assert told["npuserve.cached_tokens"] == 3
+    root_attributes = attributes(root)
+    assert root_attributes["rpc.method"] == "StreamGenerate"
+    assert root_attributes["rpc.grpc.status_code"] == 0
+    assert (root_attributes["gen_ai.usage.input_tokens"], root_attributes["gen_ai.usage.output_tokens"]) == (2, 5)
+    assert root_attributes["gen_ai.request.model"] == "counting"
+    assert root_attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert root_attributes["npuserve.cached_tokens"] == 3
     (first,) = root.events
     assert first.name == "first token"
     assert root.start_time_unix_nano < first.time_unix_nano < root.end_time_unix_nano
     assert collector.resources[0]["service.name"] == "npuserve"
 
 
-async def test_errors_and_cancels_are_spans_too(
+async def test_trace_of_error_and_cancel_has_status(
     folder: Path, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(folder, otlp_endpoint=collector.url) as server:
@@ -126,13 +131,13 @@ async def test_errors_and_cancels_are_spans_too(
         await until(lambda: len(collector.spans) == 3)
     codes = [(attributes(s)["rpc.method"], attributes(s)["rpc.grpc.status_code"]) for s in collector.spans]
     assert codes == [("Generate", 3), ("StreamGenerate", 1), ("Generate", 14)]
-    # Only what is the server's fault is an error of its span.
+    # A span has status ERROR only for errors of the server.
     assert [span.status.code for span in collector.spans] == [0, 0, 2]
     assert collector.spans[2].status.message == "the engine is restarting"
     assert len({span.trace_id for span in collector.spans}) == 3
 
 
-async def test_what_the_client_does_not_sample_is_not_exported(folder: Path, collector: Collector) -> None:
+async def test_trace_unsampled_by_client_is_not_exported(folder: Path, collector: Collector) -> None:
     async with running(folder, otlp_endpoint=collector.url) as server:
         for flag in ("00", "01"):
             metadata = (("traceparent", f"00-{TRACE}-{PARENT}-{flag}"),)
@@ -141,13 +146,13 @@ async def test_what_the_client_does_not_sample_is_not_exported(folder: Path, col
     assert len([span for span in collector.spans if span.name.endswith("/Generate")]) == 1
 
 
-async def test_a_collector_that_is_away_holds_nobody_up(folder: Path, free_port: Any) -> None:
+async def test_tracing_unreachable_collector_delays_no_call(folder: Path, free_port: Any) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     async with running(folder, otlp_endpoint=f"http://127.0.0.1:{free_port()}") as server:
         assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
 
 
-def test_phases_are_all_of_the_time() -> None:
+def test_trace_phases_cover_whole_time() -> None:
     pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -160,23 +165,23 @@ def test_phases_are_all_of_the_time() -> None:
         ("detokenize and send", 20.0, 22.0)]
 
 
-def test_without_an_endpoint_nothing_is_imported() -> None:
+def test_tracing_without_endpoint_imports_nothing() -> None:
     script = (
-        "import sys\nfrom npuserve.service import frontend, servicer, supervisor\n"
-        "from npuserve.service.config import ServerConfig\n"
-        "assert frontend._open_tracing(ServerConfig()) is None\n"
+        "import sys\nfrom npuserve.service.config import ServerConfig\n"
+        "from npuserve.service.frontend import inference, process\nfrom npuserve.service.supervisor import supervisor\n"
+        "assert process._open_tracing(ServerConfig()) is None\n"
         "print([name for name in sys.modules if 'opentelemetry' in name])")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_the_extra_is_asked_for_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_extra_names_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "npuserve.service.rpc.tracing", None)
     with pytest.raises(ConfigError, match=r"^otlp_endpoint: .*pip install 'npuserve\[otel\]'"):
         Frontend(FrontendArgs(ServerConfig(model=str(folder), otlp_endpoint="http://collector:4317"), 0, "", 0))
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector", "ftp://c:1", "http://a b:1"])
-def test_an_endpoint_is_a_url(endpoint: str) -> None:
+def test_otlp_endpoint_invalid_raises_config_error(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"^otlp_endpoint: .* must be like http://host:4317"):
         ServerConfig(otlp_endpoint=endpoint)

@@ -1,4 +1,4 @@
-"""A value that is read from files, and read again when they change."""
+"""Value of a setting that is read from files, and reloaded when the files change."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
-class Watched(Generic[Value]):
-    """`value` is what `read` made of the files when they were last whole. One thread calls `look`.
+class FileReloader(Generic[Value]):
+    """Reader of a setting's files. `value` is the result of the last read without an error.
 
-    setting: that names the files, for messages. read: raises ConfigError, or OSError; then the constructor raises
-    ConfigError, while `look` logs it, once for each change, and the last good value stays.
+    setting: name of the setting, for messages.
+    files: paths of the files.
+    read: reads the files. If it raises ConfigError or OSError, the constructor raises ConfigError, while
+        `reload_if_changed` keeps the value, and logs the error once for each change.
     """
 
     def __init__(self, setting: str, files: Sequence[str], read: Callable[[], Value]):
         self._setting = setting
         self._files = files
         self._read = read
-        self._seen = self._stamp()
+        self._version = self._stat()
         try:
             self.value = read()
         except OSError as error:
             raise ConfigError(f"{setting}: {error.filename} cannot be read: {error.strerror}") from None
 
-    def look(self) -> bool:
-        """Whether `value` is a new one."""
-        stamp = self._stamp()  # before it is read: what changes in between is a change at the next look
-        if stamp == self._seen:
+    def reload_if_changed(self) -> bool:
+        """Read the files if they have changed. Return whether `value` is new. Call it from one thread."""
+        version = self._stat()  # before the read, so that a change during the read is found at the next check
+        if version == self._version:
             return False
-        self._seen = stamp
+        self._version = version
         try:
             self.value = self._read()
         except (ConfigError, OSError) as error:
@@ -48,12 +50,13 @@ class Watched(Generic[Value]):
         logs.event(log, "read again", setting=self._setting)
         return True
 
-    def _stamp(self) -> list[tuple[int, int, int] | None]:
-        """Of what the names lead to, so that a link which is set anew is a change: Kubernetes mounts secrets so."""
-        return [_stamp(name) for name in self._files]
+    def _stat(self) -> list[tuple[int, int, int] | None]:
+        """Return the version of each file. Follow symbolic links: Kubernetes updates a secret by replacing a link."""
+        return [_stat(name) for name in self._files]
 
 
-def _stamp(name: str) -> tuple[int, int, int] | None:
+def _stat(name: str) -> tuple[int, int, int] | None:
+    """Return modification time in nanoseconds, inode and size; None if the file cannot be accessed."""
     try:
         found = os.stat(name)
     except OSError:

@@ -1,4 +1,4 @@
-"""Copy of a setting's file as it was last read without an error, for a process that starts while the file is broken."""
+"""Copy of the last valid version of a settings file, for a process that starts while the file is invalid."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
-class LastGood(Generic[Value]):
-    """Reader of a file. Each good version is copied; if the first read of this process fails, the copy is read.
+class LastKnownGoodFile(Generic[Value]):
+    """Reader of a settings file that copies each valid version. If the first read fails, it reads the copy.
 
-    setting: that names the file, for messages. copy: path in a folder for this user alone, absent until a process of
-    this server has read the file; None for no copy. read: takes a path; raises ConfigError or OSError for a file that
-    is unusable.
+    setting: name of the setting, for messages.
+    file: path of the file.
+    copy: path of the copy, in a folder of this user alone. It does not exist until a process of this server has read
+        the file. None: no copy.
+    read: reads a path. Raises ConfigError or OSError for an invalid file.
     """
 
     def __init__(self, setting: str, file: str, copy: Path | None, read: Callable[[str], Value]):
@@ -33,7 +35,7 @@ class LastGood(Generic[Value]):
         self._is_first = True
 
     def read(self) -> Value:
-        """Return the value of the file, or of the copy. Raises what `read` raises for the file."""
+        """Return the value of the file, or at the first read of its copy. Raises the error of the file."""
         is_first, self._is_first = self._is_first, False
         try:
             value = self._read(self._file)
@@ -46,18 +48,18 @@ class LastGood(Generic[Value]):
                        error=str(error))
             return value
         if self._copy:
-            self._keep(self._copy)
+            self._save(self._copy)
         return value
 
-    def _keep(self, copy: Path) -> None:
-        """Copy the file if it is still good: it may have changed after it was read."""
-        made = copy.with_name(f"{copy.name}.{os.getpid()}")
+    def _save(self, copy: Path) -> None:
+        """Replace the copy. The new copy is read first: the file may have changed since it was read."""
+        fresh = copy.with_name(f"{copy.name}.{os.getpid()}")
         try:
-            made.touch(mode=0o600)
-            shutil.copyfile(self._file, made)
-            self._read(str(made))
-            made.replace(copy)
+            fresh.touch(mode=0o600)
+            shutil.copyfile(self._file, fresh)
+            self._read(str(fresh))
+            fresh.replace(copy)
         except (ConfigError, OSError) as error:
-            made.unlink(missing_ok=True)
+            fresh.unlink(missing_ok=True)
             logs.event(log, "no copy for other processes", level=logging.WARNING, setting=self._setting,
                        error=str(error))

@@ -1,3 +1,5 @@
+"""Throttle of refusals: its delays, and its effect on calls over a real gRPC server."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from npuserve.service.rpc.refusal_pace import BURST, MAX_ADDRESSES, MAX_SECONDS, RefusalPace
+from npuserve.service.rpc.refusal_throttle import BURST, MAX_ADDRESSES, MAX_SECONDS, RefusalThrottle
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2
 from tests.support.fake_engine import make_folder
@@ -21,54 +23,54 @@ class Clock:
         return self.now
 
 
-def test_a_burst_is_not_delayed_and_what_follows_keeps_the_rate() -> None:
-    pace = RefusalPace(100, Clock())
-    assert [pace.delay("a") for _ in range(BURST)] == [0.0] * BURST
-    assert [pace.delay("a") for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])
+def test_refusal_throttle_after_burst_delays_at_rate() -> None:
+    throttle = RefusalThrottle(100, Clock())
+    assert [throttle.delay("a") for _ in range(BURST)] == [0.0] * BURST
+    assert [throttle.delay("a") for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])
 
 
-def test_addresses_do_not_delay_each_other() -> None:
-    pace = RefusalPace(100, Clock())
+def test_refusal_throttle_addresses_are_independent() -> None:
+    throttle = RefusalThrottle(100, Clock())
     for _ in range(BURST + 50):
-        pace.delay("a")
-    assert pace.delay("b") == 0.0
+        throttle.delay("a")
+    assert throttle.delay("b") == 0.0
 
 
-def test_time_without_refusals_is_given_back() -> None:
+def test_refusal_throttle_idle_time_restores_burst() -> None:
     clock = Clock()
-    pace = RefusalPace(100, clock)
+    throttle = RefusalThrottle(100, clock)
     for _ in range(BURST + 50):
-        pace.delay("a")
+        throttle.delay("a")
     clock.now += 0.5
-    assert pace.delay("a") == pytest.approx(0.01)
+    assert throttle.delay("a") == pytest.approx(0.01)
     clock.now += 100
-    assert [pace.delay("a") for _ in range(BURST)] == [0.0] * BURST
-    assert pace.delay("a") > 0
+    assert [throttle.delay("a") for _ in range(BURST)] == [0.0] * BURST
+    assert throttle.delay("a") > 0
 
 
-def test_the_delay_is_bounded_and_so_is_what_it_takes_to_forget() -> None:
+def test_refusal_throttle_delay_and_recovery_are_bounded() -> None:
     clock = Clock()
-    pace = RefusalPace(100, clock)
+    throttle = RefusalThrottle(100, clock)
     for _ in range(10 * BURST):
-        longest = pace.delay("a")
+        longest = throttle.delay("a")
     assert longest == MAX_SECONDS
     clock.now += MAX_SECONDS + BURST / 100
-    assert pace.delay("a") == 0.0
+    assert throttle.delay("a") == 0.0
 
 
-def test_no_limit() -> None:
-    pace = RefusalPace(0, Clock())
-    assert not any(pace.delay("a") for _ in range(10 * BURST))
+def test_refusal_throttle_rate_zero_never_delays() -> None:
+    throttle = RefusalThrottle(0, Clock())
+    assert not any(throttle.delay("a") for _ in range(10 * BURST))
 
 
-def test_few_addresses_are_remembered() -> None:
-    pace = RefusalPace(1, Clock())
+def test_refusal_throttle_addresses_are_bounded() -> None:
+    throttle = RefusalThrottle(1, Clock())
     for number in range(2 * MAX_ADDRESSES):
-        pace.delay(str(number))
-    assert len(pace._due) == MAX_ADDRESSES
+        throttle.delay(str(number))
+    assert len(throttle._due) == MAX_ADDRESSES
 
 
-async def test_a_flood_of_refused_calls_is_paced_and_others_are_not(tmp_path: Path) -> None:
+async def test_refusal_throttle_flood_delays_refusals_only(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("")
     folder = make_folder(tmp_path / "counting")
     async with running(folder, api_keys=str(tmp_path / "keys"), max_refusals_per_second=20) as server:

@@ -1,0 +1,82 @@
+"""Identity of a caller: its API key, else its client certificate, else the address of its peer."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from npuserve.service.config import ServerConfig
+from npuserve.service.rpc.call import Context, peer_name
+
+CERTIFICATE = "cert:"
+"""Prefix of the name of a caller with a certificate. Names of API keys have no colon."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an API key. None: the server's limit.
+
+    max_requests: concurrent requests; 0: no limit.
+    min_priority, max_priority: range of a request's priority.
+    """
+
+    max_requests: int | None = None
+    min_priority: int | None = None
+    max_priority: int | None = None
+
+    def within(self, config: ServerConfig) -> tuple[int, tuple[int, int]]:
+        """Return the limit of concurrent requests, and the lowest and the highest priority."""
+        max_requests = config.max_requests_per_client if self.max_requests is None else self.max_requests
+        low = config.min_priority if self.min_priority is None else self.min_priority
+        high = config.max_priority if self.max_priority is None else self.max_priority
+        if low > high:  # one end is the key's, and lies beyond the server's other end
+            low, high = (low, low) if self.max_priority is None else (high, high)
+        return max_requests, (low, high)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Identity of the client of a call.
+
+    name: name of the API key; `cert:NAME` of the certificate; the peer's address without its port, as
+        `ipv4:10.0.0.7`; or `local`.
+    limits: limits of the API key.
+    admin: the API key may call AdminService.
+    is_authenticated: an API key or a certificate proves the name.
+    """
+
+    name: str
+    limits: Limits = Limits()
+    admin: bool = False
+    is_authenticated: bool = True
+
+    @property
+    def owner(self) -> str:
+        """Name of the only caller that may resume this caller's streams; "" if anonymous, since addresses change."""
+        return self.name if self.is_authenticated else ""
+
+    def namespace(self, salt: str, shared: bool) -> str:
+        """Return the prefix cache's namespace of a request with this salt. Namespaces of different owners differ.
+
+        shared: callers with the same salt share a namespace.
+        """
+        owner = "" if shared else self.owner
+        return f"{len(owner)}:{owner}:{salt}"
+
+
+authenticated: ContextVar[Caller | None] = ContextVar("authenticated", default=None)
+"""Caller of the current task's call, if it has an API key. The interceptor sets it before the call's handler runs."""
+
+
+def get_caller(context: Context) -> Caller:
+    """Return the caller of a call. Call it from the call's own task."""
+    known = authenticated.get()
+    if known is not None:
+        return known
+    names = certificate_names(context)
+    return Caller(names[0]) if names else Caller(peer_name(context.peer()), is_authenticated=False)
+
+
+def certificate_names(context: Context) -> list[str]:
+    """Return `cert:NAME` for each name of the client's certificate: its alternative names, else its common name."""
+    return [CERTIFICATE + name.decode(errors="replace") for name in context.peer_identities() or ()]

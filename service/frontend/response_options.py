@@ -1,0 +1,34 @@
+"""Options of a response that the engine stores with the request, so that any front end can resume its stream."""
+
+from __future__ import annotations
+
+import msgspec
+
+from npuserve.service.ipc.messages import Request
+from npuserve.service.requests.validation import Ask
+
+
+class _Options(msgspec.Struct, array_like=True):
+    """Fields of an Ask that the engine does not use."""
+
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Options).decode
+
+
+def pack(checked: Ask) -> bytes:
+    """Encode the options of a request, for Request.ask."""
+    return _encode(_Options(
+        checked.stop, checked.include_stop, checked.skip_special_tokens, checked.return_token_ids))
+
+
+def unpack(request: Request) -> Ask:
+    """Return the Ask of a request whose options `pack` has encoded."""
+    options = _decode(request.ask)
+    return Ask(
+        request, options.stop, options.include_stop, options.skip_special_tokens, options.return_token_ids)
