@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from npuserve.client.channel import OPTIONS
 from npuserve.kernels.ascend import BLOCK, cached_head_dim
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli import client
 from npuserve.service.cli.acceptance.tokens import prompts_of
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
 
@@ -121,7 +121,7 @@ class Served:
 
     def __init__(self, address: str, page: str):
         self._page = page
-        self._channel = grpc.insecure_channel(address, options=client.OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     def answer(self, prompt: Sequence[int], tokens: int, timeout: float) -> list[int]:
