@@ -87,7 +87,7 @@ def test_findings_fatal_fault_ends_the_check(folder: Path, capsys: Capture, monk
 
 
 @pytest.mark.usefixtures("no_large_cases")
-def test_findings_without_bandwidth_skip_latency(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_no_bandwidth_skips_latency(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> float:
         raise TypeError("copy_() takes no such argument")
 
