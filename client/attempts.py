@@ -7,9 +7,9 @@
    with each consecutive failure. Both are jittered. The failure is raised at once if the wait would end after the
    deadline, or more than `patience` seconds after the first consecutive failure. A message with tokens ends the
    sequence of failures.
-3. The next call resumes the stream after the tokens received, if its resume token is known. The request is sent again
-   if no message was received and one of these holds: no resume token is known, the server itself ended the call, or
-   ResumeStream failed with the reason STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
+3. The next call resumes the stream after the tokens received, if its resume token is known. If no message was received,
+   the request is sent again in three cases: no resume token is known, the server itself ended the call, or ResumeStream
+   failed with the reason STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
 4. A partial answer that cannot be continued is StreamLost. Each message must begin where the previous one ended, so
    that no token is repeated or missing; otherwise ServerError is raised.
 """

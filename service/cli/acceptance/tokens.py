@@ -1,7 +1,7 @@
 """Tokens for `npuserve check --accept`: prompts and greedy answers, and their agreement with the CPU.
 
-Prompts of several lengths arrive while earlier requests decode. Scheduler and runner are those of the engine. The CPU
-does not need to decode: the answer equals its own greedy answer if each token is the argmax after all previous tokens,
+Prompts of several lengths arrive while earlier requests decode, with the engine's scheduler and runner. The CPU does
+not need to decode: the answer equals its own greedy answer if each token is the argmax after all previous tokens,
 which one pass over prompt and answer shows.
 """
 

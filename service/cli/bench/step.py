@@ -216,7 +216,7 @@ class Bench:
     def decode_bytes(self, context: int) -> int:
         """Return the bytes that a decode step must read: all weights once, and the keys and values of `context` tokens.
 
-        Of an embedding that is not the LM head, only a few rows are read, which are not counted.
+        An embedding apart from the LM head is not counted, because a step reads only a few of its rows.
         """
         return self.runner.read_bytes + int(self.runner.token_bytes * context)
 

@@ -2,7 +2,7 @@
 
 One prompt step and one decode step are run through the first --layers layers and the LM head of --lm-head. They have as
 many rows as the first value of --batch, and prompts as long as the first value of --prompt. Each kernel call is one
-line of output. The exit code is 1 if a call exceeds its tolerance, or if the captured step computes other hidden states.
+line of output. The exit code is 1 if a call exceeds its tolerance, or if the captured step has other hidden states.
 """
 
 from __future__ import annotations
