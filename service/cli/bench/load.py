@@ -65,7 +65,8 @@ class Load:
 
     def __init__(
         self, target: str, channels: int, temperature: float, seed: int,
-        timeout: Callable[[Ask], float | None] = lambda ask: None, tls: Tls | None = None, api_key: str | None = None,
+        timeout: Callable[[Ask], float | None] = lambda request: None,
+        tls: Tls | None = None, api_key: str | None = None,
     ):
         self._channels = [open_aio_channel(target, tls) for _ in range(channels)]
         self._metadata = auth_metadata(api_key)
@@ -91,11 +92,11 @@ class Load:
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    def _message(self, number: int, ask: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
+    def _message(self, number: int, request: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
         return generate_pb2.GenerateRequest(
-            token_ids=prompt_pb2.TokenIds(ids=prompts.token_ids(number, ask)),
+            token_ids=prompt_pb2.TokenIds(ids=prompts.token_ids(number, request)),
             sampling=generate_pb2.SamplingParams(temperature=self._temperature, seed=self._seed + number),
-            stopping=generate_pb2.StoppingParams(max_tokens=ask.output_tokens, ignore_eos=True),
+            stopping=generate_pb2.StoppingParams(max_tokens=request.output_tokens, ignore_eos=True),
             output=generate_pb2.OutputParams(return_token_ids=True),
         )
 
@@ -123,13 +124,13 @@ class Load:
             outcome.end = self._now()
             self.outcomes.append(outcome)
 
-    async def _open(self, asks: Sequence[Ask], prompts: Prompts) -> None:
+    async def _open(self, requests: Sequence[Ask], prompts: Prompts) -> None:
         tasks = []
         try:
-            for number, ask in enumerate(asks):
-                message = self._message(number, ask, prompts)  # built before the request is due
-                await asyncio.sleep(max(0.0, ask.at - self._now()))
-                tasks.append(asyncio.create_task(self._send(number, ask.at, message, self._timeout(ask))))
+            for number, request in enumerate(requests):
+                message = self._message(number, request, prompts)  # built before the request is due
+                await asyncio.sleep(max(0.0, request.at - self._now()))
+                tasks.append(asyncio.create_task(self._send(number, request.at, message, self._timeout(request))))
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
@@ -137,20 +138,20 @@ class Load:
             if isinstance(ended, Exception):
                 raise ended
 
-    async def _closed(self, asks: Sequence[Ask], prompts: Prompts, concurrency: int, stop: asyncio.Event) -> None:
-        numbers = iter(range(len(asks)))
+    async def _closed(self, requests: Sequence[Ask], prompts: Prompts, concurrency: int, stop: asyncio.Event) -> None:
+        numbers = iter(range(len(requests)))
 
         async def client() -> None:
             for number in numbers:
-                message = self._message(number, asks[number], prompts)
-                await self._send(number, self._now(), message, self._timeout(asks[number]))
+                message = self._message(number, requests[number], prompts)
+                await self._send(number, self._now(), message, self._timeout(requests[number]))
                 if stop.is_set():
                     return
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
     async def run(
-        self, asks: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
+        self, requests: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> float:
         """Send all requests and return the duration of the run in seconds.
@@ -160,7 +161,7 @@ class Load:
         progress: called several times a second with the number of ended requests.
         """
         self._start = time.perf_counter()
-        sending = self._closed(asks, prompts, concurrency, stop) if concurrency else self._open(asks, prompts)
+        sending = self._closed(requests, prompts, concurrency, stop) if concurrency else self._open(requests, prompts)
         work, stopped = asyncio.create_task(sending), asyncio.create_task(stop.wait())
         while not work.done() and not stopped.done():
             await asyncio.wait({work, stopped}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)

@@ -100,7 +100,7 @@ def _requests(args: argparse.Namespace) -> list[Ask]:
     return poisson(args.requests, args.rate or math.inf, args.prompt_tokens, args.output_tokens, args.seed)
 
 
-async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
+async def _run(args: argparse.Namespace, requests: list[Ask]) -> int:
     tls, api_key = connection.read_credentials(args)
     load = Load(args.target, args.channels, args.temperature, args.seed, tls=tls, api_key=api_key)
     console = Console(stderr=True)
@@ -109,20 +109,21 @@ async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
             model = await load.model_info()
         except grpc.aio.AioRpcError as error:
             raise BenchError(connection.explain(from_rpc(error), args.target, tls=bool(tls))) from None
-        asks, cut = fitted(asks, args.max_prompt, args.max_output, model.max_model_len)
+        requests, cut = fitted(requests, args.max_prompt, args.max_output, model.max_model_len)
         if cut:
-            console.print(f"{cut} of {len(asks)} requests are cut to the limits or the context, {model.max_model_len}")
+            limit = model.max_model_len
+            console.print(f"{cut} of {len(requests)} requests are cut to the limits or the context of {limit}")
         stop = asyncio.Event()
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         concurrency = 0 if args.trace or args.rate else args.concurrency or 8
         seconds = await _run_with_progress(
-            load, asks, Prompts(model.vocabulary_size, model.eos_token_ids, args.seed), stop, concurrency, console)
+            load, requests, Prompts(model.vocabulary_size, model.eos_token_ids, args.seed), stop, concurrency, console)
     finally:
         await load.close()
     slos = [None if ms is None else ms / 1000 for ms in (args.slo_ttft_ms, args.slo_tpot_ms)]
     identity = {"name": model.name, "family": model.family, "dtype": model.dtype, "backend": model.backend}
-    figures = {"model": identity, **bench_report.summary(load.outcomes, seconds, len(asks), *slos)}
+    figures = {"model": identity, **bench_report.summary(load.outcomes, seconds, len(requests), *slos)}
     out = Console()
     out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", highlight=False)
     bench_report.show(figures, out)
@@ -137,12 +138,12 @@ async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
 
 
 async def _run_with_progress(
-    load: Load, asks: list[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int, console: Console
+    load: Load, requests: list[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int, console: Console
 ) -> float:
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("requests", total=len(asks))
-        return await load.run(asks, prompts, stop, concurrency, lambda ended: bar.update(task, completed=ended))
+        task = bar.add_task("requests", total=len(requests))
+        return await load.run(requests, prompts, stop, concurrency, lambda ended: bar.update(task, completed=ended))
 
 
 def _write(args: argparse.Namespace, figures: dict[str, Any], load: Load) -> None:

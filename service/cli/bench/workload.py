@@ -60,22 +60,22 @@ def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: fl
             first = file.read(1)
             file.seek(0)
             rows = _mooncake(file, path) if first == "{" else _azure(file, path)
-            asks = list(islice(rows, count or None))
+            requests = list(islice(rows, count or None))
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not UTF-8 text") from None
-    if not asks:
+    if not requests:
         raise TraceError(f"{path}: no requests in it")
-    asks.sort(key=lambda ask: ask.at)
+    requests.sort(key=lambda request: request.at)
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * length_scale))
 
     return [
-        Ask((ask.at - asks[0].at) * time_scale, scaled(ask.prompt_tokens), scaled(ask.output_tokens), ask.hashes,
-            scaled(HASH_TOKENS))
-        for ask in asks
+        Ask((request.at - requests[0].at) * time_scale, scaled(request.prompt_tokens), scaled(request.output_tokens),
+            request.hashes, scaled(HASH_TOKENS))
+        for request in requests
     ]
 
 
@@ -115,7 +115,7 @@ def _tokens(row: dict[str, object], field: str, where: str) -> int:
     return max(1, value)
 
 
-def fitted(asks: Sequence[Ask], max_prompt: int, max_output: int, context: int) -> tuple[list[Ask], int]:
+def fitted(requests: Sequence[Ask], max_prompt: int, max_output: int, context: int) -> tuple[list[Ask], int]:
     """Cut requests to the limits and to the model's context, which holds prompt and answer.
 
     The prompt is cut before the answer, to at least one token. Return the requests, and how many were cut.
@@ -124,11 +124,11 @@ def fitted(asks: Sequence[Ask], max_prompt: int, max_output: int, context: int) 
     context: the model's context in tokens.
     """
     fits = []
-    for ask in asks:
-        output = min(ask.output_tokens, max_output or context, context - 1)
-        prompt = min(ask.prompt_tokens, max_prompt or context, context - output)
-        fits.append(replace(ask, prompt_tokens=prompt, output_tokens=output))
-    return fits, sum(a != b for a, b in zip(asks, fits, strict=True))
+    for request in requests:
+        output = min(request.output_tokens, max_output or context, context - 1)
+        prompt = min(request.prompt_tokens, max_prompt or context, context - output)
+        fits.append(replace(request, prompt_tokens=prompt, output_tokens=output))
+    return fits, sum(a != b for a, b in zip(requests, fits, strict=True))
 
 
 class Prompts:
@@ -149,12 +149,12 @@ class Prompts:
         drawn = np.random.default_rng([self._seed, *stream]).random(count)
         return (self._low + (drawn * (self._high - self._low)).astype(np.int64)).tolist()  # type: ignore[no-any-return]
 
-    def token_ids(self, number: int, ask: Ask) -> list[int]:
-        """Return the prompt of request `number`: exactly ask.prompt_tokens ids."""
-        if not ask.hashes:
-            return self._draw(ask.prompt_tokens, 0, number)
+    def token_ids(self, number: int, request: Ask) -> list[int]:
+        """Return the prompt of request `number`: exactly request.prompt_tokens ids."""
+        if not request.hashes:
+            return self._draw(request.prompt_tokens, 0, number)
         ids: list[int] = []
-        for index, block in enumerate(ask.hashes, 1):
-            left = ask.prompt_tokens - len(ids)
-            ids += self._draw(left if index == len(ask.hashes) else min(left, ask.hash_tokens), 1, block)
+        for index, block in enumerate(request.hashes, 1):
+            left = request.prompt_tokens - len(ids)
+            ids += self._draw(left if index == len(request.hashes) else min(left, request.hash_tokens), 1, block)
         return ids

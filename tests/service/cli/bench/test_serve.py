@@ -90,14 +90,14 @@ async def served(service: FakeService) -> AsyncIterator[str]:
 
 
 async def loaded(
-    service: FakeService, asks: list[Ask], channels: int = 1, **options: object
+    service: FakeService, requests: list[Ask], channels: int = 1, **options: object
 ) -> tuple[list[Outcome], float]:
     async with served(service) as target:
         load = Load(target, channels, temperature=0.0, seed=3)
         try:
             info = await load.model_info()
             prompts = Prompts(info.vocabulary_size, info.eos_token_ids, 3)
-            seconds = await load.run(asks, prompts, options.pop("stop", asyncio.Event()), **options)
+            seconds = await load.run(requests, prompts, options.pop("stop", asyncio.Event()), **options)
         finally:
             await load.close()
     return load.outcomes, seconds
@@ -161,8 +161,8 @@ async def test_load_stream_without_a_finish_is_a_failure():
 async def test_load_stop_cancels_and_counts_running_requests(concurrency: int):
     stop = asyncio.Event()
     service = FakeService(delay=60, crowd=2, crowded=stop.set)
-    asks = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
-    outcomes, seconds = await loaded(service, asks, stop=stop, concurrency=concurrency)
+    requests = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
+    outcomes, seconds = await loaded(service, requests, stop=stop, concurrency=concurrency)
     assert [o.code for o in outcomes] == [INTERRUPTED] * 2
     assert seconds < 60
     assert bench_report.summary(outcomes, seconds, 3)["requests"]["failed"] == {INTERRUPTED: 2}
@@ -172,15 +172,15 @@ async def test_load_open_loop_measures_latencies_from_the_due_time():
     """A load generator that stalls for 0.3 s while requests are due reports the stall."""
     stalls = iter([0.3])  # like a process that is not scheduled
     service = FakeService(crowd=1, crowded=lambda: time.sleep(next(stalls, 0.0)))
-    asks = [Ask(0.05 * i, 4, 1) for i in range(20)]
-    outcomes, seconds = await loaded(service, asks)
+    requests = [Ask(0.05 * i, 4, 1) for i in range(20)]
+    outcomes, seconds = await loaded(service, requests)
     late = [o for o in outcomes if o.sent - o.due > 0.1]
     assert late
     for outcome in late:
         assert bench_report.ttft(outcome) >= outcome.sent - outcome.due
         assert bench_report.end_to_end(outcome) >= outcome.sent - outcome.due
         assert not bench_report.meets(outcome, 0.1, None)
-    figures = bench_report.summary(outcomes, seconds, len(asks))
+    figures = bench_report.summary(outcomes, seconds, len(requests))
     assert figures["latency_ms"]["ttft"]["p99"] >= figures["latency_ms"]["lag"]["p99"] > 100
     assert bench_report.lag_warning(figures).startswith("the load generator sent late: lag p99 ")
 
