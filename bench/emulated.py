@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from npuserve.client.channel import OPTIONS
 from npuserve.kernels.ascend import BLOCK, cached_head_dim
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli import client
 from npuserve.service.cli.acceptance.tokens import prompts_of
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
 
@@ -121,7 +121,7 @@ class Served:
 
     def __init__(self, address: str, page: str):
         self._page = page
-        self._channel = grpc.insecure_channel(address, options=client.OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     def answer(self, prompt: Sequence[int], tokens: int, timeout: float) -> list[int]:
@@ -236,7 +236,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.diagnostics.acceptance import load, load_reference
     from npuserve.npu.diagnostics.teacher_forced import forced_logits
-    from npuserve.service.cli.acceptance.accept import least_share
+    from npuserve.service.cli.acceptance.model import min_equal_share
     from npuserve.service.cli.acceptance.tokens import agreement
 
     asked, made = zip(*json.loads(file.read_text()), strict=True)
@@ -262,7 +262,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
 
     golden, near, own = on_the_cpu("float32"), on_the_cpu("bfloat16"), on_the_npu("bfloat16")
     yardstick, found = compared(golden, near), compared(golden, own)
-    figures = {"passed": found.share >= least_share(found.positions, yardstick.share), "positions": found.positions,
+    figures = {"passed": found.share >= min_equal_share(found.positions, yardstick.share), "positions": found.positions,
                "relaxed": list(relaxed),
                "equal_argmax": round(found.share, 5), "of_the_cpu": round(yardstick.share, 5),
                "largest_logit_difference": round(found.difference, 4),

@@ -1,4 +1,4 @@
-"""The Python client: answers that survive lost connections, dead front ends, restarts and full queues.
+"""Python client of npuserve: answers that survive lost connections, dead front ends, restarts and full queues.
 
     from npuserve.client import Client
 
@@ -6,8 +6,8 @@
         for delta in client.stream("Once upon a time", max_tokens=64, temperature=0):
             print(delta.text, end="")
 
-`AsyncClient` is the same for asyncio. Needs grpcio, protobuf, googleapis-common-protos and the generated code: no
-torch, no tokenizer. How a call goes on after what kind of failure stands in `attempts`; docs/clients.md is the guide.
+`AsyncClient` is the asyncio version. Both need grpcio, protobuf, googleapis-common-protos and the generated code, but
+neither torch nor a tokenizer. `attempts` holds the rules for retrying and resuming; docs/clients.md is the guide.
 """
 
 from npuserve.client.aio import AsyncClient, AsyncStream

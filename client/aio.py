@@ -1,4 +1,4 @@
-"""The client for asyncio: as `sync`, on one event loop."""
+"""Client for asyncio."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import grpc.aio
 
-from npuserve.client import ask, channel
-from npuserve.client.ask import Options, Prompt
-from npuserve.client.attempts import Attempts, Retries, ended_early, is_passing
+from npuserve.client import channel, request_builder
+from npuserve.client.attempts import Attempts, Retries, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
-from npuserve.client.sync import put_together, tokenizing
+from npuserve.client.request_builder import Options, Prompt
+from npuserve.client.sync import add_delta
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
-    """As `Stream`; cancelling the task that reads it, or leaving its `async with`, cancels the request."""
+    """Asyncio version of `Stream`.
+
+    The request is cancelled if the task that reads the stream is cancelled, and at the end of `async with`.
+    """
 
     def __init__(self, client: AsyncClient, attempts: Attempts):
         self.attempts = attempts
@@ -35,26 +38,26 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
     async def __anext__(self) -> pb.StreamGenerateResponse:
         if self.attempts.finish:
             raise StopAsyncIteration
-        while not self._is_over():
+        while not self._is_ended():
             try:
                 message = await self._read()
             except ClientError as error:
                 self._call = None
-                if not self._is_over():
-                    await self._client.wait(self.attempts.failed(error), self._is_over)
+                if not self._is_ended():
+                    await self._client.wait(self.attempts.on_failure(error), self._is_ended)
                 continue
             try:
-                taken = self.attempts.take(message)
+                delta = self.attempts.accept(message)
             except ClientError:
                 self.cancel()
                 raise
             if self.attempts.finish:
-                await self._end()
-            return taken
+                await self._read_status()
+            return delta
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
 
     def cancel(self) -> None:
-        """End the stream early. The server keeps the answer so far for a while: see AsyncClient.resume."""
+        """End the stream early. The server keeps the answer for `resume_seconds`: see AsyncClient.resume."""
         self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
@@ -66,42 +69,42 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
     async def __aexit__(self, *exception: object) -> None:
         self.cancel()
 
-    def _is_over(self) -> bool:
+    def _is_ended(self) -> bool:
         return self._is_cancelled or self._client.closed
 
     async def _read(self) -> pb.StreamGenerateResponse:
         if self._call is None:
-            name, message, timeout = self.attempts.next()
+            name, message, timeout = self.attempts.next_call()
             self._call = self._client.call(name, message, timeout)
-        received = await _settled(self._receive(self._call), self.cancel)
+        received = await _uncancelled(self._receive(self._call), self.cancel)
         if isinstance(received, ClientError):
             raise received
         return received
 
     async def _receive(self, call: Any) -> pb.StreamGenerateResponse | ClientError:
-        """Read one message, or how the call ended."""
+        """Return the next message, or the error of the call."""
         try:
             received = await call.read()
-            self.attempts.began(await call.initial_metadata())
+            self.attempts.read_metadata(await call.initial_metadata())
         except grpc.aio.AioRpcError as error:
-            self.attempts.began(error.initial_metadata())
-            self.attempts.began(error.trailing_metadata())
+            self.attempts.read_metadata(error.initial_metadata())
+            self.attempts.read_metadata(error.trailing_metadata())
             return from_rpc(error)
         except asyncio.CancelledError:
             return await _cancelled(call)
         if received is grpc.aio.EOF:  # type: ignore[attr-defined]
-            return ended_early()
+            return missing_finish()
         assert isinstance(received, pb.StreamGenerateResponse)
         return received
 
     async def _end(self) -> None:
-        """Read the status too, so that the server does not see a cancel."""
-        await _settled(self._receive(self._call), self.cancel)  # the answer is whole, whatever the status is
+        """Read the status, so that the server does not see a cancel."""
+        await _uncancelled(self._receive(self._call), self.cancel)  # the answer is complete, whatever the status
         self._call = None
 
 
 class AsyncClient:
-    """As `Client`, with the same arguments, for one event loop."""
+    """Asyncio version of `Client`, with the same arguments, for one event loop."""
 
     def __init__(
         self, target: str, *, api_key: str | None = None, tls: channel.Tls | None = None, timeout: float | None = None,
@@ -111,49 +114,49 @@ class AsyncClient:
         self._changed: asyncio.Future[None] | None = None
         self._timeout = timeout
         self._patience = patience
-        self._metadata = channel.metadata(api_key)
-        options = channel.settings(tls)
-        self._channel = (grpc.aio.secure_channel(target, tls.credentials(), options) if tls
-                         else grpc.aio.insecure_channel(target, options))
+        self._metadata = channel.auth_metadata(api_key)
+        self._channel = channel.open_aio_channel(target, tls)
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """As Client.generate."""
-        whole, texts = pb.GenerateResponse(), []
+        """Return the complete answer; see Client.generate."""
+        answer, texts = pb.GenerateResponse(), []
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             async for delta in stream:
                 texts.append(delta.text)
-                put_together(whole, delta)
-        whole.text = "".join(texts)
-        return whole
+                add_delta(answer, delta)
+        answer.text = "".join(texts)
+        return answer
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """As Client.stream."""
-        return AsyncStream(self, Attempts(ask.build(prompt, options), self._retries(timeout)))
+        """Return an asynchronous iterator over the answer's messages; see Client.stream."""
+        return AsyncStream(self, Attempts(request_builder.build_request(prompt, options), self._retries(timeout)))
 
     def resume(self, resume_token: str, token_offset: int = 0, *, timeout: float | None = None) -> AsyncStream:
-        """As Client.resume."""
-        held = ask.resuming(resume_token, token_offset)
-        return AsyncStream(self, Attempts(None, self._retries(timeout), held.resume_token, held.token_offset))
+        """Continue a stream; see Client.resume."""
+        request = request_builder.build_resume(resume_token, token_offset)
+        return AsyncStream(self, Attempts(None, self._retries(timeout), request.resume_token, request.token_offset))
 
     async def model_info(self, timeout: float | None = None) -> model_pb2.GetModelInfoResponse:
-        """As Client.model_info."""
+        """Return the served model's properties; see Client.model_info."""
         request = model_pb2.GetModelInfoRequest()
-        made: model_pb2.GetModelInfoResponse = await self._unary("GetModelInfo", request, timeout)
-        return made
+        response: model_pb2.GetModelInfoResponse = await self._unary("GetModelInfo", request, timeout)
+        return response
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], timeout: float | None = None
     ) -> tokenize_pb2.TokenizeResponse:
-        """As Client.tokenize."""
-        made: tokenize_pb2.TokenizeResponse = await self._unary("Tokenize", tokenizing(prompt), timeout)
-        return made
+        """Return the token ids of a text or a chat; see Client.tokenize."""
+        request = request_builder.build_tokenize(prompt)
+        response: tokenize_pb2.TokenizeResponse = await self._unary("Tokenize", request, timeout)
+        return response
 
     async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
-        """As Client.detokenize."""
-        text: str = (await self._unary("Detokenize", ask.detokenizing(token_ids), timeout)).text
+        """Return the text of token ids; see Client.detokenize."""
+        request = request_builder.build_detokenize(token_ids)
+        text: str = (await self._unary("Detokenize", request, timeout)).text
         return text
 
     async def close(self) -> None:
@@ -174,10 +177,10 @@ class AsyncClient:
             raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
         return getattr(self._stub, name)(message, timeout=timeout, metadata=self._metadata)
 
-    async def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Wait, at most until `is_over()`, which is checked after each `wake`."""
+    async def wait(self, seconds: float, is_ended: Callable[[], bool]) -> None:
+        """Wait for `seconds`, or until `is_ended()`, which is checked after each `wake`."""
         end = time.monotonic() + seconds
-        while not is_over() and (left := end - time.monotonic()) > 0:
+        while not is_ended() and (left := end - time.monotonic()) > 0:
             if self._changed is None or self._changed.done():
                 self._changed = asyncio.get_running_loop().create_future()
             # asyncio.wait_for may lose a cancel of the task before Python 3.12.
@@ -193,17 +196,17 @@ class AsyncClient:
     async def _unary(self, name: str, message: Any, timeout: float | None) -> Any:
         retries = self._retries(timeout)
         while True:
-            call = self.call(name, message, retries.left())
-            answer = await _settled(_answer(call), call.cancel)
-            if not isinstance(answer, ClientError):
-                return answer
-            if not (self.closed or is_passing(answer)):
-                raise answer
+            call = self.call(name, message, retries.remaining())
+            result = await _uncancelled(_result(call), call.cancel)
+            if not isinstance(result, ClientError):
+                return result
+            if not (self.closed or is_transient(result)):
+                raise result
             if not self.closed:
-                await self.wait(retries.wait(answer), lambda: self.closed)
+                await self.wait(retries.backoff(result), lambda: self.closed)
 
 
-async def _answer(call: Any) -> Any:
+async def _result(call: Any) -> Any:
     """Return the message of a unary call, or its error."""
     try:
         return await call
@@ -217,11 +220,12 @@ async def _cancelled(call: Any) -> ClientError:
     return ClientError(grpc.StatusCode.CANCELLED, await call.details() or "no details")
 
 
-async def _settled(reading: Coroutine[Any, Any, T], cancel: Callable[[], object]) -> T:
+async def _uncancelled(reading: Coroutine[Any, Any, T], cancel: Callable[[], object]) -> T:
     """Return the result of `reading`. If this task is cancelled, `cancel` the call, which ends `reading`.
 
-    grpc.aio raises CancelledError for a cancelled call, too, and in one task Python 3.10 cannot tell the two apart.
-    `reading` has a task of its own, and asyncio.wait raises CancelledError only if this task is cancelled.
+    grpc.aio raises CancelledError for a cancelled call, too. Within one task, Python 3.10 cannot distinguish that from
+    the task's own cancellation. `reading` therefore runs in another task: asyncio.wait raises CancelledError only if
+    this task is cancelled.
     """
     task = asyncio.ensure_future(reading)
     try:

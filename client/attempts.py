@@ -1,15 +1,17 @@
-"""How a call goes on after a failure. No I/O: the sync and the asyncio client both drive it.
+"""Rules for retrying and resuming a request. No I/O: the sync and the asyncio client both drive this module.
 
-1. A failure is passing if the server gave a time (RetryInfo), if it is UNAVAILABLE, or if nobody at the server said it:
-   INTERNAL, UNKNOWN or CANCELLED without an ErrorInfo is a connection or a proxy that broke. All else is final.
-2. Every further call waits first: at least the server's time, and at least a back-off that doubles with each failure
-   in a row; both jittered. If the wait would end beyond the deadline, or more than `patience` seconds after the first
-   failure in a row, the failure is raised at once. A message with tokens ends the row.
-3. Then the stream is resumed from the tokens received, if its resume token is known. If nothing has come yet, it is
-   asked for anew without a token, where the server itself ended it, and where ResumeStream does not know the token:
-   its reason is STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
-4. What came and cannot be continued is StreamLost. Each message must begin where the last one ended, so that nothing is
-   repeated and nothing is missed: otherwise ServerError.
+1. A failure is transient if the server gave a retry time (RetryInfo), or if its status is UNAVAILABLE. INTERNAL,
+   UNKNOWN and CANCELLED without an ErrorInfo are transient too: a connection or a proxy broke. All other failures are
+   final.
+2. Every further call waits first, for the longer of two times: the server's retry time, and a back-off that doubles
+   with each consecutive failure. Both are jittered. The failure is raised at once if the wait would end after the
+   deadline, or more than `patience` seconds after the first consecutive failure. A message with tokens ends the
+   sequence of failures.
+3. The next call resumes the stream after the tokens received, if its resume token is known. If no message was received,
+   the request is sent again in three cases: no resume token is known, the server itself ended the call, or ResumeStream
+   failed with the reason STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
+4. A partial answer that cannot be continued is StreamLost. Each message must begin where the previous one ended, so
+   that no token is repeated or missing; otherwise ServerError is raised.
 """
 
 from __future__ import annotations
@@ -24,24 +26,29 @@ import grpc
 from npuserve.client.errors import RESUME_TOKEN, ClientError, ServerError, StreamLost
 from npuserve.v1 import generate_pb2 as pb
 
-FIRST_WAIT = 0.05
-LONGEST_WAIT = 5.0
+MIN_BACKOFF_SECONDS = 0.05
+"""Nominal length of the first back-off."""
+MAX_BACKOFF_SECONDS = 5.0
 MIN_JITTER = 0.5
-"""A back-off is at least this share of its nominal length, so FIRST_WAIT * MIN_JITTER is the minimum between calls."""
+"""Minimum length of a back-off, as a share of its nominal length. MIN_BACKOFF_SECONDS * MIN_JITTER is the minimum time
+between calls."""
 STREAM_NOT_FOUND = "STREAM_NOT_FOUND"
 DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
-BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+TRANSIENT_WITHOUT_REASON = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
 
-def is_passing(error: ClientError) -> bool:
+def is_transient(error: ClientError) -> bool:
     if error.retry_seconds is not None or error.code is grpc.StatusCode.UNAVAILABLE:
         return True
-    return error.code in BROKEN and not error.reason
+    return error.code in TRANSIENT_WITHOUT_REASON and not error.reason
 
 
 class Retries:
-    """When to try again. timeout: seconds from now for the whole, None: no limit. patience: seconds of failures in a
-    row, 0: never try again."""
+    """Deadline and back-off of one request.
+
+    timeout: seconds from now for the whole request; None for no limit.
+    patience: seconds of consecutive failures before giving up; 0 disables retries.
+    """
 
     def __init__(self, timeout: float | None, patience: float):
         if timeout is not None and not timeout > 0:
@@ -53,20 +60,21 @@ class Retries:
         self._failures = 0
         self._failing_since = 0.0
 
-    def left(self) -> float | None:
-        """Seconds of the timeout, for gRPC."""
+    def remaining(self) -> float | None:
+        """Return the seconds until the deadline, at least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def progress(self) -> None:
+    def reset(self) -> None:
+        """End the sequence of consecutive failures."""
         self._failures = 0
 
-    def wait(self, error: ClientError) -> float:
-        """Return the seconds to wait after a failure. Raise the failure if that is too long."""
+    def backoff(self, error: ClientError) -> float:
+        """Return the seconds to wait after a failure. Raise the failure if that exceeds the deadline or patience."""
         now = time.monotonic()
         if not self._failures:
             self._failing_since = now
-        backoff = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self._failures, 16)) * random.uniform(MIN_JITTER, 1.0)
-        wait = max(backoff, (error.retry_seconds or 0.0) * random.uniform(1.0, 1.25))
+        nominal = min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2.0 ** min(self._failures, 16))
+        wait = max(nominal * random.uniform(MIN_JITTER, 1.0), (error.retry_seconds or 0.0) * random.uniform(1.0, 1.25))
         self._failures += 1
         if now + wait - self._failing_since > self._patience:
             raise error
@@ -76,11 +84,15 @@ class Retries:
 
 
 class Attempts:
-    """One answer over as many calls as it takes: `next` says which to make, and `began`, `take`, `failed` are told what
-    became of it. request: None to take up a stream by its token.
+    """State of one answer across all its calls.
 
-    tokens: of the answer received. calls: made so far. request_id, resume_token: "" until the server has told. finish:
-    once it has come.
+    A client asks `next_call` which call to make, and reports its results to `read_metadata`, `accept` and `on_failure`.
+
+    request: None to resume a stream by its token.
+    tokens: number of tokens received.
+    calls: number of calls made.
+    request_id, resume_token: "" until received.
+    finish: None until received.
     """
 
     def __init__(
@@ -93,39 +105,42 @@ class Attempts:
         self.finish: pb.Finish | None = None
         self._request = request
         self._retries = retries
-        self._received = request is None
-        self._prompt_positions = 0  # received of prompt_logprobs, by all calls and by this one
+        self._has_received = request is None
+        self._prompt_positions = 0  # positions of prompt_logprobs received, by all calls and by the current one
         self._call_positions = 0
-        self._asked = 0
-        self._resuming = False
+        self._requests_sent = 0
+        self._is_resuming = False
 
-    def next(self) -> tuple[str, pb.GenerateRequest | pb.ResumeStreamRequest, float | None]:
-        """(name of the RPC, its message, its timeout)."""
+    def next_call(self) -> tuple[str, pb.GenerateRequest | pb.ResumeStreamRequest, float | None]:
+        """Return the next call: the RPC's name, its message, and its timeout in seconds (None: no limit)."""
         self.calls += 1
         self._call_positions = 0
-        self._resuming = self._request is None or bool(self.resume_token)
-        if self._resuming:
+        self._is_resuming = self._request is None or bool(self.resume_token)
+        if self._is_resuming:
             resume = pb.ResumeStreamRequest(resume_token=self.resume_token, token_offset=self.tokens)
-            return "ResumeStream", resume, self._retries.left()
+            return "ResumeStream", resume, self._retries.remaining()
         assert self._request
-        self._asked += 1
-        return "StreamGenerate", self._request, self._retries.left()
+        self._requests_sent += 1
+        return "StreamGenerate", self._request, self._retries.remaining()
 
-    def began(self, metadata: Iterable[Any] | None) -> None:
-        """Take the request's id and resume token from a call's initial metadata, or from an error's trailing ones."""
-        told: dict[str, Any] = dict(metadata or ())
-        self.request_id = told.get("x-request-id", self.request_id)
-        self.resume_token = told.get(RESUME_TOKEN, self.resume_token)
+    def read_metadata(self, metadata: Iterable[Any] | None) -> None:
+        """Read request_id and resume_token from a call's initial metadata, or from an error's trailing metadata."""
+        received: dict[str, Any] = dict(metadata or ())
+        self.request_id = received.get("x-request-id", self.request_id)
+        self.resume_token = received.get(RESUME_TOKEN, self.resume_token)
 
-    def take(self, message: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
-        """A message that came; what the user is given of it. ServerError where it does not follow the last one."""
+    def accept(self, message: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
+        """Record a received message. Return it without repeated prompt log-probabilities.
+
+        Raise ServerError if it does not begin where the previous message ended.
+        """
         if message.offset != self.tokens:
             raise ServerError(
                 grpc.StatusCode.DATA_LOSS, f"a message at token {message.offset} where {self.tokens} was next",
                 resume_token=self.resume_token)
         if message.num_tokens:
-            self._retries.progress()
-        self._received = True
+            self._retries.reset()
+        self._has_received = True
         self.tokens += message.num_tokens
         if message.prompt_logprobs:  # a stream that is resumed at token 0 repeats them from the first position
             repeated = max(0, self._prompt_positions - self._call_positions)
@@ -136,22 +151,22 @@ class Attempts:
             self.finish = message.finish
         return message
 
-    def failed(self, error: ClientError) -> float:
-        """Return the seconds to wait until the next call: never less than the minimum back-off. Raise a final error."""
+    def on_failure(self, error: ClientError) -> float:
+        """Return the seconds to wait until the next call: at least the minimum back-off. Raise a final error."""
         self.resume_token = error.resume_token = error.resume_token or self.resume_token
-        fresh = not self._received and self._request is not None
-        is_unknown = self._resuming and error.reason == STREAM_NOT_FOUND
-        if is_unknown and not fresh:
+        can_resend = not self._has_received and self._request is not None
+        is_unknown = self._is_resuming and error.reason == STREAM_NOT_FOUND
+        if is_unknown and not can_resend:
             raise self._lost(error)
         # The server holds our request_id until it detects the lost connection.
-        is_ours = error.reason == DUPLICATE_REQUEST and self._asked > 1
-        if not (is_unknown or is_ours or is_passing(error)):
+        is_ours = error.reason == DUPLICATE_REQUEST and self._requests_sent > 1
+        if not (is_unknown or is_ours or is_transient(error)):
             raise error
-        if fresh and error.reason:
-            self.resume_token = ""  # the server itself did not take it, and another may
-        elif not fresh and not self.resume_token:
+        if can_resend and error.reason:
+            self.resume_token = ""  # this server refused the request; another server may accept it
+        elif not can_resend and not self.resume_token:
             raise self._lost(error)
-        return self._retries.wait(error)
+        return self._retries.backoff(error)
 
     def _lost(self, error: ClientError) -> StreamLost:
         return StreamLost(
@@ -159,6 +174,6 @@ class Attempts:
             resume_token=self.resume_token)
 
 
-def ended_early() -> ClientError:
-    """A stream that ended well but without a finish: some proxy's doing."""
+def missing_finish() -> ClientError:
+    """Return the error for a stream that ended with status OK but without a finish, which only proxies cause."""
     return ClientError(grpc.StatusCode.UNKNOWN, "the stream ended without a finish")

@@ -1,4 +1,4 @@
-"""How a channel to the server is set up."""
+"""gRPC channels to a server: options, TLS and the API key."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from os import PathLike
 from pathlib import Path
 
 import grpc
+import grpc.aio
 
 MAX_MESSAGE_BYTES = 64 << 20
 OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Long prefills send nothing for a while; a dead peer must still show.
+    # A long prefill sends nothing, so only pings detect a dead peer.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # The waiting between calls is ours; gRPC's own would make a server that is back look dead for up to two minutes.
+    # The client waits between calls itself. gRPC's own back-off can refuse a restarted server for up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a client's connection is its own
+    ("grpc.use_local_subchannel_pool", 1),  # no two channels share a connection
 ]
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM. ca: whom to trust, none: the system's roots. cert and key: this client's own, for mTLS.
-    server_name: the name in the server's certificate, where it is not that of the target."""
+    """TLS settings. All files are PEM.
+
+    ca: trusted authorities; None for the system's.
+    cert, key: this client's certificate and its key, for mTLS; both or neither.
+    server_name: name in the server's certificate; None for the target's host.
+    """
 
     ca: str | PathLike[str] | None = None
     cert: str | PathLike[str] | None = None
@@ -41,7 +46,7 @@ class Tls:
             raise ValueError("tls: cert and key go together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises OSError for one that cannot be read, ValueError for one that TLS cannot use."""
+        """Read the files. Raise OSError for an unreadable file, ValueError for a file that TLS cannot use."""
         ca, cert, key = (None if file is None else Path(file).read_bytes() for file in (self.ca, self.cert, self.key))
         self._check()
         return grpc.ssl_channel_credentials(ca, key, cert)
@@ -62,14 +67,27 @@ class Tls:
             raise ValueError(f"tls: {self.cert} and {self.key} are not a certificate and its key ({why})") from None
 
 
-def settings(tls: Tls | None) -> list[tuple[str, str | int]]:
-    """A channel's options."""
-    named = [("grpc.ssl_target_name_override", tls.server_name)] if tls and tls.server_name else []
-    return [*OPTIONS, *named]
+def open_channel(target: str, tls: Tls | None = None) -> grpc.Channel:
+    """Return a channel for threads; it connects on the first call. Raise as `Tls.credentials` does."""
+    if tls:
+        return grpc.secure_channel(target, tls.credentials(), _options(tls))
+    return grpc.insecure_channel(target, OPTIONS)
 
 
-def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Of every call. ValueError for a key that no header can hold."""
+def open_aio_channel(target: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """Return a channel for asyncio; it connects on the first call. Raise as `Tls.credentials` does."""
+    if tls:
+        return grpc.aio.secure_channel(target, tls.credentials(), _options(tls))
+    return grpc.aio.insecure_channel(target, OPTIONS)
+
+
+def _options(tls: Tls) -> list[tuple[str, str | int]]:
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return [*OPTIONS, *name]
+
+
+def auth_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that carries the API key in each call. Raise ValueError for a key that no header can hold."""
     if api_key is None:
         return ()
     if not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):

@@ -1,4 +1,4 @@
-"""A call's end without an answer, as one tree of exceptions: one class for each kind of gRPC status."""
+"""Exceptions of the client: one class for each kind of gRPC status, all of them a ClientError."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from google.rpc import error_details_pb2, status_pb2
 RESUME_TOKEN = "x-resume-token"
 DETAILS = "grpc-status-details-bin"
 DOMAIN = "npuserve.dev"
-"""ErrorInfo.domain of the server; a proxy or a gateway has another."""
+"""ErrorInfo.domain of npuserve. Proxies and gateways set another domain."""
 
 
 class ClientError(Exception):
-    """A call's error.
+    """Error of a call.
 
-    code: the gRPC status.
+    code: gRPC status.
+    message: details of the status.
     reason: the server's name of the cause, such as MODEL_NOT_FOUND; "" if a connection broke or a proxy answered.
-    retry_seconds: after which the server asks to be tried again, None if it does not.
-    resume_token: with which the answer can be resumed, "" if none is known.
-    field: the path of the field that is wrong, "" if none is.
+    retry_seconds: seconds to wait before a retry, as requested by the server; None if it requested none.
+    resume_token: token for Client.resume; "" if none is known.
+    field: path of the invalid field, such as stopping.max_tokens; "" if no field is invalid.
     """
 
     def __init__(
@@ -37,47 +38,47 @@ class ClientError(Exception):
 
 
 class InvalidRequest(ClientError):
-    """field: the path of the field that is wrong, as in stopping.max_tokens."""
+    """A field of the request is invalid; `field` is its path."""
 
 
 class NotFound(ClientError):
-    """No such model, or no such stream (any more)."""
+    """The model or the stream does not exist, or the stream has expired."""
 
 
 class Conflict(ClientError):
-    """The request_id is that of a live request."""
+    """The request_id belongs to a running request."""
 
 
 class Overloaded(ClientError):
-    """The queue is full, or a limit of this client is reached; or a message is too large (then without a time)."""
+    """The queue is full, this client reached a limit, or a message is too large (then without retry_seconds)."""
 
 
 class DeadlineExceeded(ClientError):
-    """The timeout passed, or the server saw that it could not be met."""
+    """The timeout passed, or the server predicted that it would."""
 
 
 class Cancelled(ClientError):
-    """Cancelled here, or another call took the stream over."""
+    """This client cancelled the call, or another call resumed the stream."""
 
 
 class Unavailable(ClientError):
-    """No connection, or the server is starting or leaving, for longer than patience or the timeout allow."""
+    """For longer than patience or the timeout, there was no connection, or the server was starting or draining."""
 
 
 class Denied(ClientError):
-    """The API key or the certificate is missing, unknown or not entitled."""
+    """The API key or the certificate is missing, unknown or lacks the permission."""
 
 
 class Unsupported(ClientError):
-    """The server has no such feature, or its model has no tokenizer or no chat template."""
+    """The server lacks the feature, or its model lacks a tokenizer or a chat template."""
 
 
 class ServerError(ClientError):
-    """A bug of the server, or one of a proxy; the message has an id that is in the server's log."""
+    """A bug in the server or in a proxy. The server's message holds an id, which its log repeats."""
 
 
 class StreamLost(ClientError):
-    """A part of the answer came, and the rest cannot be had: the server knows nothing of the stream any more."""
+    """A part of the answer was received, but the server no longer has the stream, so the rest is lost."""
 
 
 KINDS: dict[grpc.StatusCode, type[ClientError]] = {
@@ -95,11 +96,11 @@ KINDS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.FAILED_PRECONDITION: Unsupported,
 }
-"""Every other status is a ServerError."""
+"""Class of each status. Any other status is a ServerError."""
 
 
 def from_rpc(error: Any) -> ClientError:
-    """error: a grpc.RpcError of a call, sync or asyncio."""
+    """Return the ClientError for `error`, the grpc.RpcError of a sync or asyncio call."""
     code = error.code() or grpc.StatusCode.UNKNOWN
     trailing: dict[str, Any] = dict(error.trailing_metadata() or ())
     reason, retry, field = "", None, ""

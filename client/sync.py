@@ -1,4 +1,4 @@
-"""The client for threads."""
+"""Client for threads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from npuserve.client import ask, channel
-from npuserve.client.ask import Options, Prompt
-from npuserve.client.attempts import Attempts, Retries, ended_early, is_passing
+from npuserve.client import channel, request_builder
+from npuserve.client.attempts import Attempts, Retries, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
+from npuserve.client.request_builder import Options, Prompt
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class Stream(Iterator[pb.StreamGenerateResponse]):
-    """An answer as it comes, one message each; the last one has its finish. Raises ClientError.
+    """Iterator over the messages of one answer. The last message has its finish. Iterating raises ClientError.
 
-    `attempts` knows how far it is: its tokens, request_id and resume_token. Leave it early with `cancel`, from any
-    thread, or by `with`: the server then stops at once.
+    `cancel` ends the stream early, from any thread; the end of its `with` does the same. The server then stops at once.
+
+    attempts: state of the answer, with `tokens` (number received), `request_id` and `resume_token`.
     """
 
     def __init__(self, client: Client, attempts: Attempts):
@@ -36,26 +37,26 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
     def __next__(self) -> pb.StreamGenerateResponse:
         if self.attempts.finish:
             raise StopIteration
-        while not self._is_over():
+        while not self._is_ended():
             try:
                 message = self._read()
             except ClientError as error:
                 self._call = None
-                if not self._is_over():
-                    self._client.wait(self.attempts.failed(error), self._is_over)
+                if not self._is_ended():
+                    self._client.wait(self.attempts.on_failure(error), self._is_ended)
                 continue
             try:
-                taken = self.attempts.take(message)
+                delta = self.attempts.accept(message)
             except ClientError:
                 self.cancel()
                 raise
             if self.attempts.finish:
-                self._end()
-            return taken
+                self._read_status()
+            return delta
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
 
     def cancel(self) -> None:
-        """End the stream early. The server keeps the answer so far for a while: see Client.resume."""
+        """End the stream early. The server keeps the answer for `resume_seconds`: see Client.resume."""
         self._is_cancelled = True
         call = self._call
         if call is not None:
@@ -68,40 +69,44 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
     def __exit__(self, *exception: object) -> None:
         self.cancel()
 
-    def _is_over(self) -> bool:
+    def _is_ended(self) -> bool:
         return self._is_cancelled or self._client.closed
 
     def _read(self) -> pb.StreamGenerateResponse:
         try:
             call = self._call
             if call is None:
-                name, message, timeout = self.attempts.next()
+                name, message, timeout = self.attempts.next_call()
                 call = self._call = self._client.call(name, message, timeout)
-                if self._is_over():  # before the assignment, `cancel` found no call to cancel
+                if self._is_ended():  # `cancel` ran before the assignment and found no call
                     call.cancel()
             received: pb.StreamGenerateResponse | None = next(call, None)
-            self.attempts.began(call.initial_metadata())
+            self.attempts.read_metadata(call.initial_metadata())
         except grpc.RpcError as error:
-            self.attempts.began(error.initial_metadata())  # type: ignore[attr-defined]
-            self.attempts.began(error.trailing_metadata())  # type: ignore[attr-defined]
+            self.attempts.read_metadata(error.initial_metadata())  # type: ignore[attr-defined]
+            self.attempts.read_metadata(error.trailing_metadata())  # type: ignore[attr-defined]
             raise from_rpc(error) from None
         if received is None:
-            raise ended_early()
+            raise missing_finish()
         return received
 
     def _end(self) -> None:
-        """Read the status too, so that the server does not see a cancel."""
-        with contextlib.suppress(grpc.RpcError):  # the answer is whole
+        """Read the status, so that the server does not see a cancel."""
+        with contextlib.suppress(grpc.RpcError):  # the answer is complete
             next(self._call, None)
         self._call = None
 
 
 class Client:
-    """A server at `target` (host:port). Threads may share one.
+    """Client of the server at `target` (host:port). Threads can share one client.
 
-    api_key: sent with every call. tls: none is plaintext. timeout: seconds for each whole answer, None: no limit; the
-    server ends an answer that would pass it just before, with FINISH_REASON_DEADLINE. patience: for how many seconds
-    of failures in a row it tries again; 0: never.
+    api_key: key to send with every call; None for no key.
+    tls: TLS settings; None for plaintext.
+    timeout: seconds for each answer, over all its calls; None for no limit. Just before the timeout the server ends the
+        answer with FINISH_REASON_DEADLINE.
+    patience: seconds of consecutive failures during which calls are retried; 0 disables retries.
+
+    Raise OSError or ValueError for unusable files of `tls`, ValueError for an unusable `api_key`.
     """
 
     def __init__(
@@ -112,49 +117,56 @@ class Client:
         self._changed = threading.Condition()
         self._timeout = timeout
         self._patience = patience
-        self._metadata = channel.metadata(api_key)
-        options = channel.settings(tls)
-        self._channel = (grpc.secure_channel(target, tls.credentials(), options) if tls
-                         else grpc.insecure_channel(target, options))
+        self._metadata = channel.auth_metadata(api_key)
+        self._channel = channel.open_channel(target, tls)
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer. It is streamed and put together here, so that it survives what a stream survives.
-        timeout: in place of the client's."""
-        whole, texts = pb.GenerateResponse(), []
+        """Return the complete answer. It is streamed and joined, so that it survives the failures that a stream does.
+
+        timeout: seconds for this answer; None for the client's timeout. Raise ClientError for a failure, TypeError or
+        ValueError for an invalid prompt or option.
+        """
+        answer, texts = pb.GenerateResponse(), []
         for delta in self.stream(prompt, timeout=timeout, **options):
             texts.append(delta.text)
-            put_together(whole, delta)
-        whole.text = "".join(texts)
-        return whole
+            add_delta(answer, delta)
+        answer.text = "".join(texts)
+        return answer
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
-        """The answer as it comes. Nothing is sent before the first message is asked for."""
-        return Stream(self, Attempts(ask.build(prompt, options), self._retries(timeout)))
+        """Return an iterator over the answer's messages. Arguments: see generate.
+
+        The request is sent when the first message is read.
+        """
+        return Stream(self, Attempts(request_builder.build_request(prompt, options), self._retries(timeout)))
 
     def resume(self, resume_token: str, token_offset: int = 0, *, timeout: float | None = None) -> Stream:
-        """A stream that this or another client began, from its `token_offset`-th token. Whoever read it until now is
-        cut off."""
-        held = ask.resuming(resume_token, token_offset)
-        return Stream(self, Attempts(None, self._retries(timeout), held.resume_token, held.token_offset))
+        """Continue a stream that this or another client began, after its first `token_offset` tokens.
+
+        The server ends the call that received the stream until now with ABORTED.
+        """
+        request = request_builder.build_resume(resume_token, token_offset)
+        return Stream(self, Attempts(None, self._retries(timeout), request.resume_token, request.token_offset))
 
     def model_info(self, timeout: float | None = None) -> model_pb2.GetModelInfoResponse:
-        """What is served; waits as long as patience allows for a server that is starting."""
-        made: model_pb2.GetModelInfoResponse = self._unary("GetModelInfo", model_pb2.GetModelInfoRequest(), timeout)
-        return made
+        """Return the served model's properties. Wait for a starting server as long as `patience` allows."""
+        response: model_pb2.GetModelInfoResponse = self._unary("GetModelInfo", model_pb2.GetModelInfoRequest(), timeout)
+        return response
 
     def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], timeout: float | None = None
     ) -> tokenize_pb2.TokenizeResponse:
-        """The ids of a text or a chat, as `generate` would read it."""
-        made: tokenize_pb2.TokenizeResponse = self._unary("Tokenize", tokenizing(prompt), timeout)
-        return made
+        """Return the token ids of a text or a chat, as `generate` would encode it."""
+        request = request_builder.build_tokenize(prompt)
+        response: tokenize_pb2.TokenizeResponse = self._unary("Tokenize", request, timeout)
+        return response
 
     def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:
-        """The text of ids."""
-        text: str = self._unary("Detokenize", ask.detokenizing(token_ids), timeout).text
+        """Return the text of token ids."""
+        text: str = self._unary("Detokenize", request_builder.build_detokenize(token_ids), timeout).text
         return text
 
     def close(self) -> None:
@@ -178,10 +190,10 @@ class Client:
                 raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed") from None
             raise
 
-    def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Wait, at most until `is_over()`, which is checked after each `wake`."""
+    def wait(self, seconds: float, is_ended: Callable[[], bool]) -> None:
+        """Wait for `seconds`, or until `is_ended()`, which is checked after each `wake`."""
         with self._changed:
-            self._changed.wait_for(is_over, seconds)
+            self._changed.wait_for(is_ended, seconds)
 
     def wake(self) -> None:
         with self._changed:
@@ -194,29 +206,21 @@ class Client:
         retries = self._retries(timeout)
         while True:
             try:
-                return self.call(name, message, retries.left())
+                return self.call(name, message, retries.remaining())
             except grpc.RpcError as failed:
                 error = from_rpc(failed)
-            if not (self.closed or is_passing(error)):
+            if not (self.closed or is_transient(error)):
                 raise error
             if not self.closed:
-                self.wait(retries.wait(error), lambda: self.closed)
+                self.wait(retries.backoff(error), lambda: self.closed)
             if self.closed:
                 raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
 
 
-def put_together(whole: pb.GenerateResponse, delta: pb.StreamGenerateResponse) -> None:
-    """Add all of a message but its text, of which there may be many."""
-    whole.token_ids.extend(delta.token_ids)
-    whole.logprobs.extend(delta.logprobs)
-    whole.prompt_logprobs.extend(delta.prompt_logprobs)
+def add_delta(answer: pb.GenerateResponse, delta: pb.StreamGenerateResponse) -> None:
+    """Add a message to `answer`, except its text: callers join all texts once."""
+    answer.token_ids.extend(delta.token_ids)
+    answer.logprobs.extend(delta.logprobs)
+    answer.prompt_logprobs.extend(delta.prompt_logprobs)
     if delta.HasField("finish"):
-        whole.finish.CopyFrom(delta.finish)
-
-
-def tokenizing(prompt: str | Sequence[Mapping[str, Any]]) -> tokenize_pb2.TokenizeRequest:
-    made = ask.build(prompt, {})
-    if made.HasField("token_ids"):
-        raise TypeError("prompt: must be a text or a chat")
-    return tokenize_pb2.TokenizeRequest(text=made.text) if isinstance(prompt, str) else tokenize_pb2.TokenizeRequest(
-        chat=made.chat)
+        answer.finish.CopyFrom(delta.finish)

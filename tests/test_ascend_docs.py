@@ -12,7 +12,7 @@ from npuserve.kernels.ascend import BLOCK
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
-from npuserve.service.cli.acceptance import accept
+from npuserve.service.cli.acceptance import captures, latency, model
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.config import ServerConfig
 
@@ -105,11 +105,11 @@ def test_ascend_docs_sizes_are_those_of_the_code() -> None:
 def test_ascend_docs_acceptance_limits_are_those_of_the_code() -> None:
     section = "The acceptance check"
     judged = numbers(row(section, "beside the CPU"))
-    least = f"{accept.least_share(1000):.3f}"
-    limits = (accept.LEAST_EQUAL, accept.SIGMAS, accept.MOST_GAP, accept_tokens.BUDGET, least, 1000)
+    least = f"{model.min_equal_share(1000):.3f}"
+    limits = (model.MIN_EQUAL_SHARE, model.SIGMAS, model.MAX_GAP, accept_tokens.BUDGET, least, 1000)
     assert {str(limit) for limit in limits} <= judged
-    assert numbers(row(section, "captured decodes")) == {str(accept.LEAST_CAPTURED)}
-    tolerances = {str(accept.GRAPH_TOLERANCE[dtype]) for dtype in ("bfloat16", "float16")}
+    assert numbers(row(section, "captured decodes")) == {str(model.MIN_CAPTURED_SHARE)}
+    tolerances = {str(captures.CAPTURE_TOLERANCE[dtype]) for dtype in ("bfloat16", "float16")}
     assert tolerances <= numbers(row(section, "capture`"))
-    latency = numbers(row(section, "latency"))
-    assert {*map(str, accept.BATCHES), f"{accept.JUDGED_SECONDS * 1e6:.0f}"} <= latency
+    limits_of_latency = numbers(row(section, "latency"))
+    assert {*map(str, latency.BATCHES), f"{latency.MIN_JUDGED_SECONDS * 1e6:.0f}"} <= limits_of_latency

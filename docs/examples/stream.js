@@ -1,22 +1,22 @@
-// An answer that survives lost connections, dead front ends, restarts and full queues, with @grpc/grpc-js.
+// Streaming client with @grpc/grpc-js whose answers survive lost connections, dead front ends, restarts and full queues.
 //
 //     npm install @grpc/grpc-js @grpc/proto-loader protobufjs
 //     node docs/examples/stream.js 127.0.0.1:50051 "Once upon a time"      from the root of the repository
 //
-// The rules are those of docs/clients.md: wait as long as the server says, go on where the stream broke, never repeat.
+// It follows the rules of docs/clients.md: wait for the server's retry time, resume the stream, never repeat a token.
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 const protobuf = require("protobufjs");
 
 const { UNAVAILABLE, INTERNAL, UNKNOWN, CANCELLED } = grpc.status;
-const DOMAIN = "npuserve.dev"; // of the server's own reasons
-const FIRST_WAIT = 50, LONGEST_WAIT = 5000; // ms
+const DOMAIN = "npuserve.dev"; // ErrorInfo.domain of npuserve
+const MIN_BACKOFF = 50, MAX_BACKOFF = 5000; // ms
 const OPTIONS = {
   "grpc.keepalive_time_ms": 10000, "grpc.keepalive_timeout_ms": 10000, "grpc.initial_reconnect_backoff_ms": 50,
   "grpc.max_reconnect_backoff_ms": 1000, "grpc.enable_retries": 0,
 };
-// What google.rpc.Status is made of, as far as it is read here.
+// Messages and fields of google.rpc.Status that this client reads.
 const DETAILS = protobuf.parse(`syntax = "proto3";
   message Any { string type_url = 1; bytes value = 2; }
   message Status { int32 code = 1; string message = 2; repeated Any details = 3; }
@@ -24,9 +24,9 @@ const DETAILS = protobuf.parse(`syntax = "proto3";
   message Duration { int64 seconds = 1; int32 nanos = 2; }
   message RetryInfo { Duration retry_delay = 1; }`, { keepCase: true }).root;
 
-// Returns { reason: the server's name of the cause, "" if the error is not the server's own (a connection broke),
-//           retry: ms after which to try again, undefined if the server gave none }
-function read(error) {
+// Return { reason: the server's name of the cause; "" if the server did not send the error (a connection broke),
+//          retry: ms to wait before a retry; undefined if the server sent none }.
+function readDetails(error) {
   const [bytes] = error.metadata?.get("grpc-status-details-bin") ?? [];
   const details = bytes ? DETAILS.lookupType("Status").decode(bytes).details : [];
   const find = (name) => {
@@ -41,7 +41,7 @@ function read(error) {
   };
 }
 
-// Yields the messages of one answer. timeout: ms for the whole. patience: ms of failures in a row.
+// Yield the messages of one answer. timeout: ms for the whole answer. patience: ms of consecutive failures.
 async function* stream(client, request, { timeout = Infinity, patience = 60000 } = {}) {
   const deadline = timeout === Infinity ? Infinity : Date.now() + timeout;
   let token = "", tokens = 0, received = false, failures = 0, failingSince = 0;
@@ -64,20 +64,20 @@ async function* stream(client, request, { timeout = Infinity, patience = 60000 }
       if (finished) return;
       failure = Object.assign(new Error("the stream ended without a finish"), { code: UNKNOWN });
     } catch (error) {
-      if (finished) return; // the answer is whole
+      if (finished) return; // the answer is complete
       if (error.code === undefined) throw error;
       failure = error;
     } finally {
       if (!finished) call.cancel();
     }
-    const { reason, retry } = read(failure);
-    const unknown = resuming && reason === "STREAM_NOT_FOUND";
-    const passing = retry !== undefined || failure.code === UNAVAILABLE
+    const { reason, retry } = readDetails(failure);
+    const isUnknown = resuming && reason === "STREAM_NOT_FOUND";
+    const isTransient = retry !== undefined || failure.code === UNAVAILABLE
       || (!reason && [INTERNAL, UNKNOWN, CANCELLED].includes(failure.code));
-    if (!(passing || (unknown && !received)) || (received && !token)) throw failure;
-    if (!received && reason) token = ""; // the server did not accept the request, or forgot the stream: ask anew
+    if (!(isTransient || (isUnknown && !received)) || (received && !token)) throw failure;
+    if (!received && reason) token = ""; // the server refused the request or has no such stream: send the request again
     if (!failures) failingSince = performance.now();
-    const backoff = Math.min(LONGEST_WAIT, FIRST_WAIT * 2 ** failures++) * (0.5 + Math.random() / 2);
+    const backoff = Math.min(MAX_BACKOFF, MIN_BACKOFF * 2 ** failures++) * (0.5 + Math.random() / 2);
     const wait = Math.max(backoff, (retry ?? 0) * (1 + Math.random() / 4));
     if (performance.now() + wait - failingSince > patience || Date.now() + wait >= deadline) throw failure;
     await new Promise((resolve) => setTimeout(resolve, wait));

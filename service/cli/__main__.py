@@ -1,4 +1,4 @@
-"""`python -m npuserve.service.cli`: the command `npuserve`."""
+"""`python -m npuserve.service.cli`: runs the command `npuserve`."""
 
 import sys
 

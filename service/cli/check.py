@@ -1,6 +1,6 @@
-"""`npuserve check [MODEL]`: what this machine offers, and whether the model fits it. Starts no server.
+"""`npuserve check [MODEL]`: report the machine's software and devices, and whether the model fits. Starts no server.
 
-With --accept the model is computed, too: see accept.py.
+With --accept the model is run on the device, too: see `acceptance`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.service import settings
-from npuserve.service.cli.acceptance import accept
+from npuserve.service.cli.acceptance import command as acceptance
+from npuserve.service.cli.acceptance.report import ending, line
 from npuserve.service.config import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
     from npuserve.kernels.native.choice import CpuKernels
 
-# Of /proc/cpuinfo: what matters to the kernels, on x86 and on ARM.
+# Flags of /proc/cpuinfo that the kernels use, on x86 and on ARM.
 CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
 )
-# Module: what it is for. Their names are those of the extras in pyproject.toml.
+# Module: its use, with the extra in pyproject.toml that installs it.
 OPTIONAL = {
     "torch_npu": "Ascend NPUs (npuserve[npu])",
     "triton": "NVIDIA GPUs (npuserve[cuda])",
@@ -39,18 +40,20 @@ OPTIONAL = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    accept.add_arguments(parser)
+    acceptance.add_arguments(parser)
     settings.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if the model can be served here with these settings, and with --accept nothing failed; 1 if not. ConfigError
-    for a wrong setting or folder."""
+    """Return 0 if the model can be served here with these settings, and with --accept no finding failed; 1 if not.
+
+    Raise ConfigError for an invalid setting or folder.
+    """
     config = settings.load(args, os.environ)
     if args.least_share is not None and not args.accept:
-        raise ConfigError("least_share: nothing is computed; --accept does")
-    with contextlib.redirect_stdout(sys.stderr):  # what others print, as torch_npu does when it is imported
-        found_model = model(config)  # first, as it is what starts an emulator
+        raise ConfigError("least_share: needs --accept")
+    with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints to stdout when it is imported
+        found_model = model(config)  # first, because it starts the emulator
     chosen = found_model.pop("cpu_kernels", None)
     report = {"machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
               "emulated": config.emulate, "model": found_model}
@@ -59,21 +62,21 @@ def run(args: argparse.Namespace) -> int:
     good = found_model["fits"]
     if good and args.accept:
         found = []
-        for finding in accept.findings(config, args.least_share):
+        for finding in acceptance.findings(config, args.least_share):
             found.append(finding)
             if not args.json:
-                print(accept.line(finding), flush=True)
+                print(line(finding), flush=True)
         good = not any(finding.passed is False for finding in found)
         report["acceptance"] = {"passed": good, "findings": [asdict(finding) for finding in found]}
         if not args.json:
-            print(accept.ending(found))
+            print(ending(found))
     if args.json:
         print(json.dumps(report))
     return 0 if good else 1
 
 
 def machine() -> dict[str, Any]:
-    """The machine and its software. memory_bytes: in all; what is available belongs to a backend."""
+    """Return the machine and its software. memory_bytes: installed memory; `backends` has the available memory."""
     import torch
 
     from npuserve.npu.backends.cpu import usable_cores
@@ -91,8 +94,14 @@ def machine() -> dict[str, Any]:
 
 
 def native(chosen: CpuKernels | None) -> dict[str, Any]:
-    """isa: what the native CPU kernels run on, None where they are not installed; isas: what they could, the widest
-    first. The rest as in `CpuKernels`: chosen for the model; as for a small one if the model is computed elsewhere."""
+    """Return the choice of native CPU kernels.
+
+    isa: instruction set that they use; None if they are not installed.
+    isas: instruction sets that they can use, the widest first.
+    The other keys are the fields of `CpuKernels`.
+
+    chosen: the choice for the model; None to choose for a small model, if the CPU does not compute this one.
+    """
     from npuserve.kernels import native
     from npuserve.kernels.native.choice import Wanted, choose
 
@@ -102,8 +111,12 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
 
 
 def backends() -> dict[str, Any]:
-    """Return for each device by name: supported, whether this version has its code; available, whether this machine
-    has the device and its software; and of an available one its free memory and the label of each kernel."""
+    """Return the properties of each device, by name.
+
+    supported: whether this version has its code.
+    available: whether this machine has the device and its software.
+    memory_available_bytes, kernels: free memory, and the label of each kernel; only for available devices.
+    """
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.kernels.registry import KernelSet
     from npuserve.npu.backends import MODULES, backend_class, present, select
@@ -125,8 +138,10 @@ def optional() -> dict[str, bool]:
 
 
 def model(config: ServerConfig) -> dict[str, Any]:
-    """The plan of its memory by part, in bytes; with `error` where it cannot be served at all. cpu_kernels: what the
-    CPU kernels run on, which the plan depends on; None where none compute."""
+    """Return the model's properties and its memory plan, in bytes by part. `error`: why it cannot be served.
+
+    cpu_kernels: choice of native CPU kernels, on which the plan depends; None if they are not used.
+    """
     import torch
 
     from npuserve.kernels.native.choice import Wanted
@@ -191,15 +206,15 @@ def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report for people."""
     from npuserve.kernels.registry import GOLDEN
     from npuserve.npu.execution.memory_plan import mib
 
-    it = report["machine"]
+    host = report["machine"]
     lines = [
-        f"machine     {it['system']}, {it['cores']} cores, {mib(it['memory_bytes'])} of memory",
-        f"cpu         {' '.join(it['cpu_features']) or 'no known feature'}",
-        f"software    Python {it['python']}, torch {it['torch']}",
+        f"machine     {host['system']}, {host['cores']} cores, {mib(host['memory_bytes'])} of memory",
+        f"cpu         {' '.join(host['cpu_features']) or 'no known feature'}",
+        f"software    Python {host['python']}, torch {host['torch']}",
         "native      " + f"\n{'':12}".join(native_text(**report["native"])),
     ]
     for name, backend in report["backends"].items():
@@ -208,14 +223,14 @@ def text(report: dict[str, Any]) -> str:
             continue
         labels = backend["kernels"]
         own = [kernel for kernel, label in labels.items() if label != GOLDEN]
-        fallen = [kernel for kernel, label in labels.items() if label == GOLDEN]
+        golden = [kernel for kernel, label in labels.items() if label == GOLDEN]
         lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
         lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
-        lines.append(f"{'':11} by plain torch: {', '.join(fallen) or 'none'}")
-    for name, there in report["optional"].items():
-        lines.append(f"{'optional':11} {name}: {'found' if there else 'absent'}, for {OPTIONAL[name]}")
+        lines.append(f"{'':11} by plain torch: {', '.join(golden) or 'none'}")
+    for name, found in report["optional"].items():
+        lines.append(f"{'optional':11} {name}: {'found' if found else 'absent'}, for {OPTIONAL[name]}")
     if report["emulated"]:
-        lines.append("emulated    the device is emulated: what follows proves calls and numbers, not speed")
+        lines.append("emulated    the device is emulated: the results below prove calls and numbers, not speed")
     plan = report["model"]
     lines.append(f"model       {plan['name']}")
     if "error" in plan:
@@ -229,17 +244,17 @@ def text(report: dict[str, Any]) -> str:
         f"{' in ' + plan['kv_cache_dtype'] if plan['kv_cache_dtype'] != plan['dtype'] else ''}")
     lines += [f"{'':11} {part.replace('_', ' '):12} {mib(size):>12}" for part, size in plan["bytes"].items()]
     lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
-    # The process itself is there before what is available is read.
+    # The available memory is read when the process already exists.
     needed = plan["peak_bytes"] - plan["bytes"]["base"]
     verdict = "fits" if needed <= plan["available_bytes"] else "does NOT fit"
     free = mib(plan["available_bytes"])
     lines.append(f"{'':11} {verdict}: needs {mib(needed)} beyond the process, {free} available")
-    if host := plan["host"]:
-        lines.append(f"{'':11} prompts are computed on {host['backend']}, of whose memory this takes")
-        lines += [f"{'':11} {part.replace('_', ' '):12} {mib(host[part]):>12}"
+    if prefill := plan["host"]:
+        lines.append(f"{'':11} prompts are computed on {prefill['backend']}, whose memory holds")
+        lines += [f"{'':11} {part.replace('_', ' '):12} {mib(prefill[part]):>12}"
                   for part in ("weights", "kv_cache", "activations", "staging")]
-        lines.append(f"{'':11} {'fits' if host['fits'] else 'does NOT fit'}: needs {mib(host['needed'])}, "
-                     f"{mib(host['available'])} available")
+        lines.append(f"{'':11} {'fits' if prefill['fits'] else 'does NOT fit'}: needs {mib(prefill['needed'])}, "
+                     f"{mib(prefill['available'])} available")
     if plan["missing_weights"]:
         lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`npuserve demo`: the whole way once, on this machine: a server with the built-in model, a client, an answer."""
+"""`npuserve demo`: start a server with the built-in model, stream one answer to a client process, stop."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ PROMPT = "Once upon a time"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", default=PROMPT, help="(default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", default=PROMPT,
+                        help="text to continue (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N",
+                        help="maximum number of generated tokens (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if the answer came and the server stopped cleanly."""
+    """Return 0 if the answer was received and the server stopped cleanly."""
     config = logs.with_format(ServerConfig(port=0, metrics_port=0, log_level="warning"))
     logs.setup(config, "supervisor")
     return asyncio.run(demonstrate(Supervisor(config), args.prompt, args.max_tokens))
 
 
 async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> int:
-    """Starts the server, runs `npuserve generate` against it, and stops it."""
+    """Start the server, run `npuserve generate` against it, and stop it. Return the exit code.
+
+    The client is a process, because the supervisor's process does not load gRPC.
+    """
     print("Starting a server with the built-in model ...", file=sys.stderr)
     serving = asyncio.create_task(supervisor.run())
-    up = asyncio.create_task(_up(supervisor))
-    await asyncio.wait({serving, up}, return_when=asyncio.FIRST_COMPLETED)
-    if not up.done():
-        up.cancel()
+    ready = asyncio.create_task(_ready(supervisor))
+    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+    if not ready.done():
+        ready.cancel()
         return await serving or 1
-    print(f"Serving on {supervisor.address}. Asking: {prompt}\n", file=sys.stderr)
+    print(f"Serving on {supervisor.address}. Prompt: {prompt}\n", file=sys.stderr)
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "npuserve.service.cli", "generate", "--target", supervisor.address, "--wait", "30",
         "--stats", "--max-tokens", str(max_tokens), "--", prompt)
@@ -48,6 +53,6 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     return await serving or code
 
 
-async def _up(supervisor: Supervisor) -> None:
+async def _ready(supervisor: Supervisor) -> None:
     await supervisor.listening.wait()
     await supervisor.ready.wait()

@@ -1,110 +1,101 @@
-"""`npuserve generate PROMPT`: one prompt to a running server, the answer as it comes."""
+"""`npuserve generate PROMPT`: send one prompt to a running server and stream the answer."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from typing import cast
 
-import grpc
 from google.protobuf.json_format import MessageToJson
 
+from npuserve.client import Client, ClientError
+from npuserve.client.request_builder import Options, build_request
 from npuserve.service.arguments import number, target
-from npuserve.service.cli import client
+from npuserve.service.cli import connection
 from npuserve.service.config import ConfigError
-from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
+from npuserve.v1 import generate_pb2
 
 TARGET = "127.0.0.1:50051"
 MAX_SECONDS = 1_000_000
-"""Of --wait and --timeout."""
+"""Maximum of --wait and --timeout."""
 
-# Flag, the message of GenerateRequest that its field of the same name is in, type, help.
-FIELDS = (
-    ("max-tokens", "stopping", int, "most tokens of the answer"),
-    ("min-tokens", "stopping", int, "no end before this many tokens"),
-    ("stop", "stopping", str, "a text that ends the answer; may be given again"),
-    ("temperature", "sampling", float, "0 is greedy"),
-    ("top-p", "sampling", float, "the likeliest tokens that add up to this probability"),
-    ("top-k", "sampling", int, "this many likeliest tokens"),
-    ("min-p", "sampling", float, "tokens at least this times as likely as the likeliest"),
-    ("repetition-penalty", "sampling", float, "above 1: fewer tokens that there have been"),
-    ("presence-penalty", "sampling", float, "above 0: fewer tokens that the answer has"),
-    ("frequency-penalty", "sampling", float, "above 0: fewer tokens that the answer has often"),
-    ("seed", "sampling", int, "the same seed gives the same answer"),
+# Flags of the client's options with the same names: flag, type, help.
+FLAGS = (
+    ("max-tokens", int, "maximum number of generated tokens"),
+    ("min-tokens", int, "minimum number of generated tokens"),
+    ("stop", str, "text that ends the answer; can be repeated"),
+    ("temperature", float, "sampling temperature; 0 is greedy"),
+    ("top-p", float, "sample from the likeliest tokens whose probabilities sum to this"),
+    ("top-k", int, "sample from this many of the likeliest tokens"),
+    ("min-p", float, "minimum probability of a token, relative to the likeliest token"),
+    ("repetition-penalty", float, "above 1: fewer tokens that occur in the prompt or the answer"),
+    ("presence-penalty", float, "above 0: fewer tokens that occur in the answer"),
+    ("frequency-penalty", float, "above 0: fewer tokens in proportion to their count in the answer"),
+    ("seed", int, "seed of random sampling; the same seed gives the same answer"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from stdin")
     add_server_arguments(parser)
-    parser.add_argument("--chat", action="store_true", help="send it as a user's message, in the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument("--chat", action="store_true", help="send PROMPT as a user message of a chat")
+    parser.add_argument("--system", metavar="TEXT", help="system message; needs --chat")
     parser.add_argument("--json", action="store_true", help="print each message as one JSON object")
-    parser.add_argument("--stats", action="store_true", help="a line on stderr: tokens, tokens/s, time to first token")
+    parser.add_argument("--stats", action="store_true", help="print tokens, tokens/s and time to first token on stderr")
     add_sampling_arguments(parser)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", type=target, default=TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)")
+        "--target", type=target, default=TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
     parser.add_argument("--wait", type=number(float, 0, MAX_SECONDS), default=0, metavar="SECONDS",
-                        help="wait so long for it to be ready")
+                        help="maximum time to wait until the server is ready (default: %(default)s)")
     parser.add_argument("--timeout", type=number(float, 0.001, MAX_SECONDS), metavar="SECONDS",
-                        help="a call's deadline")
-    client.add_connection_arguments(parser)
+                        help="deadline of each answer (default: none)")
+    connection.add_connection_arguments(parser)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (absent: the server's defaults)")
-    for flag, _, kind, text in FIELDS:
+    group = parser.add_argument_group("sampling (default: the server's values)")
+    for flag, kind, text in FLAGS:
         metavar, action = {int: "N", float: "X", str: "TEXT"}[kind], "append" if flag == "stop" else "store"
         group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text, action=action)
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
 
 
-def base_request(args: argparse.Namespace) -> generate_pb2.GenerateRequest:
-    """Return a request without a prompt. Raises ConfigError for a number that its field cannot hold."""
-    request = generate_pb2.GenerateRequest()
-    for flag, part, _, _ in FIELDS:
-        name = flag.replace("-", "_")
-        value = getattr(args, name)
-        try:
-            if isinstance(value, list):
-                getattr(request, part).stop.extend(value)
-            elif value is not None:
-                setattr(getattr(request, part), name, value)
-        except ValueError:
-            raise ConfigError(f"--{flag}: {value} is out of range") from None
-    if args.ignore_eos:
-        request.stopping.ignore_eos = True
-    return request
+def sampling_options(args: argparse.Namespace) -> Options:
+    """Return the options of `add_sampling_arguments`. Raise ConfigError for a number that its field cannot hold."""
+    names = (*(flag.replace("-", "_") for flag, _, _ in FLAGS), "ignore_eos")
+    given = {name: getattr(args, name) for name in names}
+    options = cast(Options, {name: value for name, value in given.items() if value is not None and value is not False})
+    try:
+        build_request("", options)
+    except ValueError as error:
+        name = str(error).partition(":")[0]
+        raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is out of range") from None
+    return options
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 for an answer, 1 for an error, which is on stderr. Raises ConfigError for wrong arguments."""
-    request = base_request(args)
+    """Return 0 for a complete answer, 1 after an error, which is printed. Raise ConfigError for invalid arguments."""
+    options = sampling_options(args)
     if args.system is not None and not args.chat:
         raise ConfigError("--system: is for --chat only")
-    prompt = _from_stdin() if args.prompt == "-" else args.prompt
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        prompt = [*system, {"role": "user", "content": prompt}]
     try:
-        if args.chat:
-            if args.system is not None:
-                request.chat.messages.append(prompt_pb2.Message(role="system", content=args.system))
-            request.chat.messages.append(prompt_pb2.Message(role="user", content=prompt))
-        else:
-            request.text = prompt
-        with client.open_channel(args) as channel:
-            if args.wait:
-                client.wait_ready(channel, args.target, args.wait, tls=client.has_tls(args))
-            return _stream(channel, request, args)
-    except grpc.RpcError as error:
-        return _fail(client.explain(error, args.target, tls=client.has_tls(args)))
-    except client.CallFailed as error:
-        return _fail(str(error))
+        with connection.open_client(args) as client:
+            _stream(client, build_request(prompt, options), args)
+    except (ClientError, connection.ConnectionFailed) as error:
+        return connection.print_error(error, args)
+    return 0
 
 
-def _from_stdin() -> str:
-    """Return the whole input. Raises ConfigError if it is not UTF-8."""
+def _read_stdin() -> str:
+    """Return the whole input. Raise ConfigError if it is not UTF-8."""
     data = sys.stdin.buffer.read()
     try:
         return data.decode("utf-8")
@@ -112,38 +103,31 @@ def _from_stdin() -> str:
         raise ConfigError(f"PROMPT: stdin is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}") from None
 
 
-def _stream(channel: grpc.Channel, request: generate_pb2.GenerateRequest, args: argparse.Namespace) -> int:
-    stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-    began, first, finish = time.monotonic(), None, None
-    call = stub.StreamGenerate(request, timeout=args.timeout)
+def _stream(client: Client, request: generate_pb2.GenerateRequest, args: argparse.Namespace) -> None:
+    """Print the answer, and --stats after it. Raise ClientError."""
+    began, first = time.monotonic(), None
+    stream = client.stream(request, timeout=args.timeout)
     try:
-        for message in call:
+        for message in stream:
             first = first or time.monotonic()
             if args.json:
                 print(MessageToJson(message, indent=None, preserving_proto_field_name=True), flush=True)
             else:
                 print(message.text, end="", flush=True)
-            if message.HasField("finish"):
-                finish = message.finish
     finally:
-        call.cancel()
+        stream.cancel()
         if not args.json and first:
             print(flush=True)
-    if finish is None or first is None:
-        return _fail(f"{args.target}: the stream ended without a finish")
-    if args.stats:
-        print(summary(finish, began, first, time.monotonic()), file=sys.stderr)
-    return 0
+    if args.stats and stream.attempts.finish and first:
+        print(summary(stream.attempts.finish, began, first, time.monotonic()), file=sys.stderr)
 
 
 def summary(finish: generate_pb2.Finish, began: float, first: float, ended: float) -> str:
-    """`64 tokens, 812 tokens/s, first after 31 ms (LENGTH)`; the rate is of the tokens after the first."""
+    """Return `64 tokens, 812 tokens/s, first after 31 ms (LENGTH)`. The rate excludes the first token.
+
+    began, first, ended: times in seconds of the request, the first message and the end.
+    """
     tokens = finish.usage.generated_tokens
     rate = f", {(tokens - 1) / (ended - first):.0f} tokens/s" if tokens > 1 and ended > first else ""
     reason = generate_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_")
     return f"{tokens} token{'s' * (tokens != 1)}{rate}, first after {(first - began) * 1e3:.0f} ms ({reason})"
-
-
-def _fail(message: str) -> int:
-    print(f"npuserve: {message}", file=sys.stderr)
-    return 1

@@ -1,7 +1,7 @@
-"""The command line: `npuserve COMMAND`.
+"""Command line `npuserve COMMAND`.
 
-Each command is a module with `add_arguments(parser)` and `run(args) -> exit code`; only the one that is asked for is
-imported, so that the server is up early.
+Each command is a module with `add_arguments(parser)` and `run(args) -> exit code`. Only the requested command is
+imported, so that the server starts fast.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from npuserve.service.config import ConfigError
 
 # command: (module, help)
 COMMANDS = {
-    "demo": ("cli.demo", "start with the built-in model, send it a prompt, stream the answer, stop"),
+    "demo": ("cli.demo", "start a server with the built-in model, stream one answer, stop"),
     "serve": ("supervisor.supervisor", "serve a model over gRPC"),
     "generate": ("cli.generate", "send one prompt to a server and stream the answer"),
-    "chat": ("cli.chat", "talk with a served model"),
-    "top": ("cli.top", "watch a server's load, latencies and slowest kernels"),
-    "bench serve": ("cli.bench.serve", "load a running server and report latencies and throughput"),
-    "bench kernels": ("cli.bench.kernels", "time each kernel beside what the machine can do at most"),
-    "bench step": ("cli.bench.step", "time the engine's step without the wire"),
-    "keys": ("access.api_keys", "make, list and remove the API keys of a server"),
-    "check": ("cli.check", "what this machine offers, and whether a model fits"),
-    "quantize": ("cli.quantize", "make a W8A8 checkpoint of a model"),
+    "chat": ("cli.chat", "hold a conversation with a served model"),
+    "top": ("cli.top", "show a server's load, latencies and slowest kernels"),
+    "bench serve": ("cli.bench.serve", "send load to a running server and report latencies and throughput"),
+    "bench kernels": ("cli.bench.kernels", "time each kernel and compare it with the machine's ceilings"),
+    "bench step": ("cli.bench.step", "time the engine's step without gRPC"),
+    "keys": ("access.api_keys", "add, list and remove the API keys of a server"),
+    "check": ("cli.check", "report this machine's devices, and whether a model fits"),
+    "quantize": ("cli.quantize", "write a W8A8 checkpoint of a model"),
 }
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""Errors of a file or a disk that takes no more output; EBADF: of a closed stdout, see `_open_standard_streams`."""
+"""Errors of an output that accepts no more data. EBADF means a closed stdout: see `_open_standard_streams`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for wrong usage or a wrong setting, 130 for Ctrl-C."""
+    """Run one command and return its exit code: 2 for invalid usage or an invalid setting, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes characters that the terminal's encoding may lack
+        sys.stdout.reconfigure(errors="replace")  # a model can write characters that the terminal's encoding lacks
     try:
         try:
             return _run(argv)
@@ -65,15 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, so that no other file gets their numbers.
+    """Open /dev/null in place of closed standard streams, so that no other file gets their descriptors.
 
-    stdin is empty then, stderr is discarded, and a write to stdout fails with EBADF, as it is open for reading.
+    Such a stdin is empty, and such a stderr is discarded. A write to such a stdout fails with EBADF, because it is open
+    for reading.
     """
     for name, flag, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, flag)  # the lowest that is free
+            number = os.open(os.devnull, flag)  # the lowest free descriptor
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115  open until the end
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115  open until exit
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -82,7 +83,7 @@ def _run(argv: Sequence[str]) -> int:
             argument.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"argument {ascii(os.fsencode(argument))[1:]} is not UTF-8") from None
-    # gRPC writes its own log lines to stderr. A server's errors are worth them; a client's are in its sentence.
+    # gRPC logs to stderr. Servers log its errors; a client command prints the error itself.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR" if argv[:1] in (["serve"], ["demo"]) else "NONE")
     args, unknown = _parser(argv).parse_known_args(argv)
     parser: argparse.ArgumentParser = vars(args).pop("parser")
@@ -95,12 +96,12 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _discard_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's own flush at exit does not fail again."""
+    """Redirect stdout to /dev/null, so that the interpreter's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are one sentence. Without a command it prints its help."""
+    """Parser that reports an error as one sentence, and prints its help without a command."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -110,7 +111,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Do as argparse does, and suggest the most similar choice."""
+        """Check the value as argparse does, and suggest the most similar choice."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -118,7 +119,7 @@ class _Parser(argparse.ArgumentParser):
             raise
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write as argparse does, but raise OSError where the file takes nothing."""
+        """Write the message, but unlike argparse raise OSError if that fails."""
         (file or sys.stderr).write(message or "")
 
     def _help(self, _: argparse.Namespace) -> int:
@@ -129,13 +130,13 @@ class _Parser(argparse.ArgumentParser):
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="npuserve", description="Serves Qwen3-class language models over gRPC with streaming tokens.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and leave")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND")
     benches = None
     for command, (module, text) in COMMANDS.items():
         group, _, name = command.rpartition(" ")
         if group and benches is None:
-            benches = commands.add_parser(group, help="measure").add_subparsers(metavar="WHAT")
+            benches = commands.add_parser(group, help="measure performance").add_subparsers(metavar="WHAT")
         within = benches if group and benches else commands
         child = within.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         if list(argv[: len(command.split())]) == command.split():

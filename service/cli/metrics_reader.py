@@ -1,4 +1,4 @@
-"""Reads a metrics page, and says what happened between two of them. No rates are kept: a window is two pages."""
+"""Reader of metrics pages, and of what changed between two of them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,30 @@ TIMEOUT = 5.0
 
 
 class Unreadable(Exception):
-    """There is no page of ours to be had; the message is a sentence that names its address."""
+    """The address has no readable metrics page of npuserve; the message is a sentence with the address."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """at: time.monotonic() seconds. samples: name -> (labels, value) of each, names as on the page."""
+    """Metrics page at one time.
+
+    at: seconds of time.monotonic().
+    samples: name on the page -> (labels, value) of each sample.
+    """
 
     at: float
     samples: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of all samples that have these labels; 0 if there are none."""
+        """Return the sum of all samples with these labels; 0 if there are none."""
         return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
 
 
 def page_url(target: str) -> str:
-    """Return the URL of the metrics page at HOST:PORT, or of a URL that may lack its path. Raises ValueError."""
+    """Return the URL of the metrics page at HOST:PORT or at a URL, which can lack its path.
+
+    Raise ValueError for any other text.
+    """
     url = urllib.parse.urlsplit(target if "://" in target else f"http://{target}")
     if url.scheme not in ("http", "https") or not url.hostname or not (url.port or "://" in target):
         raise ValueError(f"{target!r} is neither HOST:PORT nor the URL of a metrics page")
@@ -46,7 +53,7 @@ def page_url(target: str) -> str:
 
 
 def read_page(url: str) -> Page:
-    """Fetch a page. Raises Unreadable."""
+    """Fetch a page. Raise Unreadable."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
             return parse_page(answer.read().decode())
@@ -65,7 +72,7 @@ def read_page(url: str) -> Page:
 
 
 def _why_no_page(url: str, error: Exception) -> str:
-    """Return what is wrong with a server that accepts connections and does not answer in HTTP."""
+    """Return why a server that accepts connections does not answer in HTTP."""
     parts = urllib.parse.urlsplit(url)
     try:
         found = probe.protocol_at(parts.hostname or "", parts.port or 80)
@@ -78,20 +85,20 @@ def _why_no_page(url: str, error: Exception) -> str:
 
 
 def parse_page(text: str) -> Page:
-    """A page that was read now. Raises ValueError."""
+    """Return the page of this text, read now. Raise ValueError for another text."""
     samples: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             samples[sample.name].append((sample.labels, sample.value))
     if not any(name.startswith("npuserve_") for name in samples):
-        raise ValueError("it has none of ours")
+        raise ValueError("it has no metric of npuserve")
     return Page(time.monotonic(), samples)
 
 
 @dataclass(frozen=True)
 class Window:
-    """From one page to a later one of the same server. A counter that fell was of a server that is gone: it counts from
-    0."""
+    """Time between two pages of the same server. A counter that decreased belongs to a restarted server and counts
+    from 0."""
 
     before: Page
     after: Page
@@ -100,25 +107,29 @@ class Window:
     def seconds(self) -> float:
         return max(self.after.at - self.before.at, 1e-9)
 
-    def grown(self, name: str, **labels: str) -> float:
+    def increase(self, name: str, **labels: str) -> float:
+        """Return the increase of a counter, over all samples with these labels."""
         now, was = self.after.sum(name, **labels), self.before.sum(name, **labels)
         return now - was if now >= was else now
 
     def rate(self, name: str, **labels: str) -> float:
-        """Per second."""
-        return self.grown(name, **labels) / self.seconds
+        """Return the increase per second."""
+        return self.increase(name, **labels) / self.seconds
 
     def ratio(self, part: str, whole: str, **labels: str) -> float | None:
-        """None where nothing was counted."""
-        count = self.grown(whole, **labels)
-        return self.grown(part, **labels) / count if count else None
+        """Return the increase of `part` divided by that of `whole`; None if `whole` did not increase."""
+        count = self.increase(whole, **labels)
+        return self.increase(part, **labels) / count if count else None
 
     def mean(self, histogram: str, **labels: str) -> float | None:
+        """Return the mean of the observations; None if there were none."""
         return self.ratio(f"{histogram}_sum", f"{histogram}_count", **labels)
 
     def quantile(self, q: float, histogram: str, **labels: str) -> float | None:
-        """As Prometheus' histogram_quantile has it: linear within a bucket. None where nothing was counted; the highest
-        bound where it is beyond it."""
+        """Return the quantile that Prometheus' histogram_quantile computes: linear within a bucket.
+
+        Return None if there were no observations, and the highest finite bound for a quantile above it.
+        """
         bounds: defaultdict[float, float] = defaultdict(float)
         for page, sign in ((self.after, 1), (self.before, -1)):
             if sign < 0 and page.sum(f"{histogram}_count", **labels) > self.after.sum(f"{histogram}_count", **labels):
@@ -137,5 +148,5 @@ class Window:
         return low
 
     def values(self, name: str, label: str) -> list[str]:
-        """Of a label, sorted."""
+        """Return the values of a label, sorted."""
         return sorted({found[label] for found, _ in self.after.samples.get(name, ()) if label in found})

@@ -1,7 +1,7 @@
-"""`npuserve quantize MODEL OUT`: a W8A8 checkpoint of a model in floats, for this server and others.
+"""`npuserve quantize MODEL OUT`: write a W8A8 checkpoint of a floating-point model, for this server and others.
 
-OUT is in the format of compressed-tensors (`int-quantized`). It appears when it is whole: whatever ends the command
-before leaves nothing behind.
+OUT has the format of compressed-tensors (`int-quantized`). It is renamed into place when it is complete: a command that
+ends earlier leaves no files.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_TOKENS = 16, 512
-CHARACTERS_A_TOKEN = 8
-"""More text than this for each token is not read."""
+MAX_CHARACTERS_PER_TOKEN = 8
+"""Maximum length of the text that is read for each token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help='a folder in Hugging Face format or a hub name; "" for the built-in model')
-    add("out", metavar="OUT", help="the folder to make")
+    add("model", metavar="MODEL", help='folder in Hugging Face format or hub name; "" for the built-in model')
+    add("out", metavar="OUT", help="folder to create")
     add("--scheme", choices=["w8a8"], default="w8a8", help="int8 weights and activations (default: %(default)s)")
     add("--calibration", metavar="FILE", default="",
-        help="text, or .jsonl with a \"text\" a line, to balance the layers by; none: round to the nearest as it is "
-             "(default: a text that comes with Python)")
+        help="calibration text for balancing the layers: a text file, or .jsonl with a \"text\" per line; none rounds "
+             "the weights without balancing (default: a text that is part of Python)")
     add("--samples", type=number(int, 1, 65536), metavar="N",
-        help=f"pieces of the text that are used (default: {SAMPLES})")
+        help=f"number of calibration samples (default: {SAMPLES})")
     add("--sample-tokens", type=number(int, 16, 65536), metavar="N",
-        help=f"tokens of each (default: {SAMPLE_TOKENS}, or the model's context if that is less)")
+        help=f"tokens of each sample (default: {SAMPLE_TOKENS}, or the model's context if shorter)")
     add("--smoothing", type=_smoothing, metavar="S",
-        help="auto, or the balance's strength in [0, 1] (default: auto, what changes each layer least)")
+        help="balancing strength in [0, 1], or auto (default: auto, the strength with the least error of each layer)")
     add("--ignore", nargs="+", default=[], metavar="NAME",
-        help='linear layers that stay as they are: names as in the checkpoint, or "re:" and an expression')
-    add("--overwrite", action="store_true", help="replace OUT if it is there")
-    add("--threads", type=number(int, 0, 1024), default=0, metavar="N", help="0: as many as there are cores")
+        help='linear layers to leave unquantized: names in the checkpoint, or "re:" and a regular expression')
+    add("--overwrite", action="store_true", help="replace an existing OUT")
+    add("--threads", type=number(int, 0, 1024), default=0, metavar="N",
+        help="number of threads; 0 for the number of cores (default: %(default)s)")
 
 
 def _smoothing(text: str) -> float | None:
@@ -59,7 +60,7 @@ def _smoothing(text: str) -> float | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 once OUT is whole. ConfigError for a model that cannot be quantized and an OUT that cannot be written."""
+    """Return 0 when OUT is complete. Raise ConfigError for an unusable model, an unusable text or an unwritable OUT."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     folder, out = resolve(args.model), Path(args.out).expanduser()
     _check_out(folder, out, args.overwrite)
@@ -95,26 +96,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_texts() -> list[str]:
-    """Of what comes with every Python, the help on the language: every other topic. The others are there to measure by
-    (bench/quality.py)."""
+    """Return every other topic of Python's built-in help. bench/quality.py evaluates on the remaining topics."""
     return topics()[::2]
 
 
 def topics() -> list[str]:
+    """Return the texts of Python's built-in help on the language, sorted by topic."""
     from pydoc_data.topics import topics as found
 
     return [found[name] for name in sorted(found)]
 
 
 def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[list[int]]:
-    """At most `samples` pieces of at most `length` ids, spread over the text, each with the beginning-of-text token
-    where the tokenizer has it. file: "" for the default text. ConfigError for a file without text."""
+    """Return at most `samples` sequences of at most `length` token ids, taken evenly from the text.
+
+    Each begins with the beginning-of-text token if the tokenizer adds it. Raise ConfigError for a file without text.
+
+    file: path of the text; "" for the default text.
+    """
     from npuserve.service.text.tokenizer_loader import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
-        raise ConfigError(f"model: {folder} has no tokenizer to read a calibration text with; use --calibration none")
-    left, texts = samples * length * CHARACTERS_A_TOKEN, []
+        raise ConfigError(f"model: {folder} has no tokenizer for a calibration text; use --calibration none")
+    left, texts = samples * length * MAX_CHARACTERS_PER_TOKEN, []
     for text in texts_of(Path(file).expanduser()) if file else default_texts():
         texts.append(text[:left])
         left -= len(text)
@@ -129,11 +134,14 @@ def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[
     step = max(1, length - len(begin))
     pieces = [ids[at : at + step] for at in range(0, max(1, len(ids) - step + 1), step)]
     used = min(samples, len(pieces))
-    return [begin + pieces[place * len(pieces) // used] for place in range(used)]
+    return [begin + pieces[index * len(pieces) // used] for index in range(used)]
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """The `text` of each line of a .jsonl, or pieces of a text file that make it up. ConfigError for another file."""
+    """Yield the `text` of each line of a .jsonl file, or successive parts of a text file.
+
+    Raise ConfigError for an unreadable or malformed file.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             if path.suffix != ".jsonl":
@@ -166,16 +174,16 @@ def _check_out(folder: Path, out: Path, overwrite: bool) -> None:
     if target in source.parents:
         raise ConfigError(f"out: {out} holds the model's folder {folder}")
     if not out.name or not target.parent.is_dir():
-        raise ConfigError(f"out: there is no folder {target.parent} to make it in")
+        raise ConfigError(f"out: there is no folder {target.parent}")
     if (out.exists() or out.is_symlink()) and not overwrite:
-        raise ConfigError(f"out: {out} is there already; --overwrite replaces it")
+        raise ConfigError(f"out: {out} exists; --overwrite replaces it")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"out: {out} is no folder, which alone --overwrite replaces")
+        raise ConfigError(f"out: {out} is no folder; --overwrite replaces only folders")
 
 
 @contextmanager
 def _ending_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the command; what is unfinished is removed."""
+    """End the command on Ctrl-C and SIGTERM, after unfinished files are removed."""
     received: list[int] = []
 
     def leave(number: int, _: object) -> None:
@@ -186,7 +194,7 @@ def _ending_by_signals() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Native code that the exception passes through may make another of it.
+        # Native code can replace the KeyboardInterrupt by another exception.
         if received:
             raise SystemExit(128 + received[0]) from error
         raise
@@ -197,7 +205,7 @@ def _ending_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _reporting(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows layers done on stderr: a bar on a terminal, otherwise a line now and then."""
+    """Show the number of finished layers on stderr: a bar on a terminal, otherwise a line every 5 s."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -222,9 +230,9 @@ def _reporting(name: str) -> Iterator[Callable[[int, int], None]]:
 def _summary(out: Path, written: Written, seconds: float) -> str:
     lines = [f"{out}: {written.int8} of {written.linears} linear layers in int8, {written.nbytes / 1e6:,.1f} MB of "
              f"{written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
-    places = {place for strengths in written.strengths for place in strengths}
-    for place in sorted(places):
-        found = [strengths[place] for strengths in written.strengths if place in strengths]
-        lines.append(f"  balanced after {place}: strength {min(found):g} to {max(found):g}, "
+    norms = {norm for strengths in written.strengths for norm in strengths}
+    for norm in sorted(norms):
+        found = [strengths[norm] for strengths in written.strengths if norm in strengths]
+        lines.append(f"  balanced after {norm}: strength {min(found):g} to {max(found):g}, "
                      f"median {statistics.median(found):g}")
     return "\n".join(lines)

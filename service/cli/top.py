@@ -1,7 +1,7 @@
-"""`npuserve top`: a server's load, latencies and slowest kernels, live from its metrics page.
+"""`npuserve top`: show a server's load, latencies and slowest kernels, live from its metrics page.
 
-Everything is of the time between two scrapes, but for the kernels: those are timed on every 32nd step or so, and where
-there was none in between, since the server's start.
+All figures cover the time between two scrapes. Kernels are timed on about every 32nd step only, so their figures cover
+the time since the server's start if no step was timed between the scrapes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ LATENCIES = {
     "time to first token": "time_to_first_token", "between tokens": "inter_token_latency",
     "per output token": "time_per_output_token", "end to end": "e2e_request_latency", "queue": "queue_time",
 }
-GIVEN_UP = ("OK", "CANCELLED")
-"""Codes that are no error of anybody's: a client may leave."""
-KERNELS = 12
-LEFT_OUT = ("backend", "calls", "p50", "tokens", "per s", "p90", "phase", "mean", "share")
-"""Columns that a narrow screen leaves out, the first of these first."""
+NOT_ERRORS = ("OK", "CANCELLED")
+"""Status codes that are not counted as errors; CANCELLED means that the client left."""
+MAX_KERNELS = 12
+DROPPED_FIRST = ("backend", "calls", "p50", "tokens", "per s", "p90", "phase", "mean", "share")
+"""Order in which a narrow screen drops columns."""
 START = Page(0.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=_url, default="127.0.0.1:9090", metavar="HOST:PORT",
-        help="the server's metrics port, or the page's URL as serve prints it (default: %(default)s)")
+        help="metrics port of the server, or the URL that serve prints (default: %(default)s)")
     add("--interval", type=number(float, 0.1, 3600), default=2.0, metavar="SECONDS",
-        help="between two scrapes (default: %(default)s)")
-    add("--once", action="store_true", help="show one interval and leave")
-    add("--json", action="store_true", help="with --once: as one JSON object, times in seconds")
+        help="time between two scrapes (default: %(default)s)")
+    add("--once", action="store_true", help="show one interval and exit")
+    add("--json", action="store_true", help="print one interval as a JSON object, with times in seconds, and exit")
 
 
 def _url(text: str) -> str:
-    """Argparse type of --target."""
+    """Return the page's URL; the argparse type of --target."""
     try:
         return page_url(text)
     except ValueError:
@@ -55,7 +55,7 @@ def _url(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if there is no server at first; one that leaves later is waited for. Return 0 after Ctrl-C."""
+    """Return 1 if the first scrape fails, 0 after Ctrl-C. Later failures are shown, and scraping continues."""
     url, shown = args.target, urlsplit(args.target).netloc
     console = Console()
     try:
@@ -76,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
             console.print(view(found, shown))
         return 0
     try:
-        _watch(url, before, args.interval, console)
+        _refresh(url, before, args.interval, console)
     except KeyboardInterrupt:
         return 0
 
 
-def _watch(url: str, before: Page, interval: float, console: Console) -> NoReturn:
-    first = Text(f"{url}: the first {interval:g} s …")
+def _refresh(url: str, before: Page, interval: float, console: Console) -> NoReturn:
+    first = Text(f"{url}: waiting {interval:g} s for the first interval …")
     with Live(first, console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval)
@@ -96,7 +96,7 @@ def _watch(url: str, before: Page, interval: float, console: Console) -> NoRetur
 
 
 def figures(window: Window) -> dict[str, Any]:
-    """What there is to show. Times in seconds, rates per second, shares of 1; None where nothing happened."""
+    """Return the figures to show: times in seconds, rates per second, shares of 1; None without observations."""
     now, rate = window.after, window.rate
     build: dict[str, str] = next((dict(labels) for labels, _ in now.samples.get("npuserve_build_info", ())), {})
     ended = rate("npuserve_requests_total")
@@ -110,7 +110,7 @@ def figures(window: Window) -> dict[str, Any]:
         "kv_cache_usage": now.sum("npuserve_kv_cache_usage_ratio"),
         "buffered_tokens": now.sum("npuserve_stream_buffered_tokens"),
         "answers": rate("npuserve_request_finish_total"), "goodput": rate("npuserve_requests_on_target_total"),
-        "errors": ended - sum(rate("npuserve_requests_total", code=code) for code in GIVEN_UP),
+        "errors": ended - sum(rate("npuserve_requests_total", code=code) for code in NOT_ERRORS),
         "rejections": rate("npuserve_queue_rejections_total"), "preemptions": rate("npuserve_preemptions_total"),
         "prompt_tokens": rate("npuserve_prompt_tokens_total"),
         "generated_tokens": rate("npuserve_generation_tokens_total"),
@@ -133,25 +133,25 @@ def _spread(window: Window, histogram: str, **labels: str) -> dict[str, float | 
 
 
 def _kernels(window: Window) -> list[dict[str, Any]]:
-    """Those that took the most of the timed steps first. share: of the time of all kernels."""
+    """Return the figures of each kernel, the largest share first. share: share of the time of all kernels."""
     name = "npuserve_kernel_latency_seconds"
-    whole = window.grown(f"{name}_sum")
+    total = window.increase(f"{name}_sum")
     found = []
     for labels, _ in window.after.samples.get(f"{name}_count", ()):
-        if calls := window.grown(f"{name}_count", **labels):
-            share = window.grown(f"{name}_sum", **labels) / whole
+        if calls := window.increase(f"{name}_count", **labels):
+            share = window.increase(f"{name}_sum", **labels) / total
             found.append({**labels, "calls": calls, "share": share, **_spread(window, name, **labels)})
     return sorted(found, key=lambda kernel: -kernel["share"])
 
 
 def view(found: dict[str, Any], target: str) -> Group:
-    """The screen."""
+    """Return the screen for `figures`."""
     head = Text.assemble(
         (found["model"] or "no model yet", "bold"), f"  {found['backend'] or ''}  npuserve {found['version'] or ''}  "
         f"{target}  over {found['seconds']:.1f} s")
     age = found["heartbeat_age"]
     if age > 5:
-        head.append(f"\nthe engine has been silent for {age:.0f} s", "bold red")
+        head.append(f"\nno heartbeat of the engine for {age:.0f} s", "bold red")
     load = _Cells([
         _cell("running", f"{found['running']:.0f}"), _cell("waiting", f"{found['waiting']:.0f}", found["waiting"] > 0),
         _cell("KV cache", f"{found['kv_cache_usage']:.0%}", found["kv_cache_usage"] > 0.95),
@@ -175,13 +175,13 @@ def view(found: dict[str, Any], target: str) -> Group:
     kernels = _Table(title, ("phase", "backend", "share", "calls", "mean", "p50", "p99"), [
         [kernel["kernel"], kernel["phase"], kernel["backend"], f"{kernel['share']:.1%}", f"{kernel['calls']:.0f}",
          *(_time(kernel[key]) for key in ("mean", "p50", "p99"))]
-        for kernel in found["kernels"][:KERNELS]])
+        for kernel in found["kernels"][:MAX_KERNELS]])
     return Group(head, load, latencies, steps, kernels)
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Names with their values, as many in a row as the screen has room for, at most four."""
+    """Grid of names with their values: at most four columns, and fewer on a narrow screen."""
 
     cells: list[Text]
 
@@ -200,9 +200,9 @@ class _Cells:
 
 @dataclass(frozen=True)
 class _Table:
-    """Table of text cells, the first column being its rows' names.
+    """Table of text cells, whose first column holds the row names.
 
-    Where the screen is too narrow it leaves out whole columns and names them: a cut number reads as another number.
+    A narrow screen drops whole columns and names them, because a truncated number looks like another number.
     """
 
     title: str
@@ -212,17 +212,17 @@ class _Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [[self.title, *self.columns], *self.rows]
         widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-        roomy = [max(22, widths[0]), *(max(7, width) for width in widths[1:])]
+        wide = [max(22, widths[0]), *(max(7, width) for width in widths[1:])]
         kept, dropped = list(range(len(widths))), []
         while len(kept) > 1 and sum(widths[i] for i in kept) + len(kept) - 1 > options.max_width:
-            name = next((name for name in LEFT_OUT if name in self.columns and name not in dropped), None)
+            name = next((name for name in DROPPED_FIRST if name in self.columns and name not in dropped), None)
             if name is None:
                 break
             dropped.append(name)
             kept.remove(1 + self.columns.index(name))
         gap = 2 if sum(widths[i] for i in kept) + 2 * (len(kept) - 1) <= options.max_width else 1
-        if sum(roomy[i] for i in kept) + gap * (len(kept) - 1) <= options.max_width:
-            widths = roomy
+        if sum(wide[i] for i in kept) + gap * (len(kept) - 1) <= options.max_width:
+            widths = wide
         table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
         for i in kept:
             left = cells[0][i] in (self.title, "phase", "backend")

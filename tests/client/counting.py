@@ -1,7 +1,6 @@
-"""A server of streams that can be resumed, whose answer a reader can compute: token n's text is TEXT[n].
+"""Server of resumable streams with a known answer: the text of token n is TEXT[n].
 
-One answer is len(TEXT) tokens long, in messages of 1 to 4 tokens. Its engine never dies, its connections do: see
-`Proxy`.
+An answer has len(TEXT) tokens, in messages of 1 to 4 tokens. `Proxy` breaks the server's connections.
 """
 
 from __future__ import annotations
@@ -22,26 +21,32 @@ from npuserve.v1 import inference_service_pb2_grpc, model_pb2
 TEXT = ["one ", "two ", "三", "four ", "fünf ", "", "七", " eight", "nine", "\n", "🎉", "twelve ", "thirteen"]
 WHOLE = "".join(TEXT)
 SIZES = (1, 3, 2, 1, 4)
-"""Tokens of one message after the other, again and again."""
+"""Tokens of successive messages; the sequence repeats."""
 
 
 def parts(begin: int = 0, sizes: Iterable[int] = SIZES) -> list[pb.StreamGenerateResponse]:
-    """The answer's messages from a token on."""
-    made, at = [], begin
+    """Return the answer's messages from token `begin` on."""
+    messages, at = [], begin
     for size in itertools.cycle(sizes):
         tokens = TEXT[at : at + size]
-        made.append(pb.StreamGenerateResponse(text="".join(tokens), offset=at, num_tokens=len(tokens)))
+        messages.append(pb.StreamGenerateResponse(text="".join(tokens), offset=at, num_tokens=len(tokens)))
         at += len(tokens)
         if at >= len(TEXT):
             break
-    made[-1].finish.reason = pb.FINISH_REASON_EOS
-    made[-1].finish.usage.generated_tokens = len(TEXT)
-    return made
+    messages[-1].finish.reason = pb.FINISH_REASON_EOS
+    messages[-1].finish.usage.generated_tokens = len(TEXT)
+    return messages
 
 
 class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
-    """fail: errors of the next calls, one each, None for one that works; of a stream after `fail_after` messages.
-    asked: (name, message, metadata) of each call. tokens: names of the streams there are; `forget` empties it."""
+    """Servicer that records calls and fails on demand.
+
+    fail: errors of the next calls, one a call; None for a call that succeeds. A stream fails after `fail_after`
+        messages.
+    asked: (name, message, metadata) of each call.
+    tokens: resume tokens of the known streams.
+    token_less: send no resume token.
+    """
 
     def __init__(self) -> None:
         self.fail: list[errors.ServeError | grpc.StatusCode | None] = []
@@ -91,9 +96,14 @@ class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
 
 
 class Proxy:
-    """Between client and server on TCP. cuts: after how many bytes from the server the next connections are reset, one
-    each; those after them live. passed: bytes that the server sent. port: where it listens. source: the address from
-    which it connects to the server, None: the system's choice."""
+    """TCP proxy between client and server that resets connections.
+
+    cuts: bytes from the server after which the next connections are reset, one entry a connection. Further connections
+        are not reset.
+    passed: bytes that the server sent.
+    port: port that the proxy listens on.
+    source: address from which the proxy connects to the server; None for the system's choice.
+    """
 
     def __init__(self, port: int, source: str | None = None):
         self.cuts: list[int] = []
@@ -113,7 +123,7 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def another(self) -> AsyncIterator[Proxy]:
-        """To the same server."""
+        """Start another proxy to the same server."""
         proxy = Proxy(self._target)
         await proxy.start()
         try:
@@ -146,7 +156,7 @@ class Proxy:
         tasks = [asyncio.ensure_future(forwards()), asyncio.ensure_future(backwards())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the loop's end
+        except asyncio.CancelledError:  # the event loop stops
             pass
         finally:
             for task in tasks:
@@ -159,7 +169,7 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Counting, Proxy]]:
-    """The server behind a proxy."""
+    """Start a server and a proxy in front of it."""
     server, counting = grpc.aio.server(), Counting()
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(counting, server)
     proxy = Proxy(server.add_insecure_port("127.0.0.1:0"))

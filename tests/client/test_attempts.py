@@ -1,4 +1,4 @@
-"""How a call goes on, without I/O: whatever fails where, the text is whole or an error of one kind says why not."""
+"""Rules for retrying and resuming, without I/O: the text is complete after any failures, or a typed error is raised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.client import ClientError, Conflict, NotFound, Overloaded, ServerError, StreamLost, Unavailable
-from npuserve.client.attempts import FIRST_WAIT, MIN_JITTER, Attempts, Retries
+from npuserve.client.attempts import MIN_BACKOFF_SECONDS, MIN_JITTER, Attempts, Retries
 from npuserve.client.errors import KINDS
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import TEXT, WHOLE, parts
@@ -21,10 +21,10 @@ S = grpc.StatusCode
 
 
 def failure(code: S, **fields: Any) -> ClientError:
-    return KINDS.get(code, ServerError)(code, "said", **fields)
+    return KINDS.get(code, ServerError)(code, "details", **fields)
 
 
-PASSING = st.one_of(
+TRANSIENT = st.one_of(
     st.sampled_from([S.UNAVAILABLE, S.INTERNAL, S.UNKNOWN, S.CANCELLED]).map(failure),
     st.sampled_from([S.UNAVAILABLE, S.RESOURCE_EXHAUSTED]).map(
         lambda code: failure(code, reason="QUEUE_FULL", retry_seconds=0.25)))
@@ -33,10 +33,10 @@ FINAL = st.one_of(
     st.sampled_from([S.INVALID_ARGUMENT, S.DEADLINE_EXCEEDED, S.ABORTED, S.UNAUTHENTICATED, S.RESOURCE_EXHAUSTED,
                      S.UNIMPLEMENTED, S.DATA_LOSS]).map(failure))
 CALL = st.tuples(
-    st.booleans(),  # does its initial metadata come
-    st.integers(0, 8),  # so many messages do
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),  # of so many tokens
-    PASSING,
+    st.booleans(),  # whether the initial metadata is received
+    st.integers(0, 8),  # number of messages received
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),  # tokens of each message
+    TRANSIENT,
 )
 
 
@@ -44,95 +44,95 @@ def attempts() -> Attempts:
     return Attempts(pb.GenerateRequest(text="x"), Retries(None, 1e9))
 
 
-def answered(made: Attempts, server: dict[str, bool], metadata: bool, count: int, sizes: list[int]) -> str:
-    """One call of a server that remembers its streams: what came of it."""
-    name, message, _ = made.next()
+def make_call(attempt: Attempts, server: dict[str, bool], metadata: bool, count: int, sizes: list[int]) -> str:
+    """Make one call to a server that keeps its streams, and return the text received."""
+    name, message, _ = attempt.next_call()
     if isinstance(message, pb.ResumeStreamRequest):
-        assert (name, message.token_offset) == ("ResumeStream", made.tokens)
+        assert (name, message.token_offset) == ("ResumeStream", attempt.tokens)
         if not server.get(message.resume_token):
             raise failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND")
         begin = message.token_offset
     else:
-        assert (name, made.tokens) == ("StreamGenerate", 0)
+        assert (name, attempt.tokens) == ("StreamGenerate", 0)
         begin, token = 0, f"token-{len(server)}"
         server[token] = True
         if metadata or count:
-            made.began((("x-request-id", "r"), ("x-resume-token", token)))
-    return "".join(made.take(part).text for part in parts(begin, sizes)[:count])
+            attempt.read_metadata((("x-request-id", "r"), ("x-resume-token", token)))
+    return "".join(attempt.accept(part).text for part in parts(begin, sizes)[:count])
 
 
 @given(calls=st.lists(CALL, max_size=12))
-def test_any_failures_leave_the_text_whole(calls: list[tuple[bool, int, list[int], ClientError]]) -> None:
-    made, text, server = attempts(), "", dict[str, bool]()
+def test_attempts_after_any_failures_have_complete_text(calls: list[tuple[bool, int, list[int], ClientError]]) -> None:
+    attempt, text, server = attempts(), "", dict[str, bool]()
     for metadata, count, sizes, error in calls:
-        text += answered(made, server, metadata, count, sizes)
-        assert text == "".join(TEXT[: made.tokens])
-        if made.finish:
+        text += make_call(attempt, server, metadata, count, sizes)
+        assert text == "".join(TEXT[: attempt.tokens])
+        if attempt.finish:
             break
-        assert made.failed(error) >= (error.retry_seconds or 0.0)
-    if not made.finish:
-        text += answered(made, server, True, 99, [1])
+        assert attempt.on_failure(error) >= (error.retry_seconds or 0.0)
+    if not attempt.finish:
+        text += make_call(attempt, server, True, 99, [1])
     assert text == WHOLE
-    assert made.request_id == "r"
+    assert attempt.request_id == "r"
 
 
 @given(calls=st.lists(CALL, max_size=3), error=FINAL)
-def test_a_final_failure_is_raised_as_it_is(
+def test_on_failure_final_error_is_raised_unchanged(
     calls: list[tuple[bool, int, list[int], ClientError]], error: ClientError
 ) -> None:
-    made, server = attempts(), dict[str, bool]()
-    for metadata, _, sizes, passing in calls:
-        answered(made, server, metadata, 1, sizes)
-        if made.finish:
+    attempt, server = attempts(), dict[str, bool]()
+    for metadata, _, sizes, transient in calls:
+        make_call(attempt, server, metadata, 1, sizes)
+        if attempt.finish:
             return
-        made.failed(passing)
+        attempt.on_failure(transient)
     with pytest.raises(type(error)) as raised:
-        made.failed(error)
+        attempt.on_failure(error)
     assert raised.value is error
-    assert error.resume_token == made.resume_token
+    assert error.resume_token == attempt.resume_token
 
 
 @pytest.mark.parametrize("messages", [0, 2])
-def test_a_stream_that_the_server_forgot(messages: int) -> None:
-    """It is asked for anew if nothing had come, and lost otherwise."""
-    made, server = attempts(), dict[str, bool]()
-    answered(made, server, True, messages, [1])
-    made.failed(failure(S.UNAVAILABLE))
+def test_resume_unknown_stream_is_sent_again_or_lost(messages: int) -> None:
+    """The request is sent again if no message was received; otherwise the stream is lost."""
+    attempt, server = attempts(), dict[str, bool]()
+    make_call(attempt, server, True, messages, [1])
+    attempt.on_failure(failure(S.UNAVAILABLE))
     server.clear()
     with pytest.raises(NotFound) as gone:
-        answered(made, server, True, 1, [1])
+        make_call(attempt, server, True, 1, [1])
     if messages:
         with pytest.raises(StreamLost, match="lost after 2 tokens") as lost:
-            made.failed(gone.value)
+            attempt.on_failure(gone.value)
         assert lost.value.resume_token == "token-0"
     else:
-        made.failed(gone.value)
-        assert made.next()[0] == "StreamGenerate"
+        attempt.on_failure(gone.value)
+        assert attempt.next_call()[0] == "StreamGenerate"
 
 
-def test_not_found_of_anything_but_the_stream_is_final() -> None:
-    """Whatever the initial metadata had, and whichever call it is the answer to."""
+def test_on_failure_not_found_of_other_reasons_is_final() -> None:
+    """With and without a resume token, for StreamGenerate and ResumeStream."""
     for reason in ("MODEL_NOT_FOUND", "REQUEST_NOT_FOUND", ""):
-        made, server = attempts(), dict[str, bool]()
-        answered(made, server, True, 0, [1])
+        attempt, server = attempts(), dict[str, bool]()
+        make_call(attempt, server, True, 0, [1])
         error = failure(S.NOT_FOUND, reason=reason)
         with pytest.raises(NotFound) as raised:
-            made.failed(error)
+            attempt.on_failure(error)
         assert raised.value is error
-        answered(made, server, True, 2, [1])
-        made.failed(failure(S.UNAVAILABLE))
-        assert made.next()[0] == "ResumeStream"
+        make_call(attempt, server, True, 2, [1])
+        attempt.on_failure(failure(S.UNAVAILABLE))
+        assert attempt.next_call()[0] == "ResumeStream"
         with pytest.raises(NotFound) as raised:
-            made.failed(error)
+            attempt.on_failure(error)
         assert raised.value is error
 
 
-def test_stream_not_found_is_final_for_a_call_that_does_not_resume() -> None:
-    made = attempts()
-    made.next()
-    made.began((("x-resume-token", "t"),))
+def test_on_failure_stream_not_found_of_stream_generate_is_final() -> None:
+    attempt = attempts()
+    attempt.next_call()
+    attempt.read_metadata((("x-resume-token", "t"),))
     with pytest.raises(NotFound):
-        made.failed(failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND"))
+        attempt.on_failure(failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND"))
 
 
 ANY = st.builds(
@@ -143,30 +143,30 @@ ANY = st.builds(
 
 
 @given(calls=st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 1), ANY), max_size=12))
-def test_no_two_calls_are_closer_than_the_minimum_back_off(calls: list[tuple[bool, int, int, ClientError]]) -> None:
-    made = attempts()
+def test_on_failure_waits_at_least_the_minimum_back_off(calls: list[tuple[bool, int, int, ClientError]]) -> None:
+    attempt = attempts()
     for has_token, messages, tokens, error in calls:
-        made.next()
+        attempt.next_call()
         if has_token:
-            made.began((("x-resume-token", "t"),))
+            attempt.read_metadata((("x-resume-token", "t"),))
         for _ in range(messages):
-            made.take(pb.StreamGenerateResponse(offset=made.tokens, num_tokens=tokens))
+            attempt.accept(pb.StreamGenerateResponse(offset=attempt.tokens, num_tokens=tokens))
         try:
-            assert made.failed(error) >= FIRST_WAIT * MIN_JITTER
+            assert attempt.on_failure(error) >= MIN_BACKOFF_SECONDS * MIN_JITTER
         except ClientError:
             return
 
 
-def test_patience_bounds_a_server_that_forgets_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_failure_server_without_streams_ends_after_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, names = [0.0], []
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    made = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
+    attempt = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
 
     def call() -> None:
-        names.append(made.next()[0])
-        made.began((("x-resume-token", f"token-{len(names)}"),))
-        forgot = failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND")
-        clock[0] += made.failed(forgot if names[-1] == "ResumeStream" else failure(S.UNAVAILABLE))
+        names.append(attempt.next_call()[0])
+        attempt.read_metadata((("x-resume-token", f"token-{len(names)}"),))
+        unknown = failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND")
+        clock[0] += attempt.on_failure(unknown if names[-1] == "ResumeStream" else failure(S.UNAVAILABLE))
 
     with pytest.raises((NotFound, Unavailable)):
         repeat(call)
@@ -175,16 +175,16 @@ def test_patience_bounds_a_server_that_forgets_every_stream(monkeypatch: pytest.
     assert clock[0] <= 3.0
 
 
-def test_messages_without_tokens_do_not_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accept_message_without_tokens_keeps_consecutive_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    made = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
+    attempt = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
 
     def call() -> None:
-        made.next()
-        made.began((("x-resume-token", "t"),))
-        made.take(pb.StreamGenerateResponse(offset=0))
-        clock[0] += made.failed(failure(S.UNAVAILABLE))
+        attempt.next_call()
+        attempt.read_metadata((("x-resume-token", "t"),))
+        attempt.accept(pb.StreamGenerateResponse(offset=0))
+        clock[0] += attempt.on_failure(failure(S.UNAVAILABLE))
 
     with pytest.raises(Unavailable):
         repeat(call)
@@ -196,105 +196,105 @@ def repeat(call: Callable[[], None]) -> None:
         call()
 
 
-def test_the_request_id_of_an_error_is_in_its_trailing_metadata() -> None:
-    made = attempts()
-    made.began(None)
-    made.began((("x-request-id", "r"),))
-    assert (made.request_id, made.resume_token) == ("r", "")
+def test_read_metadata_takes_request_id_of_an_error() -> None:
+    attempt = attempts()
+    attempt.read_metadata(None)
+    attempt.read_metadata((("x-request-id", "r"),))
+    assert (attempt.request_id, attempt.resume_token) == ("r", "")
 
 
-def test_without_a_resume_token_what_came_cannot_be_continued() -> None:
-    made = attempts()
-    made.began(())
-    made.failed(failure(S.UNAVAILABLE))
-    made.take(parts()[0])
+def test_on_failure_partial_answer_without_resume_token_is_lost() -> None:
+    attempt = attempts()
+    attempt.read_metadata(())
+    attempt.on_failure(failure(S.UNAVAILABLE))
+    attempt.accept(parts()[0])
     with pytest.raises(StreamLost, match="lost after 1 tokens"):
-        made.failed(failure(S.UNAVAILABLE))
+        attempt.on_failure(failure(S.UNAVAILABLE))
 
 
 @pytest.mark.parametrize(("code", "reason"), [(S.RESOURCE_EXHAUSTED, "QUEUE_FULL"), (S.UNAVAILABLE, "UNAVAILABLE")])
-def test_what_the_server_did_not_take_is_asked_for_anew(code: S, reason: str) -> None:
-    made = attempts()
-    made.began((("x-resume-token", "t"),))
-    made.failed(failure(S.UNAVAILABLE))
-    assert made.next()[0] == "ResumeStream"
-    made.failed(failure(code, reason=reason, retry_seconds=0.1))
-    assert made.next()[0] == "StreamGenerate"
-    made.began((("x-resume-token", "u"),))
-    made.take(parts()[0])
-    made.failed(failure(code, reason=reason, retry_seconds=0.1))
-    assert made.next()[1] == pb.ResumeStreamRequest(resume_token="u", token_offset=1)
+def test_on_failure_refused_request_is_sent_again(code: S, reason: str) -> None:
+    attempt = attempts()
+    attempt.read_metadata((("x-resume-token", "t"),))
+    attempt.on_failure(failure(S.UNAVAILABLE))
+    assert attempt.next_call()[0] == "ResumeStream"
+    attempt.on_failure(failure(code, reason=reason, retry_seconds=0.1))
+    assert attempt.next_call()[0] == "StreamGenerate"
+    attempt.read_metadata((("x-resume-token", "u"),))
+    attempt.accept(parts()[0])
+    attempt.on_failure(failure(code, reason=reason, retry_seconds=0.1))
+    assert attempt.next_call()[1] == pb.ResumeStreamRequest(resume_token="u", token_offset=1)
 
 
-def test_a_request_id_of_our_own_is_live_until_the_server_sees_the_connection_gone() -> None:
-    made = attempts()
-    made.next()
+def test_on_failure_duplicate_of_own_request_id_is_transient() -> None:
+    attempt = attempts()
+    attempt.next_call()
     with pytest.raises(Conflict):
-        made.failed(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
-    made.next()
-    made.failed(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
+        attempt.on_failure(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
+    attempt.next_call()
+    attempt.on_failure(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
 
 
 @pytest.mark.parametrize("offset", [0, 2, 7])
-def test_a_gap_or_a_repetition_is_an_error(offset: int) -> None:
-    made = attempts()
-    made.take(parts()[0])
+def test_accept_wrong_offset_raises_server_error(offset: int) -> None:
+    attempt = attempts()
+    attempt.accept(parts()[0])
     with pytest.raises(ServerError, match=f"a message at token {offset} where 1 was next"):
-        made.take(pb.StreamGenerateResponse(text="x", offset=offset, num_tokens=1))
+        attempt.accept(pb.StreamGenerateResponse(text="x", offset=offset, num_tokens=1))
 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 4), max_size=6), max_size=4))
-def test_prompt_logprobs_of_streams_resumed_at_token_0_come_once(sizes: list[list[int]]) -> None:
-    """Each call sends all positions from the first on, in messages of any size, and all but the last call break."""
-    made, received = attempts(), []
+def test_accept_prompt_logprobs_of_resumed_streams_are_not_repeated(sizes: list[list[int]]) -> None:
+    """Each call sends all positions from the first, in messages of any size. All calls but the last fail."""
+    attempt, received = attempts(), []
     for call in [*sizes, [30]]:
-        made.next()
+        attempt.next_call()
         sent = 0
         for size in call:
             message = pb.StreamGenerateResponse()
             for position in range(sent, sent + size):
                 message.prompt_logprobs.add().chosen.token_id = position
             sent += size
-            received += [position.chosen.token_id for position in made.take(message).prompt_logprobs]
+            received += [position.chosen.token_id for position in attempt.accept(message).prompt_logprobs]
     assert received == list(range(30))
 
 
 @given(retry=st.none() | st.floats(0, 3), failures=st.integers(1, 30))
-def test_waits_are_at_least_the_servers_and_bounded(retry: float | None, failures: int) -> None:
+def test_backoff_is_at_least_the_retry_time_and_bounded(retry: float | None, failures: int) -> None:
     retries = Retries(None, 1e9)
     error = failure(S.UNAVAILABLE, retry_seconds=retry)
-    waits = [retries.wait(error) for _ in range(failures)]
+    waits = [retries.backoff(error) for _ in range(failures)]
     assert all((retry or 0.0) <= wait <= max(5.0, 1.25 * (retry or 0.0)) for wait in waits)
     assert waits[0] <= max(0.05, 1.25 * (retry or 0.0))
 
 
 @pytest.mark.parametrize(("timeout", "patience", "retry"), [
     (None, 0.0, None), (None, 5.0, 10.0), (3.0, 60.0, 4.0), (1e-6, 60.0, None)])
-def test_what_would_wait_beyond_patience_or_deadline_is_raised_at_once(
+def test_backoff_beyond_patience_or_deadline_raises_at_once(
     timeout: float | None, patience: float, retry: float | None
 ) -> None:
     error = failure(S.RESOURCE_EXHAUSTED, retry_seconds=retry)
     with pytest.raises(Overloaded) as raised:
-        Retries(timeout, patience).wait(error)
+        Retries(timeout, patience).backoff(error)
     assert raised.value is error
 
 
-def test_patience_is_of_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backoff_patience_counts_consecutive_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 0.9)
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     retries, error = Retries(None, 1.5), failure(S.UNAVAILABLE)
     for _ in range(5):
-        retries.wait(error)
-        retries.progress()
-    retries.wait(error)
-    retries.wait(error)
+        retries.backoff(error)
+        retries.reset()
+    retries.backoff(error)
+    retries.backoff(error)
     with pytest.raises(Unavailable):
-        retries.wait(error)
+        retries.backoff(error)
 
 
-@pytest.mark.parametrize(("timeout", "patience", "said"), [
+@pytest.mark.parametrize(("timeout", "patience", "message"), [
     (0.0, 1.0, "timeout: must be above 0"), (-1.0, 1.0, "timeout"), (float("nan"), 1.0, "timeout"),
     (None, -1.0, "patience: must be at least 0"), (None, float("nan"), "patience")])
-def test_settings_out_of_range(timeout: float | None, patience: float, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_retries_argument_out_of_range_raises(timeout: float | None, patience: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Retries(timeout, patience)

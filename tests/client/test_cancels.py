@@ -1,4 +1,4 @@
-"""Both clients when a stream, its task or the client is cancelled or closed at any moment."""
+"""Both clients while a stream, its task or the client is cancelled or closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def target(proxy: Proxy) -> str:
     return f"127.0.0.1:{proxy.port}"
 
 
-async def test_cancelling_the_task_cancels_the_call() -> None:
+async def test_task_cancelled_during_a_call_raises_cancelled_error() -> None:
     async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
         server.fail = [errors.QueueFull("full", 20.0)]
         waiting = asyncio.ensure_future(client.generate("x"))
@@ -31,13 +31,13 @@ async def test_cancelling_the_task_cancels_the_call() -> None:
             await waiting
 
 
-async def test_cancelling_the_task_at_any_point_cancels_it() -> None:
-    """After any number of turns of the event loop: in a call that fails, in the wait, in one that works."""
+async def test_task_cancelled_at_any_point_raises_cancelled_error() -> None:
+    """The cancel arrives after 0 to 399 iterations of the event loop: in a call that fails or succeeds, or a wait."""
     async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
-        for turns in range(0, 400, 3):
+        for iterations in range(0, 400, 3):
             server.fail = [errors.Unavailable("restarting", 0.001), grpc.StatusCode.CANCELLED]
             task = asyncio.ensure_future(client.generate("x"))
-            for _ in range(turns):
+            for _ in range(iterations):
                 await asyncio.sleep(0)
             if task.cancel():
                 with pytest.raises(asyncio.CancelledError):
@@ -46,7 +46,7 @@ async def test_cancelling_the_task_at_any_point_cancels_it() -> None:
 
 
 class EndedCall:
-    """A grpc.aio call that ended with an error of the server while its reader waited, as a loaded event loop has it."""
+    """grpc.aio call that ended with a server error while its reader waited, as happens on a loaded event loop."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
@@ -72,13 +72,13 @@ class EndedCall:
         return ()
 
 
-async def test_cancelling_the_task_of_a_call_that_has_ended_is_not_lost() -> None:
+async def test_task_cancelled_after_its_call_ended_raises_cancelled_error() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         calls = []
 
         def begin(*arguments: object) -> EndedCall:
             calls.append(EndedCall())
-            assert len(calls) == 1, "the cancel was taken for a failure"
+            assert len(calls) == 1, "the client retried instead of cancelling"
             return calls[-1]
 
         client.call = begin  # type: ignore[method-assign]
@@ -91,13 +91,14 @@ async def test_cancelling_the_task_of_a_call_that_has_ended_is_not_lost() -> Non
         assert [call.is_cancelled for call in calls] == [True]
 
 
-async def test_cancelling_the_task_is_not_lost_when_the_stream_is_cancelled_too() -> None:
+async def test_task_and_stream_cancelled_together_raise_cancelled_error() -> None:
     async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
         server.fail = [errors.QueueFull("full", 20.0)]
         stream = client.stream("x")
         waits: list[float] = []
-        failed = stream.attempts.failed
-        stream.attempts.failed = lambda error: waits.append(failed(error)) or waits[-1]  # type: ignore[method-assign]
+        on_failure = stream.attempts.on_failure
+        stream.attempts.on_failure = (  # type: ignore[method-assign]
+            lambda error: waits.append(on_failure(error)) or waits[-1])
         waiting = asyncio.ensure_future(anext(stream))
         await until(lambda: waits)
         stream.cancel()
@@ -106,8 +107,8 @@ async def test_cancelling_the_task_is_not_lost_when_the_stream_is_cancelled_too(
             await waiting
 
 
-async def test_a_unary_call_cancelled_elsewhere_does_not_cancel_the_task() -> None:
-    """A server or a proxy may end a call with CANCELLED: the task goes on, and the call is made again."""
+async def test_unary_call_cancelled_by_the_server_is_retried() -> None:
+    """A server or a proxy can end a call with CANCELLED. The task continues, and the client retries."""
     async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
         server.fail = [grpc.StatusCode.CANCELLED]
         asking = asyncio.ensure_future(client.model_info())
@@ -117,7 +118,7 @@ async def test_a_unary_call_cancelled_elsewhere_does_not_cancel_the_task() -> No
         assert len(server.asked) == 2
 
 
-async def test_closing_the_client_ends_waits_and_calls() -> None:
+async def test_close_ends_waits_and_calls() -> None:
     async with serving() as (server, proxy):
         for ask in (lambda client: client.generate("x"), lambda client: client.model_info()):
             client = AsyncClient(target(proxy))
@@ -147,13 +148,13 @@ async def test_closing_the_client_ends_waits_and_calls() -> None:
 
 
 class SilentCall:
-    """A call of the threads' client that nobody answers: reading it would wait for ever."""
+    """Call of the sync client without an answer: reading it would block forever."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
 
     def __next__(self) -> object:
-        assert self.is_cancelled, "reads a call that nobody will end"
+        assert self.is_cancelled, "reads a call that never ends"
         return None
 
     def cancel(self) -> None:
@@ -163,13 +164,13 @@ class SilentCall:
         return ()
 
 
-@pytest.mark.parametrize("leave", ["stream", "client"])
-def test_a_cancel_while_the_call_begins_cancels_it(leave: str) -> None:
+@pytest.mark.parametrize("source", ["stream", "client"])
+def test_cancel_while_the_call_begins_cancels_the_call(source: str) -> None:
     with Client("127.0.0.1:1") as client:
         stream, calls = client.stream("x"), []
 
         def begin(*arguments: object, **options: object) -> SilentCall:
-            stream.cancel() if leave == "stream" else client.close()  # as another thread may at this moment
+            stream.cancel() if source == "stream" else client.close()  # as another thread could
             calls.append(SilentCall())
             return calls[-1]
 
@@ -180,8 +181,8 @@ def test_a_cancel_while_the_call_begins_cancels_it(leave: str) -> None:
 
 
 @pytest.mark.parametrize("ask", [lambda client: next(client.stream("x")), lambda client: client.model_info()])
-def test_a_call_of_a_client_that_was_just_closed_is_cancelled(ask: Callable[[Client], object]) -> None:
-    """Between the check and the call another thread closes the channel, for which gRPC raises ValueError."""
+def test_call_while_the_client_closes_raises_cancelled(ask: Callable[[Client], object]) -> None:
+    """Another thread closes the channel between check and call, for which gRPC raises ValueError."""
     client = Client("127.0.0.1:1")
 
     class Closing:
@@ -198,14 +199,14 @@ def test_a_call_of_a_client_that_was_just_closed_is_cancelled(ask: Callable[[Cli
     lambda client: client.generate("x"), lambda client: client.model_info(), lambda client: client.tokenize("x"),
     lambda client: client.detokenize([1]), lambda client: anext(client.resume("t")),
 ])
-async def test_a_call_after_the_close_of_the_asyncio_client_is_cancelled(ask: Callable[[AsyncClient], Any]) -> None:
+async def test_call_after_close_of_the_asyncio_client_raises_cancelled(ask: Callable[[AsyncClient], Any]) -> None:
     client = AsyncClient("127.0.0.1:1")
     await client.close()
     with pytest.raises(Cancelled):
         await ask(client)
 
 
-async def test_a_thread_is_cancelled_from_another() -> None:
+async def test_cancel_from_another_thread_ends_the_wait() -> None:
     async with serving() as (server, proxy):
         server.fail = [errors.QueueFull("full", 20.0)]
 

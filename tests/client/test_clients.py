@@ -1,4 +1,4 @@
-"""Both clients on real sockets: connections reset after any number of bytes, errors at any message, deadlines, ends."""
+"""Both clients on real sockets: connections reset after any number of bytes, errors at any message, deadlines."""
 
 from __future__ import annotations
 
@@ -57,35 +57,37 @@ def target(proxy: Proxy) -> str:
 
 
 @both
-async def test_a_reset_after_any_byte(collect: Callable) -> None:
-    """Every 17th place of an exchange's bytes, and a second reset soon after the first."""
+async def test_stream_connection_reset_after_any_byte_is_complete(collect: Callable) -> None:
+    """Resets after every 17th byte of the server, each with a second reset soon after the first."""
     async with serving() as (_, proxy):
         check(await collect(target(proxy)))
-        for place in range(0, proxy.passed - 40, 17):  # the last bytes are of the connection, not of the answer
-            async with proxy.another() as own:  # gRPC's channels to one target share a connection
-                own.cuts = [place, 3 * place % 400]
+        for count in range(0, proxy.passed - 40, 17):  # the last bytes belong to the connection, not to the answer
+            async with proxy.another() as own:  # gRPC channels to one target can share a connection
+                own.cuts = [count, 3 * count % 400]
                 check(await collect(target(own)))
                 assert not own.cuts
 
 
 @both
-async def test_a_stream_is_resumed_at_each_token(collect: Callable) -> None:
-    """A call that fails after its n-th message is resumed where that message ended. (A reset connection may lose
-    messages that the client has not read yet.)"""
+async def test_stream_failed_after_any_message_resumes_after_it(collect: Callable) -> None:
+    """A call that fails after its n-th message is resumed where that message ended.
+
+    A reset connection, in contrast, can lose messages that the client has not read.
+    """
     async with serving() as (server, proxy):
-        held = 0
+        received = 0
         for number, message in enumerate(parts()[:-1], 1):
-            held += message.num_tokens
+            received += message.num_tokens
             server.fail, server.fail_after = [grpc.StatusCode.UNAVAILABLE], number
             check(await collect(target(proxy)))
             name, asked, _ = server.asked[-1]
             assert (name, asked) == ("ResumeStream", pb.ResumeStreamRequest(
-                resume_token=f"token-{len(server.asked) - 2}", token_offset=held))
+                resume_token=f"token-{len(server.asked) - 2}", token_offset=received))
 
 
 @given(cuts=st.lists(st.integers(0, 1200), max_size=4))
 @settings(max_examples=25)
-def test_resets_anywhere(cuts: list[int]) -> None:
+def test_stream_connection_reset_anywhere_is_complete(cuts: list[int]) -> None:
     async def run() -> None:
         async with serving() as (_, proxy):
             proxy.cuts = cuts
@@ -94,7 +96,7 @@ def test_resets_anywhere(cuts: list[int]) -> None:
     asyncio.run(run())
 
 
-PASSING = [
+TRANSIENT = [
     errors.Unavailable("restarting", 0.01), errors.QueueFull("full", 0.01), grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED,
 ]
@@ -102,11 +104,11 @@ PASSING = [
 
 @both
 @pytest.mark.parametrize("after", [0, 1, 3])
-async def test_passing_errors_at_any_message(collect: Callable, after: int) -> None:
+async def test_stream_transient_errors_at_any_message_is_complete(collect: Callable, after: int) -> None:
     async with serving() as (server, proxy):
-        for error in PASSING:
+        for error in TRANSIENT:
             if after and isinstance(error, errors.QueueFull):
-                continue  # is said before an answer begins
+                continue  # is sent only before an answer begins
             server.fail, server.fail_after = [error, error], after
             check(await collect(target(proxy)))
 
@@ -119,7 +121,7 @@ async def test_passing_errors_at_any_message(collect: Callable, after: int) -> N
     (grpc.StatusCode.ABORTED, Cancelled, ""),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded, ""),
 ])
-async def test_final_errors_are_typed(
+async def test_stream_final_error_raises_its_class(
     collect: Callable, error: errors.ServeError, kind: type[ClientError], reason: str
 ) -> None:
     async with serving() as (server, proxy):
@@ -128,7 +130,7 @@ async def test_final_errors_are_typed(
             with pytest.raises(kind) as raised:
                 await collect(target(proxy))
             assert raised.value.reason == reason
-            # Before a message, grpc.aio drops the initial metadata of a call whose status has come already.
+            # grpc.aio drops the initial metadata of a call whose status arrived before its first message.
             if server.fail_after or collect is collect_sync:
                 assert raised.value.resume_token.startswith("token-")
             if kind is InvalidRequest:
@@ -137,33 +139,33 @@ async def test_final_errors_are_typed(
 
 
 @both
-async def test_retry_info_is_honoured(collect: Callable) -> None:
+async def test_stream_retry_info_is_the_minimum_wait(collect: Callable) -> None:
     async with serving() as (server, proxy):
         server.fail = [errors.QueueFull("full", 0.3)]
         began = time.monotonic()
         check(await collect(target(proxy)))
         assert time.monotonic() - began >= 0.3
         server.fail = [errors.QueueFull("full", 30.0)]
-        with pytest.raises(Overloaded) as raised:  # at once, since the deadline would pass
+        with pytest.raises(Overloaded) as raised:  # immediately, since the wait would exceed the deadline
             await collect(target(proxy), timeout=5.0)
         assert raised.value.retry_seconds == 30.0
 
 
 @both
-async def test_a_server_that_is_not_there(collect: Callable, free_port: Callable[[], int]) -> None:
+async def test_stream_without_a_server_raises_unavailable(collect: Callable, free_port: Callable[[], int]) -> None:
     with pytest.raises(Unavailable):
         await collect(f"127.0.0.1:{free_port()}", patience=0.3)
 
 
 @both
-async def test_a_server_that_forgot_the_stream(collect: Callable) -> None:
+async def test_stream_without_resume_token_is_lost(collect: Callable) -> None:
     async with serving() as (server, proxy):
         server.fail, server.fail_after, server.token_less = [grpc.StatusCode.UNAVAILABLE], 2, True
         with pytest.raises(StreamLost, match="lost after 4 tokens"):
             await collect(target(proxy))
 
 
-async def test_another_client_takes_the_stream_up() -> None:
+async def test_resume_by_token_continues_a_cancelled_stream() -> None:
     async with serving() as (server, proxy), AsyncClient(target(proxy), api_key="k-1") as one:
         stream = one.stream("x")
         first = await anext(stream)
@@ -180,25 +182,25 @@ async def test_another_client_takes_the_stream_up() -> None:
 
 
 @both
-async def test_the_server_sees_no_cancel_after_a_finish(collect: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_read_to_its_finish_sends_no_cancel(collect: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = []
     send = Counting._send
 
-    async def watched(self: Counting, *arguments: object) -> None:
+    async def recorded(self: Counting, *arguments: object) -> None:
         try:
             await send(self, *arguments)  # type: ignore[arg-type]
-            await asyncio.sleep(0.05)  # the rest of a handler
+            await asyncio.sleep(0.05)  # the remainder of a handler
         except asyncio.CancelledError:
             cancelled.append(1)
             raise
 
-    monkeypatch.setattr(Counting, "_send", watched)
+    monkeypatch.setattr(Counting, "_send", recorded)
     async with serving() as (_, proxy):
         check(await collect(target(proxy)))
     assert not cancelled
 
 
-async def test_generate_and_the_unary_calls_try_again() -> None:
+async def test_generate_and_unary_calls_are_retried() -> None:
     async with serving() as (server, proxy):
         async with AsyncClient(target(proxy)) as client:
             server.fail, server.fail_after = [grpc.StatusCode.UNAVAILABLE], 2
@@ -218,7 +220,7 @@ async def test_generate_and_the_unary_calls_try_again() -> None:
         assert asked["ResumeStream"] == pb.ResumeStreamRequest(resume_token="token-0", token_offset=4)
 
 
-def test_settings_that_cannot_be() -> None:
+def test_client_invalid_argument_raises_value_error() -> None:
     with pytest.raises(ValueError, match="api_key: must be printable ASCII"):
         Client("h:1", api_key="a\nb")
     with pytest.raises(ValueError, match="cert and key go together"):

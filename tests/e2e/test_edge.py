@@ -18,13 +18,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from npuserve.service.cli import client
+from npuserve.client import Tls
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving, streamed
 from tests.support.certificates import Authority, needs_openssl
+from tests.support.connect import connect
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -63,16 +64,15 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
             answer = health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest(service=""), timeout=10)
             assert answer.status == SERVING
         key = key_file.read_text().strip()
-        tls = client.Tls(authority.cert, own.cert, own.key)
-        with client.connect(server.target, client.secured(tls, key)) as channel:
+        tls = Tls(authority.cert, own.cert, own.key)
+        with connect(server.target, key, tls) as channel:
             expected = streamed(rpc.InferenceServiceStub(channel), request("Once upon a time", 8))[0]
             with pytest.raises(grpc.RpcError) as denied:
                 admin_service_pb2_grpc.AdminServiceStub(channel).GetServerInfo(admin_service_pb2.GetServerInfoRequest())
             assert denied.value.code() == grpc.StatusCode.PERMISSION_DENIED
-        for wrong, code in ((client.secured(tls), "UNAUTHENTICATED"),
-                            (client.secured(client.Tls(authority.cert), key), "UNAVAILABLE"),
-                            (client.secured(None, key), "UNAVAILABLE")):
-            with client.connect(server.target, wrong) as channel, pytest.raises(grpc.RpcError) as refused:
+        for wrong_key, wrong_tls, code in ((None, tls, "UNAUTHENTICATED"), (key, Tls(authority.cert), "UNAVAILABLE"),
+                                           (key, None, "UNAVAILABLE")):
+            with connect(server.target, wrong_key, wrong_tls) as channel, pytest.raises(grpc.RpcError) as refused:
                 rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=10)
             assert refused.value.code().name == code
         files = ("--tls-ca", str(authority.cert), "--tls-cert", str(own.cert), "--tls-key", str(own.key))
@@ -148,7 +148,7 @@ def test_a_drain_on_demand(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     key = command(sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(keys), "ops", "--admin").stdout
     with serving("--frontends", "2", "--api-keys", str(keys)) as server:
-        server.channel = client.connect(server.target, client.secured(None, key.strip()))
+        server.channel = connect(server.target, key.strip())
         server.stub = rpc.InferenceServiceStub(server.channel)
         answer: list[int] = []
         asking = threading.Thread(target=lambda: answer.extend(

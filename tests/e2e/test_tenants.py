@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from npuserve.service.cli import client
+from npuserve.client import Tls
 from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2 as admin
 from npuserve.v1 import admin_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
@@ -20,6 +20,7 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving
 from tests.support.certificates import Authority, needs_openssl
+from tests.support.connect import connect
 
 SECRET = "The launch code of the red rocket is four seven one one and nobody else may ever learn of it. " * 3
 
@@ -36,8 +37,8 @@ def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def calling(server: Server, key: str | None = None, tls: client.Tls | None = None) -> Iterator[grpc.Channel]:
-    with client.connect(server.target, client.secured(tls, key)) as channel:
+def calling(server: Server, key: str | None = None, tls: Tls | None = None) -> Iterator[grpc.Channel]:
+    with connect(server.target, key, tls) as channel:
         yield channel
 
 
@@ -189,7 +190,7 @@ def test_administration_needs_a_named_certificate(tmp_path: Path) -> None:
     for arguments, statuses in expected.items():
         with serving(*files, *arguments) as server:
             for name, own in certificates.items():
-                with calling(server, tls=client.Tls(authority.cert, own.cert, own.key)) as channel:
+                with calling(server, tls=Tls(authority.cert, own.cert, own.key)) as channel:
                     assert administer(channel) == statuses[name], (arguments, name)
 
 

@@ -1,4 +1,4 @@
-"""A served model whose answer a reader can compute by hand: it says each word of the prompt again, in capitals."""
+"""Server with a known answer: each word of the prompt is repeated in capitals, as one token and one message."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from contextlib import contextmanager
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from npuserve.service.cli.client import READINESS
+from npuserve.service.cli.connection import READINESS
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
 
 
 class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
-    """requests: what came in. fail: (code, details) after the first word. endless: goes on until it is cancelled.
-    ended: calls that are over."""
+    """Servicer of the fake server.
+
+    requests: requests received.
+    fail: (code, details) of the error after the first word; None to complete answers.
+    endless: continue each answer with "." until it is cancelled.
+    ended: number of calls that ended.
+    """
 
     def __init__(self) -> None:
         self.requests: list[generate_pb2.GenerateRequest] = []
@@ -36,11 +41,11 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
         context.add_callback(self._ended)
         words = (request.chat.messages[-1].content if request.HasField("chat") else request.text).upper().split()
         for offset, word in enumerate(words):
-            yield generate_pb2.StreamGenerateResponse(text=f"{word} ", offset=offset)
+            yield generate_pb2.StreamGenerateResponse(text=f"{word} ", offset=offset, num_tokens=1)
             if self.fail:
                 context.abort(*self.fail)
         while self.endless:
-            yield generate_pb2.StreamGenerateResponse(text=".")
+            yield generate_pb2.StreamGenerateResponse(text=".", offset=len(words))
         finish = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_EOS)
         finish.usage.generated_tokens = len(words)
         yield generate_pb2.StreamGenerateResponse(finish=finish, offset=len(words))
@@ -50,7 +55,7 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
 
 
 class Server:
-    """target: host:port. set_ready: what its health says."""
+    """Fake server on a free port. target: its address, host:port."""
 
     def __init__(self) -> None:
         self.echo = Echo()
@@ -64,6 +69,7 @@ class Server:
         self.stop = server.stop
 
     def set_ready(self, ready: bool) -> None:
+        """Set the status of the readiness health service."""
         status = health_pb2.HealthCheckResponse
         self._health.set(READINESS, status.SERVING if ready else status.NOT_SERVING)
 

@@ -1,1 +1,5 @@
-"""`npuserve check --accept`: a device beside the CPU and beside golden functions."""
+"""`npuserve check --accept`: compares a device with the CPU and with the kernels' golden functions.
+
+`command` runs the parts in order. Each part yields findings (`report`): `kernels`, `model` (tokens, with the prompts
+and answers of `tokens`), `captures` and `latency`.
+"""

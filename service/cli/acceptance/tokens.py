@@ -1,8 +1,8 @@
-"""Tokens for `npuserve check --accept`: prompts of many lengths that arrive while others decode, through the scheduler
-and the runner that serve, and what the CPU says of them.
+"""Tokens for `npuserve check --accept`: prompts and greedy answers, and their agreement with the CPU.
 
-The CPU need not decode: the tokens are those of its own greedy answer exactly if each is its likeliest after all those
-before, which one pass over prompt and answer tells.
+Prompts of several lengths arrive while earlier requests decode, with the engine's scheduler and runner. The CPU does
+not need to decode: the answer equals its own greedy answer if each token is the argmax after all previous tokens,
+which one pass over prompt and answer shows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 ANSWER = 64
 BUDGET = 64
-"""Tokens a step, so that the longer prompts come in chunks."""
+"""Maximum tokens of a step; longer prompts are computed in chunks."""
 
 STEPS_APART = 3
-"""Steps from one arrival to the next."""
+"""Steps between two arrivals."""
 
 TEXTS = (
     "Once upon a time there was a little girl named Lily. She had a small red ball and a big brown dog. Every day"
@@ -51,12 +51,16 @@ TEXTS = (
     "a lamp in his hand. He sat down on the straw, looked at the animals one after the other, and asked them",
     "Sara likes apples. Ben likes",
 )
-"""Plain stories, of which small models too are sure. The first is of several chunks."""
+"""Simple stories, which even small models continue with high probabilities. The first needs several chunks."""
 
 
 def prompts_of(folder: Path, vocabulary: int, longest: int) -> list[list[int]]:
-    """At least one token each, at most `longest`. The last begins with the whole of the first, which is found in the
-    prefix cache as far as it fills blocks. Random ids where the folder has no tokenizer."""
+    """Return prompts of 1 to `longest` token ids; random ids if the folder has no tokenizer.
+
+    The last prompt begins with the whole first prompt, whose full blocks are in the prefix cache.
+
+    vocabulary: number of token ids of the model.
+    """
     tokenizer = open_folder(folder, "", "").tokenizer
     if tokenizer:
         prompts = [[i for i in tokenizer.encode(text) if i < vocabulary] or [0] for text in TEXTS]
@@ -68,8 +72,13 @@ def prompts_of(folder: Path, vocabulary: int, longest: int) -> list[list[int]]:
 
 @dataclass
 class Answers:
-    """tokens: of each prompt. steps: the tokens that each row of each step computed. decodes, captured: decode tokens,
-    and those from captured steps."""
+    """Greedy answers, and the steps that computed them.
+
+    tokens: answer of each prompt.
+    steps: tokens that each row of each step computed.
+    decodes: number of decode tokens.
+    captured: number of decode tokens from captured steps.
+    """
 
     tokens: list[list[int]]
     steps: list[list[int]] = field(default_factory=list)
@@ -78,7 +87,7 @@ class Answers:
 
 
 def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int) -> Answers:
-    """`count` greedy tokens of each prompt. depth: steps in flight."""
+    """Return `count` greedy tokens for each prompt. depth: number of steps in flight."""
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
         max_queue=0, aging_seconds=1.0)
@@ -110,12 +119,15 @@ def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int
 
 @dataclass
 class Agreement:
-    """With a reference, position by position.
+    """Agreement with a reference.
 
-    positions: of all sequences; equal: those with the same likeliest token. difference: the largest, of any logit;
-    infinite for what is not a number. tokens: that were answered; likeliest: those that are the reference's likeliest
-    after those before. gap: the largest logit by which the reference's likeliest is above an answered token; worst:
-    (prompt, place in its answer, token, the reference's) there, None where all are the likeliest.
+    positions: number of positions of all sequences.
+    equal: number of positions with the reference's argmax.
+    difference: largest difference of a logit; infinite for NaN.
+    tokens: number of answered tokens.
+    likeliest: number of answered tokens that are the reference's argmax after the previous tokens.
+    gap: largest difference between the reference's logits of its argmax and of an answered token.
+    worst: (prompt, index in its answer, token, the reference's argmax) of `gap`; None if all tokens are the argmax.
     """
 
     positions: int = 0
@@ -134,7 +146,11 @@ class Agreement:
 def agreement(
     reference: Iterable[Tensor], others: Iterable[Tensor], prompts: Sequence[list[int]], tokens: Sequence[list[int]],
 ) -> Agreement:
-    """reference, others: logits [tokens, vocabulary] of each prompt with its answer, which are read side by side."""
+    """Compare logits and answers with a reference.
+
+    reference, others: logits [tokens, vocabulary] of each prompt with its answer, consumed in parallel.
+    tokens: answer of each prompt.
+    """
     found = Agreement()
     pairs = zip(reference, others, prompts, tokens, strict=True)
     for number, (golden, logits, prompt, answer) in enumerate(pairs):

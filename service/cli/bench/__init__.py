@@ -1,1 +1,1 @@
-"""`npuserve bench serve|step|kernels`."""
+"""`npuserve bench serve|step|kernels`: the load generator and its report, the engine's step, and single kernels."""

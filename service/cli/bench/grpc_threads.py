@@ -1,8 +1,7 @@
-"""Makes gRPC's client thinner; to be imported before grpc, which reads its settings while it is imported.
+"""Disables gRPC's event engine in clients. Import this module before grpc, which reads the setting on import.
 
-It takes gRPC's older way to wait for sockets. With the newer one each message wakes three threads, one after the other,
-and costs twice the processor time, on a machine that may be the server's too. A gRPC that does not know the setting
-any more says so in a line on stderr and goes on.
+With the event engine each message wakes three threads in sequence and costs twice the CPU time, often on the server's
+machine. A gRPC without this setting prints a warning on stderr and continues.
 """
 
 import os

@@ -1,10 +1,12 @@
-"""`npuserve bench kernels`: each kernel alone, at the shapes of a real model, beside what this machine can do at most.
+"""`npuserve bench kernels`: time each kernel alone, at the shapes of a real model, and compare it with the ceilings.
 
-First the ceilings of the run, and what the CPU kernels run on. Then, for each case and implementation, the error
-against the golden function in float64, the time of a call, and its share of the ceiling that binds it, which is
-measured in turn with the kernel. One JSON object a line with --json, the first being these; else a table. With --device
-the kernels are those of that device, on its clock, and as one dispatch where it captures steps. Kernels of an NPU are
-timed by `npuserve check --accept`, against its own memory.
+The output begins with the machine's ceilings and the choice of CPU kernels. Then, for each case and implementation, it
+has the error against the golden function in float64, the time of a call, and its share of the binding ceiling. The
+ceiling is measured in turn with the kernel. With --json each line is one object, the first with ceilings and choice;
+otherwise the output is a table.
+
+With --device, the kernels of that device are timed by its clock, in one dispatch if it captures steps. For an NPU,
+`npuserve check --accept` times the kernels against its own memory.
 """
 
 from __future__ import annotations
@@ -28,25 +30,26 @@ if TYPE_CHECKING:
     from npuserve.kernels.registry import Case, Kernel
 
 INPUTS = 1024
-"""K of the cases' largest weights: a Qwen3-0.6B's hidden size."""
+"""Input size of the cases' largest weights: the hidden size of Qwen3-0.6B."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kernel", nargs="+", default=[], metavar="NAME", help="only these kernels")
-    add("--case", default="", metavar="TEXT", help="only cases whose name contains this")
-    add("--backend", default="", metavar="NAME", help="only implementations of this backend, or golden")
+    add("--kernel", nargs="+", default=[], metavar="NAME", help="time only these kernels")
+    add("--case", default="", metavar="TEXT", help="time only cases whose name contains TEXT")
+    add("--backend", default="", metavar="NAME", help="time only this backend's implementations, or golden")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="of activations and weights, where a kernel takes it (default: %(default)s)")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels (default: %(default)s)")
-    add("--emulate", action="store_true", help="on an emulated device: proves that it works, no speed")
-    add("--isa", metavar="NAME", help="instruction set of the native kernels (default: the fastest of this processor)")
-    add("--threads", type=number(int, 0), default=0, metavar="N", help="0: as many as there are cores")
+        help="dtype of activations and weights, for kernels that support it (default: %(default)s)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="device to time (default: %(default)s)")
+    add("--emulate", action="store_true", help="use an emulated device, for correctness only")
+    add("--isa", metavar="NAME", help="instruction set of the native kernels (default: this processor's fastest)")
+    add("--threads", type=number(int, 0), default=0, metavar="N",
+        help="number of threads; 0 for the number of cores (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object a line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """ConfigError for a device, kernel, case or instruction set that is not there."""
+    """Return 0. Raise ConfigError for an unknown device, kernel, case, backend or instruction set."""
     import torch
 
     from npuserve.kernels import native
@@ -70,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.backend and args.backend not in labels:
         raise ConfigError(f"backend: {args.backend!r} is not one of {', '.join(sorted(labels))}")
     if args.isa and args.isa not in isas:
-        raise ConfigError(f"isa: {args.isa!r} is not one of {', '.join(isas) or 'those of this build, which has none'}")
+        known = ', '.join(isas) or 'those of this build, which has no native kernels'
+        raise ConfigError(f"isa: {args.isa!r} is not one of {known}")
     set_threads(args.threads)
     with native.using(args.isa) if args.isa else nullcontext():
         ceilings = Ceilings(machine=machine)
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(_ceilings_line(best), *(describe(chosen) if chosen else ()), sep="\n")
         if not args.json:
-            print("share: part of the time that the ceiling explains; none of a cache's, which is not measured")
+            print("share: part of the time that the ceiling explains; absent for caches, which are not measured")
             print(f"\n{'kernel':22}{'case':42}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
                   f"{'share':>7} of     {'others':>9}", flush=True)
         for kernel, case, dtype in cases:
@@ -97,8 +101,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(isa: str | None) -> CpuKernels:
-    """What the CPU kernels run on: chosen as a server chooses for the shapes of the cases, but for an `isa` that was
-    asked for, with which weights have the form that is usual."""
+    """Return the choice of CPU kernels: what a server would choose for the shapes of the cases.
+
+    isa: instruction set to use, with its usual form of weights; None to choose it, too.
+    """
     from npuserve.kernels import native
     from npuserve.kernels.native import choice
 
@@ -109,7 +115,11 @@ def _chosen(isa: str | None) -> CpuKernels:
 
 
 def _labels(own: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:
-    """Of the implementations that are timed: those that run on the host, and the golden function; or the device's."""
+    """Return the labels of the implementations to time: on the host all CPU implementations and the golden function,
+    otherwise the device's own implementation.
+
+    own: label of the device's kernels. host: whether the device is the host's CPU.
+    """
     from npuserve.kernels import ascend, triton
     from npuserve.kernels.registry import GOLDEN
 
@@ -119,7 +129,7 @@ def _labels(own: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:
 
 
 def set_threads(count: int) -> None:
-    """Of the native kernels and of torch. 0: as many as there are cores."""
+    """Set the number of threads of native kernels and torch. count: 0 for the number of cores."""
     import torch
 
     from npuserve.kernels import native
@@ -131,8 +141,10 @@ def set_threads(count: int) -> None:
 
 
 def ceilings(threads: int = 0) -> dict[str, float]:
-    """What the machine does at most now: read_gbs, bf16_gflops, int8_gops, fp32_gflops. For scripts; with all its
-    cores unless told otherwise, and the threads of kernels are so many afterwards."""
+    """Return the machine's current ceilings: read_gbs, bf16_gflops, int8_gops, fp32_gflops. Used by scripts.
+
+    threads: number of threads, which kernels keep afterwards; 0 for the number of cores.
+    """
     from npuserve.kernels.bench.ceilings import Ceilings
 
     set_threads(threads)
@@ -140,7 +152,7 @@ def ceilings(threads: int = 0) -> dict[str, float]:
 
 
 def _cases(names: list[str], text: str, wanted: torch.dtype) -> Iterator[tuple[Kernel[..., Any], Case, torch.dtype]]:
-    """A kernel that does not take the dtype is timed in its own."""
+    """Yield kernel, case and dtype of each measurement: `wanted`, or the kernel's first dtype if it lacks that."""
     from npuserve.kernels.registry import KERNELS
 
     if unknown := [name for name in names if name not in KERNELS]:

@@ -1,8 +1,9 @@
-"""The load generator: sends asks over StreamGenerate when they are due and notes when each message came.
+"""Load generator: sends requests over StreamGenerate at their due times and records the arrival of each message.
 
-Open loop: an ask is due and sent at its time however many are still running, so that a slow server meets the queue that
-its users would make. Closed loop: a fixed number of clients, each sending its next ask when the last one ended; an ask
-has no time of its own there, so it is due when it is sent.
+Open loop: a request is due and sent at its scheduled time, regardless of the number of running requests. A slow server
+therefore builds the queue that its users would build.
+Closed loop: a fixed number of clients, each of which sends its next request when the previous one ends. A request has
+no scheduled time there, so it is due when it is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from npuserve.service.cli import client
+from npuserve.client import Tls
+from npuserve.client.channel import auth_metadata, open_aio_channel
 from npuserve.service.cli.bench.workload import Ask, Prompts
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
 
@@ -25,12 +27,14 @@ NO_FINISH = "NO_FINISH"
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as its client saw it. Times are seconds since the start of the run.
+    """Result of one request, as its client observed it. Times are seconds since the start of the run.
 
     due: scheduled time; in a closed loop the time of sending.
-    sent, end: time of sending, and of the stream's end.
-    code: gRPC's status name; INTERRUPTED if the run was stopped first, NO_FINISH if it ended OK without a Finish.
-    arrivals: (time, tokens carried) of each message with tokens.
+    sent: time of sending.
+    end: time of the stream's end.
+    code: name of the gRPC status; INTERRUPTED if the run was stopped first, NO_FINISH for status OK without a Finish.
+    detail: details of the gRPC status.
+    arrivals: (time, number of tokens) of each message with tokens.
     reason, prompt_tokens, cached_tokens, generated_tokens: from the Finish.
     """
 
@@ -51,18 +55,21 @@ class Outcome:
 
 
 class Load:
-    """One run against `target` over `channels` connections. `outcomes` grows by one as each request ends. timeout: each
-    request's deadline, in seconds from when it goes; None for none."""
+    """One run against `target` (host:port) over `channels` connections.
+
+    temperature, seed: sampling parameters; request number n samples with seed + n.
+    timeout: function from a request to its deadline in seconds after sending; None for no deadline.
+    tls, api_key: as for npuserve.client.Client.
+    outcomes: one entry for each ended request.
+    """
 
     def __init__(
         self, target: str, channels: int, temperature: float, seed: int,
-        timeout: Callable[[Ask], float | None] = lambda ask: None, security: client.Security = client.PLAIN,
+        timeout: Callable[[Ask], float | None] = lambda request: None,
+        tls: Tls | None = None, api_key: str | None = None,
     ):
-        options = [*client.OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else channels share one connection
-        self._channels = [
-            grpc.aio.secure_channel(target, security.credentials, options) if security.credentials
-            else grpc.aio.insecure_channel(target, options) for _ in range(channels)]
-        self._sent = security.sent
+        self._channels = [open_aio_channel(target, tls) for _ in range(channels)]
+        self._metadata = auth_metadata(api_key)
         self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(c) for c in self._channels]
         self._temperature = temperature
         self._seed = seed
@@ -71,9 +78,12 @@ class Load:
         self.outcomes: list[Outcome] = []
 
     async def model_info(self, timeout: float = 10.0) -> model_pb2.GetModelInfoResponse:
-        """What is served, asked over every connection, so that all are there. Raises grpc.aio.AioRpcError."""
-        ask = model_pb2.GetModelInfoRequest()
-        infos = [stub.GetModelInfo(ask, timeout=timeout, metadata=self._sent) for stub in self._stubs]
+        """Return the served model's properties. Request them over each connection, which opens all connections.
+
+        Raise grpc.aio.AioRpcError.
+        """
+        request = model_pb2.GetModelInfoRequest()
+        infos = [stub.GetModelInfo(request, timeout=timeout, metadata=self._metadata) for stub in self._stubs]
         return (await asyncio.gather(*infos))[0]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -82,11 +92,11 @@ class Load:
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    def _message(self, number: int, ask: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
+    def _message(self, number: int, request: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
         return generate_pb2.GenerateRequest(
-            token_ids=prompt_pb2.TokenIds(ids=prompts.token_ids(number, ask)),
+            token_ids=prompt_pb2.TokenIds(ids=prompts.token_ids(number, request)),
             sampling=generate_pb2.SamplingParams(temperature=self._temperature, seed=self._seed + number),
-            stopping=generate_pb2.StoppingParams(max_tokens=ask.output_tokens, ignore_eos=True),
+            stopping=generate_pb2.StoppingParams(max_tokens=request.output_tokens, ignore_eos=True),
             output=generate_pb2.OutputParams(return_token_ids=True),
         )
 
@@ -95,7 +105,8 @@ class Load:
     ) -> None:
         outcome = Outcome(due, self._now())
         try:
-            call = self._stubs[number % len(self._stubs)].StreamGenerate(message, timeout=timeout, metadata=self._sent)
+            stub = self._stubs[number % len(self._stubs)]
+            call = stub.StreamGenerate(message, timeout=timeout, metadata=self._metadata)
             async for answer in call:
                 if answer.token_ids:
                     outcome.arrivals.append((self._now(), len(answer.token_ids)))
@@ -108,18 +119,18 @@ class Load:
         except grpc.aio.AioRpcError as error:
             outcome.code, outcome.detail = error.code().name, error.details() or ""
         except asyncio.CancelledError:
-            outcome.code = INTERRUPTED  # the run's end, not an error: the task ends well
+            outcome.code = INTERRUPTED  # the run is over, which is no error of the task
         finally:
             outcome.end = self._now()
             self.outcomes.append(outcome)
 
-    async def _open(self, asks: Sequence[Ask], prompts: Prompts) -> None:
+    async def _open(self, requests: Sequence[Ask], prompts: Prompts) -> None:
         tasks = []
         try:
-            for number, ask in enumerate(asks):
-                message = self._message(number, ask, prompts)  # made ahead of its time
-                await asyncio.sleep(max(0.0, ask.at - self._now()))
-                tasks.append(asyncio.create_task(self._send(number, ask.at, message, self._timeout(ask))))
+            for number, request in enumerate(requests):
+                message = self._message(number, request, prompts)  # built before the request is due
+                await asyncio.sleep(max(0.0, request.at - self._now()))
+                tasks.append(asyncio.create_task(self._send(number, request.at, message, self._timeout(request))))
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
@@ -127,26 +138,30 @@ class Load:
             if isinstance(ended, Exception):
                 raise ended
 
-    async def _closed(self, asks: Sequence[Ask], prompts: Prompts, concurrency: int, stop: asyncio.Event) -> None:
-        numbers = iter(range(len(asks)))
+    async def _closed(self, requests: Sequence[Ask], prompts: Prompts, concurrency: int, stop: asyncio.Event) -> None:
+        numbers = iter(range(len(requests)))
 
         async def client() -> None:
             for number in numbers:
-                message = self._message(number, asks[number], prompts)
-                await self._send(number, self._now(), message, self._timeout(asks[number]))
+                message = self._message(number, requests[number], prompts)
+                await self._send(number, self._now(), message, self._timeout(requests[number]))
                 if stop.is_set():
                     return
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
     async def run(
-        self, asks: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
+        self, requests: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> float:
-        """Send all asks: at their times, or as `concurrency` clients if it is above 0. Setting `stop` sends no more and
-        cancels what runs. Returns the run's seconds. progress(requests ended) is called some times a second."""
+        """Send all requests and return the duration of the run in seconds.
+
+        stop: event that ends the run: no more requests are sent, and running requests are cancelled.
+        concurrency: number of clients of a closed loop; 0 for an open loop.
+        progress: called several times a second with the number of ended requests.
+        """
         self._start = time.perf_counter()
-        sending = self._closed(asks, prompts, concurrency, stop) if concurrency else self._open(asks, prompts)
+        sending = self._closed(requests, prompts, concurrency, stop) if concurrency else self._open(requests, prompts)
         work, stopped = asyncio.create_task(sending), asyncio.create_task(stop.wait())
         while not work.done() and not stopped.done():
             await asyncio.wait({work, stopped}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,17 @@
-"""What `npuserve bench serve` says of its outcomes: statistics, tables on the terminal, JSON, a picture.
+"""Report of `npuserve bench serve`: statistics, tables for the terminal, JSON and a plot.
 
-Latencies are those of requests that ended OK, counted from when each was due: TTFT to the first message with tokens,
-e2e to the stream's end, TPOT = (e2e - TTFT) / (n - 1) of n tokens, one number a request. In an open loop a request is
-due at its scheduled time, so that a load generator that falls behind cannot hide a queue; in a closed loop it is due
-when it is sent. ITL is one number a token but the first: a message of k tokens after a gap g counts k times g / k, and
-the other tokens of the first message count as 0. Lag is from due to sent, over all requests; it is part of TTFT and
-e2e, and a run whose lag is not small against TTFT measures the load generator. Percentiles interpolate linearly between
-closest ranks (numpy's default).
+Latencies cover requests that ended OK. They begin at the due time. In an open loop that is the scheduled time, so that
+a slow load generator cannot hide a queue; in a closed loop it is the time of sending.
+
+TTFT: until the first message with tokens.
+e2e: until the end of the stream.
+TPOT: (e2e - TTFT) / (n - 1) for n tokens, one number per request.
+ITL: one number per token except the first. A message of k tokens after a gap g counts k times as g / k. The other
+    tokens of the first message count as 0.
+Lag: from due to sent, over all requests. It is part of TTFT and e2e. A run whose lag is not small compared with TTFT
+    measures the load generator.
+
+Percentiles interpolate linearly between the closest ranks (numpy's default).
 """
 
 from __future__ import annotations
@@ -39,18 +44,18 @@ def end_to_end(outcome: Outcome) -> float:
 
 
 def tokens(outcome: Outcome) -> int:
-    """Tokens of the answer that arrived."""
+    """Return the number of tokens received."""
     return sum(count for _, count in outcome.arrivals)
 
 
 def tpot(outcome: Outcome) -> float | None:
-    """Return the seconds a token after the first; None below two tokens."""
+    """Return the seconds per token after the first; None for fewer than two tokens."""
     n = tokens(outcome)
     return (end_to_end(outcome) - ttft(outcome)) / (n - 1) if n > 1 else None
 
 
 def inter_token(outcome: Outcome) -> list[float]:
-    """Seconds before each token but the first."""
+    """Return the seconds before each token except the first."""
     gaps = []
     for index, (time, count) in enumerate(outcome.arrivals):
         gaps += [0.0] * (count - 1) if index == 0 else [(time - outcome.arrivals[index - 1][0]) / count] * count
@@ -58,13 +63,13 @@ def inter_token(outcome: Outcome) -> list[float]:
 
 
 def meets(outcome: Outcome, slo_ttft: float | None, slo_tpot: float | None) -> bool:
-    """True if the request ended OK within the targets (seconds; None: no target). A lone token has no TPOT to miss."""
+    """Return whether the request ended OK within the targets in seconds (None: no target). One token has no TPOT."""
     return (outcome.ok and ttft(outcome) <= (float("inf") if slo_ttft is None else slo_ttft)
             and (tpot(outcome) or 0.0) <= (float("inf") if slo_tpot is None else slo_tpot))
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, Floats]:
-    """Samples in seconds by name: ttft, itl, tpot, e2e, lag."""
+    """Return the samples in seconds by name: ttft, itl, tpot, e2e, lag."""
     ok = [o for o in outcomes if o.ok and o.arrivals]
     samples = {
         "ttft": [ttft(o) for o in ok],
@@ -80,10 +85,14 @@ def summary(
     outcomes: Sequence[Outcome], seconds: float, asked: int,
     slo_ttft: float | None = None, slo_tpot: float | None = None,
 ) -> dict[str, Any]:
-    """All figures of a run of `seconds`, in which `asked` requests were to be sent.
+    """Return all figures of a run.
 
-    Tokens count as far as they arrived, those of failed requests included; prompt tokens are those of requests with a
-    Finish. goodput_per_second: requests that met both targets, None without a target.
+    Tokens include the received tokens of failed requests. Prompt tokens cover only requests with a Finish.
+    goodput_per_second counts requests that met both targets; None without a target.
+
+    seconds: duration of the run.
+    asked: number of requests to send, including unsent requests.
+    slo_ttft, slo_tpot: targets in seconds.
     """
     ok = sum(o.ok for o in outcomes)
     output, prompt = sum(map(tokens, outcomes)), sum(o.prompt_tokens for o in outcomes)
@@ -106,12 +115,12 @@ def summary(
 
 
 def lag_warning(figures: dict[str, Any]) -> str:
-    """Return a sentence if the load generator was late by a tenth of the median TTFT or more, else an empty string."""
+    """Return a sentence if the p99 lag is at least a tenth of the median TTFT, otherwise an empty string."""
     lag, first = (figures["latency_ms"][name] for name in ("lag", "ttft"))
     if not lag or not first or lag["p99"] < MAX_LAG_SHARE * first["p50"]:
         return ""
-    return (f"the load generator sent late: lag p99 {lag['p99']:.1f} ms beside TTFT p50 {first['p50']:.1f} ms; TTFT "
-            "and end to end contain it")
+    return (f"the load generator sent late: lag p99 {lag['p99']:.1f} ms, TTFT p50 {first['p50']:.1f} ms; TTFT and end "
+            "to end include the lag")
 
 
 def _spread(values: Floats) -> dict[str, float] | None:
@@ -122,7 +131,7 @@ def _spread(values: Floats) -> dict[str, float] | None:
 
 
 def running(outcomes: Sequence[Outcome]) -> tuple[Floats, Floats]:
-    """A step function: from each time (seconds) on, so many requests were under way."""
+    """Return the number of running requests as a step function: times in seconds, and the count from each time on."""
     changes: Counter[float] = Counter()
     for outcome in outcomes:
         changes[outcome.sent] += 1
@@ -132,7 +141,7 @@ def running(outcomes: Sequence[Outcome]) -> tuple[Floats, Floats]:
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     requests = figures["requests"]
     totals = Table("", "", show_header=False, box=None)
     reasons = figures["finish_reasons"].items()
@@ -164,7 +173,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One object a request, for the JSON file; times in seconds since the start of the run."""
+    """Return one object per request for the JSON file; times are seconds since the start of the run."""
     return [
         {
             "due": o.due, "sent": o.sent, "end": o.end, "code": o.code, "detail": o.detail, "reason": o.reason,
@@ -176,8 +185,10 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def plot(outcomes: Sequence[Outcome], seconds: float, path: Path) -> None:
-    """Distributions of TTFT, ITL and TPOT, and a time line of running requests and tokens a second; the file's ending
-    says which format. Needs `pip install npuserve[bench]`."""
+    """Plot the distributions of TTFT, ITL and TPOT, and a timeline of running requests and tokens per second.
+
+    The file's suffix selects the format. Needs `pip install npuserve[bench]`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7), layout="constrained")
@@ -192,9 +203,9 @@ def plot(outcomes: Sequence[Outcome], seconds: float, path: Path) -> None:
     line = axes["line"]
     line.step(*running(outcomes), where="post", color="tab:blue")
     line.set(xlabel="seconds", ylabel="running requests", xlim=(0, seconds), ylim=(0, None))
-    came = np.array([arrival for o in outcomes for arrival in o.arrivals], dtype=np.float64).reshape(-1, 2)
+    received = np.array([arrival for o in outcomes for arrival in o.arrivals], dtype=np.float64).reshape(-1, 2)
     bins = max(10, min(200, int(seconds)))
-    counts, edges = np.histogram(came[:, 0], bins=bins, range=(0, seconds), weights=came[:, 1])
+    counts, edges = np.histogram(received[:, 0], bins=bins, range=(0, seconds), weights=received[:, 1])
     rate = line.twinx()
     rate.stairs(counts * bins / seconds, edges, color="tab:orange")
     rate.set(ylabel="output tokens/s", ylim=(0, None))

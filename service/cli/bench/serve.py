@@ -1,4 +1,4 @@
-"""`npuserve bench serve`: load a running server as its users would, and say how it held up."""
+"""`npuserve bench serve`: send load to a running server; report latencies and throughput."""
 
 from __future__ import annotations
 
@@ -20,59 +20,64 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from npuserve.client.errors import from_rpc
 from npuserve.service.arguments import number, target
-from npuserve.service.cli import client
+from npuserve.service.cli import connection
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load
 from npuserve.service.cli.bench.workload import Ask, Prompts, TraceError, fitted, poisson, read_trace
 
 
 class BenchError(Exception):
-    """The run cannot start; the message says why."""
+    """The run cannot start; the message gives the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `npuserve bench serve`."""
-    count, positive, share = number(int, 1), number(float, 1e-9), number(int, 0)
+    """Add the options of `npuserve bench serve`."""
+    count, positive, count_or_zero = number(int, 1), number(float, 1e-9), number(int, 0)
     add = parser.add_argument
-    add("--target", type=target, default="127.0.0.1:50051", help="host:port of the server (default: %(default)s)")
+    add("--target", type=target, default="127.0.0.1:50051", metavar="HOST:PORT", help="server (default: %(default)s)")
     arrivals = parser.add_mutually_exclusive_group()
     arrivals.add_argument("--trace", type=Path, metavar="FILE", help=(
-        "arrivals and lengths of an Azure LLM inference trace (CSV) or a Mooncake trace (JSON lines, shared prefixes)"))
-    arrivals.add_argument("--rate", type=positive, help="Poisson arrivals, requests per second; inf: all at once")
+        "take arrivals and lengths from an Azure LLM inference trace (CSV) or a Mooncake trace (JSON lines with shared "
+        "prefixes)"))
+    arrivals.add_argument("--rate", type=positive, help="Poisson arrivals per second; inf sends all at once")
     arrivals.add_argument("--concurrency", type=count, help=(
-        "closed loop: so many clients, each sending when its last request ended (default: 8, if no --trace or --rate)"))
-    add("--requests", type=share, default=200, help="how many; 0 with --trace: all of it (default: %(default)s)")
+        "closed loop of this many clients, each sending its next request when the previous one ends (default: 8, "
+        "without --trace and --rate)"))
+    add("--requests", type=count_or_zero, default=200, help=(
+        "number of requests; 0 sends the whole --trace (default: %(default)s)"))
     add("--time-scale", type=number(float, 0), default=1.0, help=(
-        "multiplies the trace's arrival times: 0.5 is twice as fast (default: %(default)s)"))
+        "factor of the trace's arrival times; 0.5 doubles the rate (default: %(default)s)"))
     add("--length-scale", type=positive, default=1.0, help=(
-        "multiplies the trace's prompts, answers and shared prefixes, for small models (default: %(default)s)"))
-    add("--prompt-tokens", type=count, default=128, help="without --trace (default: %(default)s)")
-    add("--output-tokens", type=count, default=64, help="without --trace (default: %(default)s)")
-    add("--max-prompt", type=share, default=0, help="cut prompts to so many tokens (default: the model's context)")
-    add("--max-output", type=share, default=0, help="cut answers to so many tokens (default: the model's context)")
+        "factor of the trace's prompts, answers and shared prefixes, for small models (default: %(default)s)"))
+    add("--prompt-tokens", type=count, default=128, help="tokens of a prompt, without --trace (default: %(default)s)")
+    add("--output-tokens", type=count, default=64, help="tokens of an answer, without --trace (default: %(default)s)")
+    add("--max-prompt", type=count_or_zero, default=0, help="maximum tokens of a prompt (default: model's context)")
+    add("--max-output", type=count_or_zero, default=0, help="maximum tokens of an answer (default: model's context)")
     add("--temperature", type=number(float, 0, 100), default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--channels", type=number(int, 1, 1024), default=1, help="connections (default: %(default)s)")
-    add("--seed", type=number(int, 0, 2**32), default=0, help="of arrivals, prompts, sampling (default: %(default)s)")
-    add("--slo-ttft-ms", type=positive, help="target for goodput: time to first token")
-    add("--slo-tpot-ms", type=positive, help="target for goodput: time per output token")
-    add("--json", type=Path, metavar="FILE", help="write all figures and every request's outcome")
-    add("--plot", type=Path, metavar="FILE", help="draw latencies and the time line (pip install 'npuserve[bench]')")
-    client.add_connection_arguments(parser)
+    add("--channels", type=number(int, 1, 1024), default=1, help="number of connections (default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**32), default=0, help=(
+        "seed of arrivals, prompts and sampling (default: %(default)s)"))
+    add("--slo-ttft-ms", type=positive, help="goodput target: time to first token")
+    add("--slo-tpot-ms", type=positive, help="goodput target: time per output token")
+    add("--json", type=Path, metavar="FILE", help="write all figures and the outcome of each request")
+    add("--plot", type=Path, metavar="FILE", help="draw latencies and a timeline (needs pip install 'npuserve[bench]')")
+    connection.add_connection_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0 if a request ended OK; 1 if none did or the run could not start; 130 after Ctrl-C."""
+    """Return 0 if a request ended OK, 1 if none did or the run could not start, 130 after Ctrl-C."""
     try:
         _check_outputs(args)
-        return asyncio.run(_run(args, _asks(args)))
-    except (BenchError, TraceError, client.CallFailed) as error:
+        return asyncio.run(_run(args, _requests(args)))
+    except (BenchError, TraceError, connection.ConnectionFailed) as error:
         print(f"npuserve bench serve: {error}", file=sys.stderr)
         return 1
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    # Before the run, since after it they would cost its results.
+    """Raise BenchError if --json or --plot cannot be written, before a run whose results would be lost."""
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: pip install 'npuserve[bench]'")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
@@ -84,44 +89,46 @@ def _check_outputs(args: argparse.Namespace) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
 
         if kind not in (known := FigureCanvasBase.get_supported_filetypes()):
-            raise BenchError(f"--plot: no picture of kind {kind!r}; known: {', '.join(sorted(known))}")
+            raise BenchError(f"--plot: unknown image format {kind!r}; known: {', '.join(sorted(known))}")
     if not args.trace and not args.requests:
         raise BenchError("--requests: must be at least 1 without --trace")
 
 
-def _asks(args: argparse.Namespace) -> list[Ask]:
+def _requests(args: argparse.Namespace) -> list[Ask]:
     if args.trace:
         return read_trace(args.trace, args.requests, args.time_scale, args.length_scale)
     return poisson(args.requests, args.rate or math.inf, args.prompt_tokens, args.output_tokens, args.seed)
 
 
-async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
-    load = Load(args.target, args.channels, args.temperature, args.seed, security=client.security(args))
+async def _run(args: argparse.Namespace, requests: list[Ask]) -> int:
+    tls, api_key = connection.read_credentials(args)
+    load = Load(args.target, args.channels, args.temperature, args.seed, tls=tls, api_key=api_key)
     console = Console(stderr=True)
     try:
         try:
             model = await load.model_info()
         except grpc.aio.AioRpcError as error:
-            raise BenchError(client.explain(error, args.target, tls=client.has_tls(args))) from None
-        asks, cut = fitted(asks, args.max_prompt, args.max_output, model.max_model_len)
+            raise BenchError(connection.explain(from_rpc(error), args.target, tls=bool(tls))) from None
+        requests, cut = fitted(requests, args.max_prompt, args.max_output, model.max_model_len)
         if cut:
-            console.print(f"{cut} of {len(asks)} requests are cut to the caps or the context of {model.max_model_len}")
+            limit = model.max_model_len
+            console.print(f"{cut} of {len(requests)} requests are cut to the limits or the context of {limit}")
         stop = asyncio.Event()
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         concurrency = 0 if args.trace or args.rate else args.concurrency or 8
-        seconds = await _progressing(
-            load, asks, Prompts(model.vocabulary_size, model.eos_token_ids, args.seed), stop, concurrency, console)
+        seconds = await _run_with_progress(
+            load, requests, Prompts(model.vocabulary_size, model.eos_token_ids, args.seed), stop, concurrency, console)
     finally:
         await load.close()
-    targets = [None if ms is None else ms / 1000 for ms in (args.slo_ttft_ms, args.slo_tpot_ms)]
-    served = {"name": model.name, "family": model.family, "dtype": model.dtype, "backend": model.backend}
-    figures = {"model": served, **bench_report.summary(load.outcomes, seconds, len(asks), *targets)}
+    slos = [None if ms is None else ms / 1000 for ms in (args.slo_ttft_ms, args.slo_tpot_ms)]
+    identity = {"name": model.name, "family": model.family, "dtype": model.dtype, "backend": model.backend}
+    figures = {"model": identity, **bench_report.summary(load.outcomes, seconds, len(requests), *slos)}
     out = Console()
     out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", highlight=False)
     bench_report.show(figures, out)
-    if late := bench_report.lag_warning(figures):
-        console.print(late)
+    if warning := bench_report.lag_warning(figures):
+        console.print(warning)
     for code, detail in {o.code: o.detail for o in load.outcomes if o.detail}.items():
         console.print(f"{code}: {detail}", markup=False)
     _write(args, figures, load)
@@ -130,20 +137,20 @@ async def _run(args: argparse.Namespace, asks: list[Ask]) -> int:
     return 0 if figures["requests"]["ok"] else 1
 
 
-async def _progressing(
-    load: Load, asks: list[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int, console: Console
+async def _run_with_progress(
+    load: Load, requests: list[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int, console: Console
 ) -> float:
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("requests", total=len(asks))
-        return await load.run(asks, prompts, stop, concurrency, lambda ended: bar.update(task, completed=ended))
+        task = bar.add_task("requests", total=len(requests))
+        return await load.run(requests, prompts, stop, concurrency, lambda ended: bar.update(task, completed=ended))
 
 
 def _write(args: argparse.Namespace, figures: dict[str, Any], load: Load) -> None:
     if args.json:
         options = {name: str(value) if isinstance(value, Path) or value == math.inf else value
                    for name, value in vars(args).items() if name != "run"}
-        whole = {"options": options, **figures, "outcomes": bench_report.rows(load.outcomes)}
-        args.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        result = {"options": options, **figures, "outcomes": bench_report.rows(load.outcomes)}
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.plot:
         bench_report.plot(load.outcomes, figures["seconds"], args.plot)

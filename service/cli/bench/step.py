@@ -1,10 +1,10 @@
-"""`npuserve bench step`: the engine's step without the wire, scheduler and runner as the engine process has them.
+"""`npuserve bench step`: time the engine's step without gRPC, with the engine process's scheduler and runner.
 
-Single prompts are prefilled, alone, a few times each; then, for each context and batch size, so many requests are
-prefilled to the context and decoded in step with each other. A step is launched before the one before it is collected,
-unless --no-double-buffering. One JSON object a line with --json, else a table.
+First, single prompts are prefilled alone, each several times. Then, for each context and batch size, a batch of
+requests is prefilled to the context, and all its rows decode together. Each step is launched before the previous step
+is collected, except with --no-double-buffering. With --json each line is one object; otherwise the output is a table.
 
-With --layers, --lm-head or --dump a step is taken apart instead of timed: see bench_trace.py.
+With --layers, --lm-head or --dump, the kernels of a step are checked instead: see trace.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 WARM_UP = 3
 REPEATS = 5
 TIMED_EVERY = 4
-"""Steps from one whose kernels are timed to the next. They say what is spent in kernels, and nothing else."""
+"""Interval between steps with timed kernels. Those steps measure the time in kernels and nothing else."""
 
 CEILING_PASSES = 3
 
@@ -51,21 +51,21 @@ Row = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", type=_counts, default=[1, 8, 32], help="rows, comma-separated (default: 1,8,32)")
+    add("--batch", type=_counts, default=[1, 8, 32], help="batch sizes, comma-separated (default: 1,8,32)")
     add("--context", type=_counts, default=[512],
         help="tokens of each row before decoding, comma-separated (default: 512)")
     add("--prompt", type=_counts, default=[512],
-        help="tokens of a prompt that is prefilled alone, comma-separated (default: 512)")
-    add("--tokens", type=number(int, 1), default=32, help="decode steps that are timed (default: %(default)s)")
+        help="tokens of each prompt that is prefilled alone, comma-separated (default: 512)")
+    add("--tokens", type=number(int, 1), default=32, help="number of timed decode steps (default: %(default)s)")
     add("--ceilings", action="store_true",
-        help="measure beside each figure what the machine does at most; takes 1 GiB of memory")
+        help="measure the machine's ceiling for each figure; needs 1 GiB of memory")
     add("--json", action="store_true", help="print one JSON object a line")
     bench_trace.add_arguments(parser)
     settings.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """ConfigError where the settings leave no room for what is asked, or the model cannot be loaded."""
+    """Return the exit code. Raise ConfigError if the batch does not fit, or the model cannot be loaded."""
     config = settings.load(args, os.environ)
     if args.layers or args.lm_head or args.dump:
         return bench_trace.run(args, config)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(bench: Bench, args: argparse.Namespace, ceilings: Ceilings | None) -> Iterator[Row]:
-    """One for each context and batch, the first prompt's figures in each, then one for each further prompt."""
+    """Yield a row for each context and batch, with the first prompt's figures, then one for each further prompt."""
     first, *others = (_prefill(bench, tokens, ceilings) for tokens in args.prompt)
     for context in args.context:
         for batch in args.batch:
@@ -130,12 +130,12 @@ def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceili
         return row
     from npuserve.kernels.bench.measure import COLD_BYTES
 
-    cached = size < COLD_BYTES * len(plain)  # the memory's speed is no ceiling of a cache's
+    cached = size < COLD_BYTES * len(plain)  # memory bandwidth is no ceiling for data in caches
     return row | {"read_ceiling_gbs": ceiling / 1e9, "read_share": None if cached else speed / ceiling}
 
 
 def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[Any, float]:
-    """What is measured, and the best of the ceiling just before and just after."""
+    """Return the measurement, and the best ceiling measured directly before and after it."""
     before = [ceiling() for _ in range(CEILING_PASSES)]
     measured = measure()
     return measured, max(before + [ceiling() for _ in range(CEILING_PASSES)])
@@ -145,11 +145,11 @@ def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[A
 class Timed:
     """Durations and size of one step.
 
-    seconds: from when it was planned, or the one before it was collected, to its own result.
-    sampled: rows that got a token.
-    context: tokens whose keys and values it read, of all rows.
-    in_kernels: seconds, 0 where they were not timed.
-    on_device: seconds from its first kernel to its end, on the device's clock.
+    seconds: from planning the step, or collecting the previous step if later, to its result.
+    sampled: rows that sampled a token.
+    context: tokens whose keys and values were read, over all rows.
+    in_kernels: seconds in kernels; 0 if they were not timed.
+    on_device: seconds from the first kernel to the end of the step, on the device's clock.
     """
 
     seconds: float
@@ -160,20 +160,25 @@ class Timed:
 
     @property
     def whole(self) -> float:
-        """Seconds that contain the step's kernels.
+        """Return the seconds that include all kernels of the step.
 
-        The device begins a step while the host still collects the one before it. If the host was late then, `seconds`
-        has only a part of the kernels' time.
+        The device begins a step while the host still collects the previous step. If that is late, `seconds` includes
+        only a part of the kernels' time.
         """
         return max(self.seconds, self.on_device)
 
 
 @dataclass
 class Bench:
-    """runner, scheduler: as the engine process makes them, without a prefix cache, so that each prompt is computed.
-    budget: tokens a step. depth: steps in flight. calls: the seconds of a step's kernel calls, where they were timed.
-    flying: steps planned and not collected, when they were planned, and the runner's handles. collected: when the last
-    was."""
+    """Engine step without the engine process.
+
+    runner, scheduler: as in the engine process, but without a prefix cache, so that each prompt is computed.
+    budget: maximum tokens of a step.
+    depth: maximum number of steps in flight.
+    calls: seconds of the current step's kernel calls, if timed.
+    flying: steps in flight, each with its planning time and the runner's handle.
+    collected: time of the last collection.
+    """
 
     runner: Runner
     scheduler: Scheduler
@@ -185,7 +190,7 @@ class Bench:
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
-        """With room for the largest batch. ConfigError if there is none, or no such model."""
+        """Load the model with a KV cache for the largest batch. Raise ConfigError if either is impossible."""
         rows = max(batches)
         budget = max(config.max_num_batched_tokens, rows + 1)
         length = max(context + spare(rows, context, budget) + WARM_UP + steps, prompt + 1)
@@ -209,26 +214,28 @@ class Bench:
         return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
 
     def decode_bytes(self, context: int) -> int:
-        """What a step that decodes must read: all weights once, of an embedding apart from the LM head next to nothing,
-        and the keys and values of `context` tokens."""
+        """Return the bytes that a decode step must read: all weights once, and the keys and values of `context` tokens.
+
+        An embedding apart from the LM head is not counted, because a step reads only a few of its rows.
+        """
         return self.runner.read_bytes + int(self.runner.token_bytes * context)
 
     def prefill_operations(self, tokens: int) -> int:
-        """Of the layers' linear products and of causal attention; the LM head's one row is not counted."""
+        """Return the operations of the layers' linear products and causal attention, without the LM head's one row."""
         config = self.runner.config
         tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
         attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
         return 2 * (self.runner.parameters - tables) * tokens + attention
 
     def add(self, tokens: int, answer: int) -> int:
-        """A request of so many random prompt tokens that answers with so many greedy ones; its id."""
+        """Add a request with `tokens` random prompt tokens and `answer` greedy tokens. Return its id."""
         now, vocabulary = time.monotonic(), self.runner.config.vocab_size
         prompt = [random.randrange(vocabulary) for _ in range(tokens)]
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
         return self.scheduler.add(request, (b"", 0), now).id
 
     def step(self) -> Timed:
-        """Launches what there is to launch, and collects the step that was launched first."""
+        """Launch steps up to `depth`, and collect the oldest step in flight."""
         while len(self.flying) < self.depth:
             began = time.perf_counter()
             step = self.scheduler.schedule(time.monotonic())
@@ -244,7 +251,7 @@ class Bench:
         return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls), result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds from the request to its first token."""
+        """Return the seconds from the request to its first token."""
         self.add(tokens, 1)
         began = time.perf_counter()
         while self.scheduler.has_work:
@@ -252,7 +259,7 @@ class Bench:
         return time.perf_counter() - began
 
     def decode(self, rows: int, context: int, steps: int) -> list[Timed]:
-        """`steps` steps in which all rows decode."""
+        """Return `steps` timed steps in which all rows decode."""
         ids = [self.add(context, spare(rows, context, self.budget) + WARM_UP + steps) for _ in range(rows)]
         while self.step().sampled < rows:
             pass
@@ -265,7 +272,7 @@ class Bench:
 
 
 def spare(rows: int, context: int, budget: int) -> int:
-    """Tokens that the first of the rows may decode while the others are still being prefilled."""
+    """Return the tokens that the first row can decode while the other rows are still being prefilled."""
     return rows * context // max(budget - rows, 1) + rows + 1
 
 

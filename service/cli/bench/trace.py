@@ -1,8 +1,8 @@
-"""The debugging side of `npuserve bench step`: which kernel of a step is wrong (npu/diagnostics/trace.py).
+"""Debug mode of `npuserve bench step`: finds the wrong kernel of a step (npu/diagnostics/trace.py).
 
-One prompt step and one decode step, of the first of --batch rows with prompts of the first of --prompt tokens, by the
-first --layers layers and the LM head that is asked for. A line for each kernel call; the exit code is 1 if one is
-beyond its tolerance, or if the captured step does not give the same hidden states.
+One prompt step and one decode step are run through the first --layers layers and the LM head of --lm-head. They have as
+many rows as the first value of --batch, and prompts as long as the first value of --prompt. Each kernel call is one
+line of output. The exit code is 1 if a call exceeds its tolerance, or if the captured step has other hidden states.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from npuserve.service.text.model_folder import resolve
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "debugging", "With any of these, nothing is timed: each kernel call of a prompt step and of a decode step, of "
-        "the first of --batch and of --prompt, is compared with its golden function.").add_argument
-    add("--layers", type=number(int, 1), metavar="N", help="only the first N layers")
-    add("--lm-head", choices=("full", "skip", "single"), help="logits of all rows (the default), of none, of one alone")
-    add("--dump", type=Path, metavar="DIR", help="write all results there, as DIR/STEP/INDEX-KERNEL.safetensors")
+        "debugging", "These options replace the timing: each kernel call of one prompt step and one decode step, with "
+        "the first values of --batch and --prompt, is compared with its golden function.").add_argument
+    add("--layers", type=number(int, 1), metavar="N", help="run only the first N layers")
+    add("--lm-head", choices=("full", "skip", "single"),
+        help="compute logits of all rows (default), of no row, or of a single row")
+    add("--dump", type=Path, metavar="DIR", help="write all results to DIR/STEP/INDEX-KERNEL.safetensors")
 
 
 def run(args: argparse.Namespace, config: ServerConfig) -> int:
-    """ConfigError if the model cannot be loaded so."""
+    """Return 1 if a result is wrong, otherwise 0. Raise ConfigError if the model cannot be loaded this way."""
     from npuserve.kernels.native.choice import Wanted
     from npuserve.npu.diagnostics.trace import Call, Trace, load
 

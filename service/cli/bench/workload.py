@@ -1,4 +1,4 @@
-"""What `npuserve bench serve` sends, and when: arrivals and lengths of a trace or a seed, prompts as token ids."""
+"""Workloads of `npuserve bench serve`: arrival times and lengths from a trace or a seed, and prompts as token ids."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from typing import TextIO
 
 import numpy as np
 
-# Tokens of a prompt that one hash of a Mooncake trace stands for (Mooncake, FAST'25, its traces' description).
 HASH_TOKENS = 512
+"""Prompt tokens that one hash of a Mooncake trace represents (Mooncake, FAST'25, description of its traces)."""
 TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?")
 
 
 class TraceError(Exception):
-    """A trace cannot be read; the message names file, line and field."""
+    """The trace cannot be read; the message names file, line and field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request to send `at` seconds after the start: lengths in tokens, at least 1.
+    """Request to send at a given time.
 
-    hashes: the prompt's leading blocks of `hash_tokens` each; asks with equal leading hashes share that prefix.
+    at: seconds after the start.
+    prompt_tokens, output_tokens: lengths, at least 1.
+    hashes: the prompt's leading blocks of `hash_tokens` tokens each. Requests with equal leading hashes share that
+        prefix.
     """
 
     at: float
@@ -38,40 +41,41 @@ class Ask:
 
 
 def poisson(count: int, rate: float, prompt_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
-    """Arrivals of a Poisson process of `rate` per second, the first at 0; an infinite rate is all at once."""
+    """Return requests of a Poisson process with `rate` per second, the first at 0; all at 0 for an infinite rate."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, count)
     return [Ask(at, prompt_tokens, output_tokens) for at in (np.cumsum(gaps) - gaps[0]).tolist()]
 
 
 def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: float = 1.0) -> list[Ask]:
-    """The first `count` rows of a trace (0: all), the first at 0 seconds.
+    """Return the first `count` requests of a trace (0: all), the first at 0 seconds. Raise TraceError.
 
-    Two forms, told apart by the first character: the Azure LLM inference trace (CSV: TIMESTAMP, ContextTokens,
+    The first character distinguishes two formats: the Azure LLM inference trace (CSV: TIMESTAMP, ContextTokens,
     GeneratedTokens) and Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids).
-    time_scale multiplies arrival times; length_scale multiplies prompts, answers and the shared blocks.
-    Raises TraceError.
+
+    time_scale: factor of arrival times.
+    length_scale: factor of the lengths of prompts, answers and shared blocks.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.read(1)
             file.seek(0)
             rows = _mooncake(file, path) if first == "{" else _azure(file, path)
-            asks = list(islice(rows, count or None))
+            requests = list(islice(rows, count or None))
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not UTF-8 text") from None
-    if not asks:
+    if not requests:
         raise TraceError(f"{path}: no requests in it")
-    asks.sort(key=lambda ask: ask.at)
+    requests.sort(key=lambda request: request.at)
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * length_scale))
 
     return [
-        Ask((ask.at - asks[0].at) * time_scale, scaled(ask.prompt_tokens), scaled(ask.output_tokens), ask.hashes,
-            scaled(HASH_TOKENS))
-        for ask in asks
+        Ask((request.at - requests[0].at) * time_scale, scaled(request.prompt_tokens), scaled(request.output_tokens),
+            request.hashes, scaled(HASH_TOKENS))
+        for request in requests
     ]
 
 
@@ -111,23 +115,26 @@ def _tokens(row: dict[str, object], field: str, where: str) -> int:
     return max(1, value)
 
 
-def fitted(asks: Sequence[Ask], max_prompt: int, max_output: int, context: int) -> tuple[list[Ask], int]:
-    """The asks cut to the caps and to the model's context (prompt and answer together), and how many were cut.
+def fitted(requests: Sequence[Ask], max_prompt: int, max_output: int, context: int) -> tuple[list[Ask], int]:
+    """Cut requests to the limits and to the model's context, which holds prompt and answer.
 
-    The answer keeps its length before the prompt does, but leaves it one token. A cap of 0 is none.
+    The prompt is cut before the answer, to at least one token. Return the requests, and how many were cut.
+
+    max_prompt, max_output: limits in tokens; 0 for no limit.
+    context: the model's context in tokens.
     """
     fits = []
-    for ask in asks:
-        output = min(ask.output_tokens, max_output or context, context - 1)
-        prompt = min(ask.prompt_tokens, max_prompt or context, context - output)
-        fits.append(replace(ask, prompt_tokens=prompt, output_tokens=output))
-    return fits, sum(a != b for a, b in zip(asks, fits, strict=True))
+    for request in requests:
+        output = min(request.output_tokens, max_output or context, context - 1)
+        prompt = min(request.prompt_tokens, max_prompt or context, context - output)
+        fits.append(replace(request, prompt_tokens=prompt, output_tokens=output))
+    return fits, sum(a != b for a, b in zip(requests, fits, strict=True))
 
 
 class Prompts:
-    """Random token ids: a function of the seed, and of the ask's number or its hashes.
+    """Random prompts: a function of the seed, and of the request's number or its hashes.
 
-    Special ids stand together at one end of a vocabulary, so none is taken from the end-of-text ids outward.
+    Special ids are contiguous at one end of a vocabulary. Ids from the end-of-text ids to that end are not drawn.
     """
 
     def __init__(self, vocabulary_size: int, eos_token_ids: Sequence[int], seed: int):
@@ -138,16 +145,16 @@ class Prompts:
         self._seed = seed
 
     def _draw(self, count: int, *stream: int) -> list[int]:
-        # One number of the generator each, so that a shorter draw is the longer one's beginning.
+        # One random number per id, so that a shorter draw is a prefix of a longer one.
         drawn = np.random.default_rng([self._seed, *stream]).random(count)
         return (self._low + (drawn * (self._high - self._low)).astype(np.int64)).tolist()  # type: ignore[no-any-return]
 
-    def token_ids(self, number: int, ask: Ask) -> list[int]:
-        """The prompt of the ask of this number: exactly ask.prompt_tokens ids."""
-        if not ask.hashes:
-            return self._draw(ask.prompt_tokens, 0, number)
+    def token_ids(self, number: int, request: Ask) -> list[int]:
+        """Return the prompt of request `number`: exactly request.prompt_tokens ids."""
+        if not request.hashes:
+            return self._draw(request.prompt_tokens, 0, number)
         ids: list[int] = []
-        for place, block in enumerate(ask.hashes, 1):
-            left = ask.prompt_tokens - len(ids)
-            ids += self._draw(left if place == len(ask.hashes) else min(left, ask.hash_tokens), 1, block)
+        for index, block in enumerate(request.hashes, 1):
+            left = request.prompt_tokens - len(ids)
+            ids += self._draw(left if index == len(request.hashes) else min(left, request.hash_tokens), 1, block)
         return ids

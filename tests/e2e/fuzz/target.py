@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli import client
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from npuserve.v1 import model_pb2, prompt_pb2, tokenize_pb2
 from tests.e2e.fuzz.wire import KEY
 from tests.e2e.server import Server, request, serving
+from tests.support.connect import connect
 
 CODES = {
     "OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED",
@@ -105,6 +105,6 @@ def target(folder: Path, *flags: str) -> Iterator[Target]:
     keys.write_text(f'[fuzz]\nsha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"\nadmin = true\n')
     flags = ("--max-model-len", "64", "--max-num-seqs", "16", "--max-queue", "64", "--api-keys", str(keys), *flags)
     with serving(str(model), *flags) as server:
-        server.channel = client.connect(server.target, client.secured(None, KEY))
+        server.channel = connect(server.target, KEY)
         server.stub = rpc.InferenceServiceStub(server.channel)
         yield Target(server)

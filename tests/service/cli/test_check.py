@@ -1,4 +1,4 @@
-"""`npuserve check` on a model of a few thousand weights, whose sizes are computed by hand here."""
+"""`npuserve check` on a model of a few thousand weights, whose sizes the tests compute by hand."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """The CPU kernels run on what they ran on, afterwards."""
+def restored_kernels() -> Iterator[None]:
+    """Restore the choice of CPU kernels at the end."""
     if not native.available():
         yield
         return
@@ -52,18 +52,18 @@ def checked(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_the_machine(folder: Path, capsys: Capture) -> None:
+def test_machine_is_that_of_the_system(folder: Path, capsys: Capture) -> None:
     _, report = checked(capsys, str(folder))
-    it = report["machine"]
-    assert it["torch"] == torch.__version__
-    assert it["system"] == f"{platform.system()} {platform.machine()}"
-    assert 1 <= it["cores"] <= len(os.sched_getaffinity(0))
+    machine = report["machine"]
+    assert machine["torch"] == torch.__version__
+    assert machine["system"] == f"{platform.system()} {platform.machine()}"
+    assert 1 <= machine["cores"] <= len(os.sched_getaffinity(0))
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    assert it["memory_bytes"] == int(total.split()[1]) * 1024
-    # torch asks the processor itself.
+    assert machine["memory_bytes"] == int(total.split()[1]) * 1024
+    # torch queries the processor.
     if platform.machine() == "x86_64":
-        assert ("avx2" in it["cpu_features"]) == torch.cpu._is_avx2_supported()
-        assert ("avx512f" in it["cpu_features"]) == torch.cpu._is_avx512_supported()
+        assert ("avx2" in machine["cpu_features"]) == torch.cpu._is_avx2_supported()
+        assert ("avx512f" in machine["cpu_features"]) == torch.cpu._is_avx512_supported()
     assert set(report["optional"]) == {"torch_npu", "triton", "transformers", "matplotlib"}
 
 
@@ -71,7 +71,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-def test_the_native_kernels_run_on_the_best_that_the_processor_has(folder: Path, capsys: Capture) -> None:
+def test_native_lists_the_instruction_sets_of_the_processor(folder: Path, capsys: Capture) -> None:
     _, report = checked(capsys, str(folder))
     isas = ["portable"]
     if platform.machine() == "x86_64":
@@ -85,7 +85,7 @@ def test_the_native_kernels_run_on_the_best_that_the_processor_has(folder: Path,
         isas = [*["neon_bf16"] * (flags >= {"asimddp", "i8mm", "bf16"}),
                 *["neon_dotprod"] * ("asimddp" in flags), "neon"]
     found = report["native"]["isas"]
-    assert found == [isa for isa in isas if isa in found]  # not every compiler knows all
+    assert found == [isa for isa in isas if isa in found]  # some compilers lack some of them
     assert found[-1] == isas[-1]
     assert report["native"]["isa"] in found
 
@@ -109,7 +109,7 @@ def test_check_cpu_kernels_shows_choice_and_rates(
 
 @pytest.mark.skipif(
     not ISAS or not {*ISAS}.isdisjoint(choice.BF16_ISAS), reason="this processor has the bfloat16 instruction")
-def test_check_gemm_that_processor_lacks_is_refused(folder: Path, capsys: Capture) -> None:
+def test_check_gemm_without_its_instruction_is_refused(folder: Path, capsys: Capture) -> None:
     code, report = checked(capsys, str(folder), "--device", "cpu", "--cpu-gemm", "bf16")
     assert code == 1
     assert report["model"]["error"] == (
@@ -117,7 +117,7 @@ def test_check_gemm_that_processor_lacks_is_refused(folder: Path, capsys: Captur
         f"{', '.join(ISAS)}; possible are auto, fp32")
 
 
-def test_check_compact_weights_take_less(folder: Path, capsys: Capture) -> None:
+def test_check_compact_weights_are_smaller(folder: Path, capsys: Capture) -> None:
     if not native.available():
         pytest.skip("the native kernels are not built")
     plain, compact = (
@@ -126,7 +126,7 @@ def test_check_compact_weights_take_less(folder: Path, capsys: Capture) -> None:
     assert compact < plain
 
 
-def test_native_kernels_that_are_not_built_are_told(
+def test_native_without_built_kernels_is_reported(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
@@ -135,7 +135,7 @@ def test_native_kernels_that_are_not_built_are_told(
     assert "installing with a C++17 compiler" in capsys.readouterr().out
 
 
-def test_the_cpu_is_there_with_every_kernel(folder: Path, capsys: Capture) -> None:
+def test_backends_cpu_is_available_with_all_kernels(folder: Path, capsys: Capture) -> None:
     _, report = checked(capsys, str(folder))
     cpu = report["backends"]["cpu"]
     assert cpu["supported"]
@@ -145,7 +145,7 @@ def test_the_cpu_is_there_with_every_kernel(folder: Path, capsys: Capture) -> No
     assert set(cpu["kernels"].values()) <= {"cpu", "golden"}
 
 
-def test_check_json_does_not_call_an_absent_device_present() -> None:
+def test_check_json_absent_device_is_not_available() -> None:
     done = npuserve("check", "--json", environ={"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""})
     assert done.returncode == 0
     backends = json.loads(done.stdout)["backends"]
@@ -154,7 +154,7 @@ def test_check_json_does_not_call_an_absent_device_present() -> None:
     assert not any("present" in backend for backend in backends.values())
 
 
-def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
+def test_model_that_fits_has_the_expected_plan(folder: Path, capsys: Capture) -> None:
     arguments = (str(folder), "--max-num-seqs", "4", "--max-model-len", "128", "--block-size", "16", "--device", "cpu")
     code, report = checked(capsys, *arguments)
     plan = report["model"]
@@ -173,7 +173,7 @@ def test_a_model_that_fits(folder: Path, capsys: Capture) -> None:
     assert " fits: needs " in capsys.readouterr().out
 
 
-def test_a_quantized_model(folder: Path, capsys: Capture) -> None:
+def test_model_quantized_has_smaller_weights(folder: Path, capsys: Capture) -> None:
     def plan(*arguments: str) -> dict[str, Any]:
         return checked(capsys, str(folder), "--max-model-len", "128", "--device", "cpu", *arguments)[1]["model"]
 
@@ -184,21 +184,21 @@ def test_a_quantized_model(folder: Path, capsys: Capture) -> None:
     quantized, head = plan(), plan("--lm-head-dtype", "int8")
     assert quantized["quantization"] == "w8a8"
     projections = 2 * (32 * (4 + 2 * 2) * 16 + 4 * 16 * 32 + 3 * 32 * 64)
-    outputs = 2 * ((4 + 2 * 2) * 16 + 32 + 2 * 64 + 32)  # each with a scale and a sum
+    outputs = 2 * ((4 + 2 * 2) * 16 + 32 + 2 * 64 + 32)  # each output has a scale and a sum
     assert whole["bytes"]["weights"] - quantized["bytes"]["weights"] == 3 * projections - 8 * outputs
     assert quantized["bytes"]["weights"] - head["bytes"]["weights"] == 128 * (3 * 32 - 8)
     assert main(["check", str(folder), "--device", "cpu"]) == 0
     assert " M parameters, w8a8, float32 on cpu" in capsys.readouterr().out
 
 
-def test_weights_that_are_not_there_are_told(folder: Path, capsys: Capture) -> None:
+def test_model_missing_weights_are_reported(folder: Path, capsys: Capture) -> None:
     assert "has neither model.safetensors" in checked(capsys, str(folder))[1]["model"]["missing_weights"]
     assert main(["check", str(folder)]) == 0
     assert "cannot be served yet: " in capsys.readouterr().out
     assert checked(capsys)[1]["model"]["missing_weights"] is None
 
 
-def test_a_model_that_does_not_fit(folder: Path, capsys: Capture) -> None:
+def test_model_that_does_not_fit_fails(folder: Path, capsys: Capture) -> None:
     code, report = checked(capsys, str(folder), "--kv-cache-memory", "900T")
     assert (code, report["model"]["fits"]) == (1, False)
     assert report["model"]["peak_bytes"] > report["model"]["available_bytes"]
@@ -206,20 +206,20 @@ def test_a_model_that_does_not_fit(folder: Path, capsys: Capture) -> None:
     assert " does NOT fit: needs " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (("--max-model-len", "257"), "max_model_len: 257 is beyond the model's context of 256 tokens"),
     (("--device", "npu"), "npu"),
 ])
-def test_a_model_that_cannot_be_served(
-    folder: Path, capsys: Capture, arguments: tuple[str, str], said: str
+def test_model_that_cannot_be_served_fails(
+    folder: Path, capsys: Capture, arguments: tuple[str, str], message: str
 ) -> None:
     code, report = checked(capsys, str(folder), *arguments)
     assert code == 1
-    assert said in report["model"]["error"]
+    assert message in report["model"]["error"]
     assert main(["check", str(folder), *arguments]) == 1
     assert "cannot be served: " in capsys.readouterr().out
 
 
-def test_no_such_model(tmp_path: Path, capsys: Capture) -> None:
+def test_model_missing_folder_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert main(["check", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"npuserve: model: there is no folder {tmp_path}/none\n"

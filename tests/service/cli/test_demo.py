@@ -1,4 +1,4 @@
-"""`npuserve demo`: with the built-in model, and where the server does not come up."""
+"""`npuserve demo` with the built-in model, and with a server that fails to start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.exit(asyncio.run(demonstrate(supervisor, "Once", 8)))
 """
 
 
-def test_demo_answers_and_stops() -> None:
+def test_demo_prints_an_answer_and_stops() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "npuserve.service.cli", "demo", "Once upon a time", "--max-tokens", "8"],
         capture_output=True, text=True, timeout=100)
@@ -31,7 +31,7 @@ def test_demo_answers_and_stops() -> None:
     assert re.search(r"^8 tokens, \d+ tokens/s, first after \d+ ms \(LENGTH\)$", done.stderr, re.MULTILINE)
 
 
-def test_a_server_that_does_not_come_up_ends_it(tmp_path: Path) -> None:
+def test_demo_server_that_fails_to_start_ends_it(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     journal.touch()
     command = [sys.executable, "-c", DRIVER, FAKE, journal, "live", "exit:2"]

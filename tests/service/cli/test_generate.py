@@ -1,4 +1,4 @@
-"""`npuserve generate` against a server that says the prompt again in capitals (fake_server.py)."""
+"""`npuserve generate` against a server that repeats the prompt in capitals (fake_server.py)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def generate(server: Server, *arguments: str) -> int:
     return main(["generate", "--target", server.target, *arguments])
 
 
-def test_the_answer_is_on_stdout(server: Server, capsys: Capture) -> None:
+def test_generate_prints_the_answer_on_stdout(server: Server, capsys: Capture) -> None:
     assert generate(server, "once upon") == 0
     assert capsys.readouterr() == ("ONCE UPON \n", "")
     (request,) = server.echo.requests
     assert request == generate_pb2.GenerateRequest(text="once upon")
 
 
-def test_flags_become_fields(server: Server) -> None:
+def test_generate_flags_set_request_fields(server: Server) -> None:
     flags = (
         "--temperature 0.5 --top-p 0.75 --top-k -1 --min-p 0.25 --repetition-penalty 1.5 --presence-penalty -1 "
         "--frequency-penalty 2 --seed 18446744073709551615 --max-tokens 7 --min-tokens 0 --stop a --stop b --ignore-eos"
@@ -49,55 +49,55 @@ def test_flags_become_fields(server: Server) -> None:
         max_tokens=7, min_tokens=0, stop=["a", "b"], ignore_eos=True)
 
 
-def test_chat(server: Server, capsys: Capture) -> None:
+def test_generate_chat_sends_messages(server: Server, capsys: Capture) -> None:
     assert generate(server, "--chat", "--system", "be brief", "hello") == 0
     assert [(m.role, m.content) for m in server.echo.requests[0].chat.messages] == [
         ("system", "be brief"), ("user", "hello")]
     assert capsys.readouterr().out == "HELLO \n"
 
 
-def test_system_without_chat_is_refused(server: Server, capsys: Capture) -> None:
+def test_generate_system_without_chat_is_refused(server: Server, capsys: Capture) -> None:
     assert generate(server, "--system", "be brief", "hello") == 2
     assert capsys.readouterr() == ("", "npuserve: --system: is for --chat only\n")
     assert not server.echo.requests
 
 
-def test_json_is_one_object_a_message(server: Server, capsys: Capture) -> None:
+def test_generate_json_prints_one_object_per_message(server: Server, capsys: Capture) -> None:
     assert generate(server, "--json", "a b") == 0
     messages = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert messages == [
-        {"text": "A "}, {"text": "B ", "offset": 1},
+        {"text": "A ", "num_tokens": 1}, {"text": "B ", "offset": 1, "num_tokens": 1},
         {"offset": 2, "finish": {"reason": "FINISH_REASON_EOS", "usage": {"generated_tokens": 2}}},
     ]
 
 
-def test_the_prompt_from_stdin(server: Server) -> None:
+def test_generate_prompt_from_stdin_is_sent_unchanged(server: Server) -> None:
     done = npuserve("generate", "-", "--target", server.target, stdin="from a café\r\n".encode())
     assert (done.returncode, done.stderr) == (0, "")
     assert server.echo.requests[0].text == "from a café\r\n"
 
 
-def test_generate_from_stdin_that_is_not_utf8_says_so(server: Server) -> None:
+def test_generate_stdin_not_utf8_is_refused(server: Server) -> None:
     done = npuserve("generate", "-", "--target", server.target, stdin=b"caf\xe9")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "npuserve: PROMPT: stdin is not UTF-8: byte 0xe9 at 3\n"
     assert not server.echo.requests
 
 
-def test_generate_on_an_output_that_is_not_utf8_replaces_characters(server: Server) -> None:
+def test_generate_output_not_utf8_replaces_characters(server: Server) -> None:
     done = npuserve("generate", "--target", server.target, "-", stdin="café".encode(),
                     environ={"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "CAF? \n", "")
 
 
-def test_generate_with_a_key_file_that_is_not_utf8_names_it(server: Server, tmp_path: Path, capsys: Capture) -> None:
+def test_generate_key_file_not_utf8_is_named(server: Server, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"k\xe9")
     assert generate(server, "--api-key-file", str(file), "x") == 1
     assert capsys.readouterr() == ("", f"npuserve: {file}: is not UTF-8\n")
 
 
-def test_stats(server: Server, capsys: Capture) -> None:
+def test_generate_stats_prints_tokens_and_rate(server: Server, capsys: Capture) -> None:
     assert generate(server, "--stats", "a b c") == 0
     assert capsys.readouterr().err.startswith("3 tokens, ")
     finish = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_LENGTH)
@@ -107,26 +107,26 @@ def test_stats(server: Server, capsys: Capture) -> None:
     assert summary(finish, 10.0, 10.5, 10.5) == "1 token, first after 500 ms (LENGTH)"
 
 
-def test_an_error_is_on_stderr_after_what_came(server: Server, capsys: Capture) -> None:
+def test_generate_error_follows_the_partial_answer(server: Server, capsys: Capture) -> None:
     server.echo.fail = grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full"
     assert generate(server, "a b") == 1
     assert capsys.readouterr() == ("A \n", f"npuserve: {server.target}: queue full (RESOURCE_EXHAUSTED)\n")
 
 
 @pytest.mark.parametrize("flags", [("--max-tokens", "-1"), ("--seed", "18446744073709551616"), ("--top-k", str(2**31))])
-def test_a_number_that_the_field_cannot_hold(server: Server, capsys: Capture, flags: tuple[str, str]) -> None:
+def test_generate_number_out_of_range_is_refused(server: Server, capsys: Capture, flags: tuple[str, str]) -> None:
     assert generate(server, "x", *flags) == 2
     assert capsys.readouterr().err == f"npuserve: {flags[0]}: {flags[1]} is out of range\n"
     assert not server.echo.requests
 
 
-def test_no_server(capsys: Capture, free_port: Callable[[], int]) -> None:
+def test_generate_without_a_server_names_the_cause(capsys: Capture, free_port: Callable[[], int]) -> None:
     target = f"127.0.0.1:{free_port()}"
     assert main(["generate", "x", "--target", target]) == 1
     assert capsys.readouterr().err.startswith(f"npuserve: {target}: no server answers there (Connection refused)")
 
 
-def test_a_deadline(server: Server, capsys: Capture) -> None:
+def test_generate_deadline_ends_the_answer(server: Server, capsys: Capture) -> None:
     server.echo.endless = True
     assert generate(server, "x", "--timeout", "0.3") == 1
     assert "(DEADLINE_EXCEEDED)" in capsys.readouterr().err

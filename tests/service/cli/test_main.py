@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, help, errors and exit codes."""
+"""The command line: commands, help, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from tests.support.fake_server import serving
 Capture = pytest.CaptureFixture[str]
 
 
-def left(arguments: str, capsys: Capture) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command line at which argparse leaves."""
+def run_until_exit(arguments: str, capsys: Capture) -> tuple[int, str, str]:
+    """Run a command line that argparse ends. Return exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as end:
         main(arguments.split())
     assert isinstance(end.value.code, int)
     return end.value.code, *capsys.readouterr()
 
 
-def test_version(capsys: Capture) -> None:
-    assert left("--version", capsys) == (0, f"npuserve {version('npuserve')}\n", "")
+def test_version_is_printed(capsys: Capture) -> None:
+    assert run_until_exit("--version", capsys) == (0, f"npuserve {version('npuserve')}\n", "")
 
 
 def test_help_names_every_command(capsys: Capture) -> None:
-    code, out, _ = left("--help", capsys)
+    code, out, _ = run_until_exit("--help", capsys)
     assert code == 0
     assert all(f"    {command.split()[0]} " in out for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: Capture) -> None:
-    code, out, _ = left(f"{command} --help", capsys)
+def test_command_help_prints_usage(command: str, capsys: Capture) -> None:
+    code, out, _ = run_until_exit(f"{command} --help", capsys)
     assert code == 0
     assert out.startswith(f"usage: npuserve {command} ")
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_help_shows_every_flag_with_its_default(command: str, capsys: Capture) -> None:
-    out = " ".join(left(f"{command} --help", capsys)[1].split())
+    out = " ".join(run_until_exit(f"{command} --help", capsys)[1].split())
     for field in msgspec.structs.fields(ServerConfig):
         if field.default != "":
             described = re.split(rf" {settings.flag(field.name)}[ ,]", out)[-1]
             assert f"(default: {settings._show(field.default)})" in described[:200], field.name
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ("sing", "invalid choice: 'sing'"),
     ("bench sing", "invalid choice: 'sing'"),
     ("serve --max-num-seq 1", "unrecognized arguments: --max-num-seq"),
@@ -65,16 +65,16 @@ def test_help_shows_every_flag_with_its_default(command: str, capsys: Capture) -
     ("chat --wait inf", "argument --wait: must be in [0, 1000000], got 'inf'"),
     ("generate x --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
 ])
-def test_a_wrong_command_line(arguments: str, said: str, capsys: Capture) -> None:
-    code, _, err = left(arguments, capsys)
+def test_invalid_command_line_is_one_line(arguments: str, message: str, capsys: Capture) -> None:
+    code, _, err = run_until_exit(arguments, capsys)
     assert code == 2
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", ["", "bench"])
 def test_npuserve_without_a_command_prints_help(command: str) -> None:
-    """As kubectl and docker do: on stdout, with exit code 0."""
+    """On stdout, with exit code 0, as kubectl and docker do."""
     done = npuserve(*command.split())
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: npuserve{' ' * bool(command)}{command} [-h]")
@@ -88,7 +88,7 @@ def test_npuserve_without_a_command_prints_help(command: str) -> None:
     ("--verison", "npuserve: unrecognized arguments: --verison; did you mean --version?; see npuserve --help\n"),
     ("serve --banana", "npuserve serve: unrecognized arguments: --banana; see npuserve serve --help\n"),
 ])
-def test_npuserve_with_an_unknown_flag_suggests_a_similar_one(arguments: str, sentence: str) -> None:
+def test_unknown_flag_suggests_a_similar_flag(arguments: str, sentence: str) -> None:
     done = npuserve(*arguments.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
@@ -97,18 +97,18 @@ def test_npuserve_with_an_unknown_flag_suggests_a_similar_one(arguments: str, se
     ("NPUSERVE_BANANA", "docs/configuration.md lists them"),
     ("NPUSERVE_METRIC_PORT", "did you mean NPUSERVE_METRICS_PORT?"),
 ])
-def test_npuserve_with_an_unknown_variable_suggests_only_a_similar_one(name: str, hint: str) -> None:
+def test_unknown_variable_suggests_only_a_similar_variable(name: str, hint: str) -> None:
     done = npuserve("serve", environ={name: "1"})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"npuserve: {name}: no such setting; {hint}\n")
 
 
 @pytest.mark.parametrize("arguments", [("generate",), ("demo",), ("serve",), ("generate", "x", "--stop")])
-def test_npuserve_with_an_argument_that_is_not_utf8_says_so(arguments: tuple[str, ...]) -> None:
+def test_argument_not_utf8_is_refused(arguments: tuple[str, ...]) -> None:
     done = npuserve(*arguments, b"caf\xe9")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "npuserve: argument 'caf\\xe9' is not UTF-8\n")
 
 
-def test_npuserve_with_a_variable_that_is_not_utf8_says_so() -> None:
+def test_variable_not_utf8_is_refused() -> None:
     done = npuserve("serve", environ={"NPUSERVE_MODEL": b"caf\xe9"})
     assert done.returncode == 2
     assert done.stderr == "npuserve: model: 'caf\\udce9' is not UTF-8 (from NPUSERVE_MODEL)\n"
@@ -116,7 +116,7 @@ def test_npuserve_with_a_variable_that_is_not_utf8_says_so() -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("generate", "a b")])
-def test_npuserve_with_a_full_disk_says_so(arguments: tuple[str, ...], unbuffered: str) -> None:
+def test_output_to_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffered: str) -> None:
     with serving() as server, Path("/dev/full").open("wb") as full:
         target = ("--target", server.target) if arguments[0] == "generate" else ()
         done = npuserve(*arguments, *target, stdout=full, environ={"PYTHONUNBUFFERED": unbuffered})
@@ -132,7 +132,7 @@ def test_npuserve_with_a_full_disk_says_so(arguments: tuple[str, ...], unbuffere
     ("2>&-", "nonsense", 2, ""),
     ("0<&- 1>&- 2>&-", "generate x --target {}", 1, ""),
 ])
-def test_npuserve_with_a_closed_standard_stream_has_no_traceback(
+def test_closed_standard_stream_has_no_traceback(
     closed: str, arguments: str, code: int, err: str, tmp_path: Path
 ) -> None:
     with serving() as server:
@@ -145,20 +145,20 @@ def test_npuserve_with_a_closed_standard_stream_has_no_traceback(
 @pytest.mark.parametrize(("arguments", "hint"), [
     ("genrate x", "did you mean generate?"), ("bench kernel", "did you mean kernels?"),
     ("keys lst x", "did you mean list?")])
-def test_npuserve_with_an_unknown_command_suggests_a_similar_one(
+def test_unknown_command_suggests_a_similar_command(
     arguments: str, hint: str, capsys: Capture
 ) -> None:
-    code, out, err = left(arguments, capsys)
+    code, out, err = run_until_exit(arguments, capsys)
     assert (code, out) == (2, "")
     assert hint in err
 
 
-def test_a_wrong_setting_is_a_sentence(capsys: Capture) -> None:
+def test_invalid_setting_is_one_sentence(capsys: Capture) -> None:
     assert main(["serve", "--port", "x"]) == 2
     assert capsys.readouterr() == ("", "npuserve: port: 'x' is not a whole number (from --port)\n")
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+def test_closed_output_pipe_has_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with serving() as server:
@@ -168,7 +168,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_the_command_line_itself_imports_nothing_heavy() -> None:
+def test_main_imports_no_heavy_packages() -> None:
     script = """
 import sys
 from npuserve.service.cli.main import main

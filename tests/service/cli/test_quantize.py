@@ -1,4 +1,4 @@
-"""`npuserve quantize`: its options, what it reads and says. What it writes: tests/npu/quantize/."""
+"""`npuserve quantize`: options, calibration text, messages. Checkpoints are tested in tests/npu/quantize/."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from npuserve.service.text.tokenizer_loader import load_tokenizer
 QUICK = ["--samples", "2", "--sample-tokens", "32"]
 
 
-def test_the_built_in_model_becomes_int8(tmp_path, capsys):
+def test_quantize_built_in_model_has_int8_layers(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["quantize", "", str(out), *QUICK]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     layers = ModelConfig.from_folder(storyteller.FOLDER).num_layers
-    assert said.startswith(f"{out}: {7 * layers} of {7 * layers} linear layers in int8, ")
-    assert "balanced after input_layernorm: strength " in said
+    assert output.startswith(f"{out}: {7 * layers} of {7 * layers} linear layers in int8, ")
+    assert "balanced after input_layernorm: strength " in output
     assert ModelConfig.from_folder(out).quantization
     assert {path.name for path in storyteller.FOLDER.iterdir()} == {path.name for path in out.iterdir()}
 
@@ -37,7 +37,7 @@ def test_the_built_in_model_becomes_int8(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_text_of_ones_own_and_a_strength(tmp_path, capsys):
+def test_quantize_with_text_strength_and_ignored_layers(tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text('{"text": "Once upon a time", "id": 1}\n\n{"text": "there was a kernel."}\n')
     arguments = ["--calibration", str(tmp_path / "texts.jsonl"), "--smoothing", "0.25", "--ignore", "re:.*mlp"]
     assert main(["quantize", "", str(tmp_path / "out"), *arguments]) == 0
@@ -51,8 +51,8 @@ def _file(name: str, content: bytes) -> list[str]:
     return ["--calibration", name]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (lambda: ["", "there"], "out: there is there already; --overwrite replaces it"),
+@pytest.mark.parametrize(("arguments", "message"), [
+    (lambda: ["", "there"], "out: there exists; --overwrite replaces it"),
     (lambda: ["", "file", "--overwrite"], "out: file is no folder"),
     (lambda: ["", "no/such/out"], "out: there is no folder "),
     (lambda: ["model", "model", "--overwrite"], "out: model is within the model's folder model"),
@@ -74,7 +74,7 @@ def _file(name: str, content: bytes) -> list[str]:
     (lambda: ["", "out", "--sample-tokens", "60000"], "sample_tokens: 60000 is more than the model's"),
     (lambda: ["", "out", "--ignore", "up_proj", *QUICK], "ignore: 'up_proj' names no linear layer"),
 ])
-def test_what_is_wrong_is_said_in_a_sentence(tmp_path, monkeypatch, capsys, arguments, said):
+def test_quantize_invalid_argument_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     for folder in ("model", "there/inner"):
         Path(folder).mkdir(parents=True)
@@ -82,25 +82,25 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path, monkeypatch, capsys, argu
     given = arguments()
     before = sorted(tmp_path.rglob("*"))
     assert main(["quantize", *given]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("option", ["--smoothing=1.5", "--smoothing=much", "--samples=0", "--scheme=w4a16"])
-def test_options_out_of_range_are_refused(option, capsys):
+def test_quantize_option_out_of_range_is_refused(option, capsys):
     with pytest.raises(SystemExit):
         main(["quantize", "", "out", option])
     assert f"argument {option.split('=')[0]}" in capsys.readouterr().err
 
 
-def test_the_default_text_leaves_half_to_measure_by():
+def test_default_texts_are_every_other_topic():
     used = default_texts()
     assert used == topics()[::2]
     assert sum(map(len, used)) > 50_000
     assert len(topics()) - len(used) >= 30
 
 
-def test_pieces_are_spread_over_the_text(tmp_path):
+def test_calibration_ids_are_spread_over_the_text(tmp_path):
     tokenizer = load_tokenizer(storyteller.FOLDER)
     assert tokenizer
     path = tmp_path / "text.txt"
@@ -111,34 +111,34 @@ def test_pieces_are_spread_over_the_text(tmp_path):
     assert len(pieces) == 4
     step = 64 - len(begin)
     all_pieces = [begin + ids[at : at + step] for at in range(0, len(ids), step)]
-    places = [all_pieces.index(piece) for piece in pieces]
-    assert places == sorted(set(places))
-    assert places[-1] >= len(all_pieces) // 2
+    indices = [all_pieces.index(piece) for piece in pieces]
+    assert indices == sorted(set(indices))
+    assert indices[-1] >= len(all_pieces) // 2
     few = calibration_ids(storyteller.FOLDER, str(path), samples=10_000, length=64)
     assert len(few) > 100
     assert all(len(piece) == 64 for piece in few)
 
 
-def test_a_short_text_is_one_short_piece(tmp_path):
+def test_calibration_ids_short_text_is_one_sequence(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("Once upon a time")
     (piece,) = calibration_ids(storyteller.FOLDER, str(path), samples=8, length=64)
     assert 1 <= len(piece) < 64
 
 
-def test_a_text_file_is_read_whole(tmp_path):
+def test_texts_of_yields_the_whole_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("a line\n" * 2500 + "the end")
     assert "".join(texts_of(path)) == path.read_text()
 
 
-def test_a_model_without_a_tokenizer_needs_no_text(tmp_path):
-    with pytest.raises(ConfigError, match="has no tokenizer to read a calibration text with; use --calibration none"):
+def test_calibration_ids_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no tokenizer for a calibration text; use --calibration none"):
         calibration_ids(tmp_path, "", 1, 16)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_command_that_is_ended_leaves_nothing(tmp_path, number, code):
+def test_quantize_ended_by_a_signal_leaves_no_files(tmp_path, number, code):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "npuserve.service.cli", "quantize", "", str(out), "--samples", "60000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -146,8 +146,8 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path, number, code):
         while not any(tmp_path.iterdir()) and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == code, said
+    assert process.returncode == code, output
     assert not any(tmp_path.iterdir())

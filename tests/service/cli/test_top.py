@@ -1,4 +1,4 @@
-"""`npuserve top` on pages of its own, and against a server that is not there."""
+"""`npuserve top` on given pages, and without a server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ KERNEL = "npuserve_kernel_latency_seconds"
 def page(
     tokens: int, linear: int, swiglu: int, *, waiting: int = 0, ok: int = 0, failed: int = 0, age: float = 0.2
 ) -> str:
-    """A server's page: so many tokens, and kernel calls of 1 ms and 3 ms."""
+    """Return a page with `tokens` tokens, `linear` kernel calls of 1 ms and `swiglu` calls of 3 ms."""
     def kernel(name: str, calls: int, seconds: float) -> str:
-        made = histogram(KERNEL, ("0.002", calls if seconds < 0.002 else 0), ("0.005", calls), ("+Inf", calls),
+        text = histogram(KERNEL, ("0.002", calls if seconds < 0.002 else 0), ("0.005", calls), ("+Inf", calls),
                          total=calls * seconds, labels=f'kernel="{name}",phase="decode",backend="cpu"')
-        return made.partition("\n")[2]
+        return text.partition("\n")[2]
 
     return "\n".join([
         "# TYPE npuserve_build_info gauge",
@@ -46,7 +46,7 @@ def shown(window: Window) -> str:
     return out.getvalue()
 
 
-def test_figures_are_of_the_time_between_the_pages() -> None:
+def test_figures_cover_the_time_between_the_pages() -> None:
     found = top.figures(pages(page(100, 10, 10), page(300, 20, 11, waiting=3, ok=4, failed=2)))
     assert (found["model"], found["backend"], found["version"]) == ("teller", "cpu", "1.2.3")
     assert (found["generated_tokens"], found["waiting"], found["errors"]) == (100, 3, 1)
@@ -57,7 +57,7 @@ def test_figures_are_of_the_time_between_the_pages() -> None:
     assert not found["kernels_since_start"]
 
 
-def test_kernels_that_were_not_timed_meanwhile_are_shown_since_the_start() -> None:
+def test_figures_untimed_kernels_cover_the_time_since_the_start() -> None:
     window = pages(page(100, 10, 20), page(300, 10, 20))
     found = top.figures(window)
     assert found["kernels_since_start"]
@@ -65,18 +65,18 @@ def test_kernels_that_were_not_timed_meanwhile_are_shown_since_the_start() -> No
     assert "kernels, since the start" in shown(window)
 
 
-def test_the_screen_says_what_matters() -> None:
+def test_view_shows_model_load_and_kernels() -> None:
     text = shown(pages(page(100, 10, 10), page(300, 20, 11, waiting=3)))
     assert "teller  cpu  npuserve 1.2.3  host:9090" in text
     assert "generated 100 tok/s" in text
     assert "waiting 3" in text
     line = next(line for line in text.splitlines() if line.startswith("linear"))
     assert line.split() == ["linear", "decode", "cpu", "76.9%", "10", "1", "ms", "1", "ms", "1.98", "ms"]
-    assert "silent" not in text
-    assert "the engine has been silent for 42 s" in shown(pages(page(1, 0, 0), page(1, 0, 0, age=42)))
+    assert "heartbeat" not in text
+    assert "no heartbeat of the engine for 42 s" in shown(pages(page(1, 0, 0), page(1, 0, 0, age=42)))
 
 
-def test_an_empty_server_has_dashes() -> None:
+def test_view_without_observations_has_dashes() -> None:
     bare = "# TYPE npuserve_requests_running gauge\nnpuserve_requests_running 0\n"
     text = shown(pages(bare, bare))
     assert "no model yet" in text
@@ -86,11 +86,11 @@ def test_an_empty_server_has_dashes() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [
     (None, "–"), (12.345, "12.35 s"), (0.0123, "12.3 ms"), (0.000456, "456 µs"), (0.0, "0 µs")])
-def test_times_are_short(seconds: float | None, text: str) -> None:
+def test_time_has_three_digits(seconds: float | None, text: str) -> None:
     assert top._time(seconds) == text
 
 
-def test_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_once_prints_one_interval(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(200, page(100, 10, 10)) as url:
         target = url.split("/")[2]
         assert main(["top", "--once", "--interval", "0.1", "--target", target]) == 0
@@ -99,7 +99,7 @@ def test_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(capsys.readouterr().out)["generated_tokens"] == 0
 
 
-def test_top_takes_the_url_that_serve_prints() -> None:
+def test_top_accepts_the_url_that_serve_prints() -> None:
     with answering(200, page(100, 10, 10)) as url:
         for target in (url, url.removesuffix("/metrics"), f"{url.removesuffix('metrics')}"):
             done = npuserve("top", "--once", "--interval", "0.1", "--target", target)
@@ -108,7 +108,7 @@ def test_top_takes_the_url_that_serve_prints() -> None:
 
 
 @pytest.mark.parametrize("target", ["localhost", "ftp://host:1/metrics", "http://", "host:port", ""])
-def test_top_with_a_target_of_another_form_says_so(target: str) -> None:
+def test_top_invalid_target_is_refused(target: str) -> None:
     done = npuserve("top", "--target", target)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (f"npuserve top: argument --target: must be HOST:PORT or a URL, got {target!r}; "
@@ -116,7 +116,7 @@ def test_top_with_a_target_of_another_form_says_so(target: str) -> None:
 
 
 def kernels_shown(width: int) -> list[list[str]]:
-    """Cells of the table of kernels, as `npuserve top` prints it on a screen of that width."""
+    """Return the cells of the table of kernels that `npuserve top` prints at this width."""
     long = page(100, 1234567, 1234567).replace('kernel="linear"', 'kernel="qk_norm_rope_kv_write"')
     with answering(200, long) as url:
         done = npuserve("top", "--once", "--interval", "0.1", "--target", url, environ={"COLUMNS": str(width)})
@@ -133,7 +133,7 @@ def test_top_on_80_columns_shows_every_column() -> None:
     assert ["qk_norm_rope_kv_write", "decode", "cpu", "25.0%", "1234567", "1 ms", "1 ms", "1.98 ms"] in rows
 
 
-def test_top_on_a_narrow_screen_leaves_out_whole_columns() -> None:
+def test_top_on_a_narrow_screen_drops_whole_columns() -> None:
     head, *rows = kernels_shown(60)
     assert head[-5:] == ["phase", "share", "mean", "p50", "p99"]
     assert ["qk_norm_rope_kv_write", "decode", "25.0%", "1 ms", "1 ms", "1.98 ms"] in rows
@@ -141,7 +141,7 @@ def test_top_on_a_narrow_screen_leaves_out_whole_columns() -> None:
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80])
-def test_top_on_a_narrow_screen_cuts_no_load_figure(width: int) -> None:
+def test_view_on_a_narrow_screen_truncates_no_figure(width: int) -> None:
     out = io.StringIO()
     found = top.figures(pages(page(0, 0, 0), page(24_691_356, 0, 0, waiting=123456)))
     Console(file=out, width=width).print(top.view(found, "host:9090"))
@@ -151,18 +151,18 @@ def test_top_on_a_narrow_screen_cuts_no_load_figure(width: int) -> None:
         assert sum(figure in line for line in lines) == 1
 
 
-def test_a_server_that_is_away_is_a_sentence(
+def test_top_without_a_server_names_the_cause(
     free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = f"127.0.0.1:{free_port()}"
     assert main(["top", "--once", "--target", target]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"npuserve top: http://{target}/metrics: no server answers there (Connection refused)")
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"npuserve top: http://{target}/metrics: no server answers there (Connection refused)")
 
 
-def test_a_server_that_leaves_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The live view: a page, none, a page, and Ctrl-C."""
+def test_top_live_continues_after_a_failed_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scrapes are a page, a failure, a page, and Ctrl-C."""
     answers: list[object] = [page(1, 0, 0), top.Unreadable("away"), page(2, 0, 0), KeyboardInterrupt()]
 
     def read(url: str) -> Page:

@@ -1,4 +1,4 @@
-"""`npuserve check --accept` on an emulated NPU: the built-in model, small settings, all parts."""
+"""`npuserve check --accept` on an emulated NPU: all parts, with the built-in model and small settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.diagnostics import acceptance
 from npuserve.service.cli import main as cli
-from npuserve.service.cli.acceptance import accept
+from npuserve.service.cli.acceptance import command, latency
 from npuserve.service.cli.acceptance import tokens as accept_tokens
+from npuserve.service.cli.acceptance.latency import LatencyCheck
 from tests.npu.emulator.child import emulated
 
 RELAX = ("fp32", "small_heads")
@@ -32,11 +33,11 @@ def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 @emulated(relax=RELAX)
-def test_all_parts() -> None:
+def test_check_accept_emulated_device_passes() -> None:
     with (
-        mock.patch.object(accept, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20),
-        mock.patch.object(accept.Measured, "kernels", return_value=[]),
+        mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):
         code, report = accepted("--decode-buckets", "2,8", "--least-share", "1")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
@@ -56,23 +57,23 @@ def test_all_parts() -> None:
     assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == ["8 rows", "2 rows"]
     latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]
-    assert [x["passed"] for x in latencies] == [None, None]  # nothing of an emulated device's speed is judged
+    assert [x["passed"] for x in latencies] == [None, None]  # the speed of an emulated device is not judged
 
 
 @emulated(relax=RELAX)
-def test_kernels_are_timed_on_the_device() -> None:
+def test_latency_kernels_are_timed_on_the_device() -> None:
     from npuserve.npu.backends import select
 
     few = {name: KERNELS[name] for name in ("swiglu", "qk_norm_rope_kv_write")}
     with mock.patch.object(registry, "KERNELS", few), mock.patch.object(measure, "_PASS_SECONDS", 1e-4):
-        found = list(accept.Measured(True, None, speed=1e9).kernels(select("npu", RELAX)))
+        found = list(LatencyCheck(True, None, bytes_per_second=1e9).kernels(select("npu", RELAX)))
     assert [x.name.split()[0] for x in found] == list(few)
     assert all(x.figures["seconds"] > 0 and x.passed is None for x in found)
 
 
 @emulated(relax=RELAX)
-def test_a_decode_step_with_wrong_lengths() -> None:
-    """The graphs compute, and the tokens are others than the CPU's."""
+def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
+    """The graphs run, but their tokens differ from the CPU's."""
     from npuserve.npu.backends.ascend.graphs import Lengths
 
     put = Lengths.put
@@ -81,14 +82,14 @@ def test_a_decode_step_with_wrong_lengths() -> None:
         put(self, graph, [max(1, n - 1) for n in lengths] if len(lengths) > 1 else lengths, *more)
 
     with (
-        mock.patch.object(accept, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(Lengths, "put", off),
-        mock.patch.object(accept, "kernels", return_value=[]),
-        mock.patch.object(accept.Measured, "kernels", return_value=[]),
+        mock.patch.object(command, "check_kernels", return_value=[]),
+        mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):
         code, report = accepted("--decode-buckets", "8")
     failed = {(x["part"], x["name"]) for x in report["acceptance"]["findings"] if x["passed"] is False}
     assert code == 1
-    # In bfloat16 the fault shows only where it exceeds the rounding, which is the processor's.
+    # In bfloat16 the fault is visible only if it exceeds the rounding, which depends on the processor.
     assert ("tokens", "beside the CPU, float32") in failed
     assert ("capture", "8 rows") in failed

@@ -1,4 +1,4 @@
-"""The bench on cases small enough to be counted by hand: what it reports is what was run."""
+"""`npuserve bench kernels` on cases that are small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS = {"kernel", "case", "dtype", "backend", "error", "other_ids", "seconds",
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short passes over little memory, and the threads of before at the end."""
+    """Shorten the passes and shrink the memory. Restore threads and choice of kernels at the end."""
     monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
     for module, name, value in (
         (ceilings, "_PASS_SECONDS", 1e-4), (measure, "COLD_BYTES", 1 << 16), (measure, "_PASS_SECONDS", 1e-4),
@@ -48,13 +48,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def bench(*arguments: str, capsys: Capture) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The first object, which has the ceilings, and the rows of --json."""
+    """Run with --json. Return the first object, which has the ceilings, and the rows."""
     assert cli.main(["bench", "kernels", *arguments, "--threads", "1", "--json"]) == 0
     first, *rows = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     return first, rows
 
 
-def test_bench_kernels_chosen_set_is_shown(
+def test_bench_kernels_prints_the_chosen_kernels(
     doubled: Kernel[..., Any], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native.available() or len(isas := native.library().isas) < 2:
@@ -72,8 +72,8 @@ def test_bench_kernels_chosen_set_is_shown(
 
 @pytest.fixture
 def doubled(monkeypatch: pytest.MonkeyPatch) -> Kernel[..., Any]:
-    """A kernel that writes twice its argument into it and says which is the largest; the implementation "off" adds a
-    quarter and takes the wrong one."""
+    """Kernel that doubles its argument in place and returns the argmax. The implementation "off" adds 0.25 and returns
+    the argmin."""
 
     def golden(x: Tensor) -> Tensor:
         return x.mul_(2).argmax(dim=-1)
@@ -84,14 +84,15 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> Kernel[..., Any]:
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor]:
         return (torch.arange(20.0).to(dtype).view(4, 5),)
 
-    made: Kernel[..., Any] = Kernel("doubled", golden, [Case("4x5", make, True), Case("small", make)], (torch.float32,))
-    made.implementations["off"] = Implementation(off)
-    monkeypatch.setitem(KERNELS, "doubled", made)
+    cases = [Case("4x5", make, True), Case("small", make)]
+    kernel: Kernel[..., Any] = Kernel("doubled", golden, cases, (torch.float32,))
+    kernel.implementations["off"] = Implementation(off)
+    monkeypatch.setitem(KERNELS, "doubled", kernel)
     monkeypatch.setitem(COSTS, "doubled", lambda x: Cost(2 * x.nbytes, x.numel(), "fp32"))
-    return made
+    return kernel
 
 
-def test_errors_of_results_and_of_what_is_changed_in_place(doubled: Kernel[..., Any], capsys: Capture) -> None:
+def test_bench_kernels_errors_include_changed_arguments(doubled: Kernel[..., Any], capsys: Capture) -> None:
     _, rows = bench("--kernel", "doubled", capsys=capsys)
     assert [(row["backend"], row["error"], row["other_ids"]) for row in rows] == [("off", 0.25, 4), (GOLDEN, 0.0, 0)]
     for row in rows:
@@ -101,8 +102,8 @@ def test_errors_of_results_and_of_what_is_changed_in_place(doubled: Kernel[..., 
         assert row["operations_per_second"] * row["seconds"] == pytest.approx(20)
 
 
-def test_share_is_of_the_ceiling_that_binds(capsys: Capture) -> None:
-    """A real kernel, on its smallest case: few rows are bound by the weight, which is read from copy after copy."""
+def test_measure_share_belongs_to_the_binding_ceiling(capsys: Capture) -> None:
+    """With few rows, a real kernel is bound by its weight, which is read from successive copies."""
     case = Case("2x64x64", linear.cases[2].make, True)
     bench, ceilings = measure.Bench(linear, case, torch.bfloat16), Ceilings()
     found = bench.measure(GOLDEN, ceilings, {
@@ -115,8 +116,8 @@ def test_share_is_of_the_ceiling_that_binds(capsys: Capture) -> None:
     assert bench.measure(GOLDEN, ceilings, nothing).bound == "matrix"
 
 
-def test_share_of_memory_counts_only_what_is_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that takes a second, as a read of the memory does. The weight is cold, the same again is in a cache."""
+def test_measure_share_of_memory_counts_only_cold_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel and the memory read take one second each. The weight is cold; as many bytes again are cached."""
 
     def golden(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight
@@ -139,13 +140,13 @@ def check_rows(best: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     assert all((row["share"] is None) == (row["bound"] == "cache") for row in rows)
 
 
-def test_bench_kernels_has_ceilings_and_shares(capsys: Capture) -> None:
+def test_bench_kernels_prints_ceilings_and_shares(capsys: Capture) -> None:
     check_rows(*bench("--kernel", "rms_norm", "linear", "--case", "1x1024", capsys=capsys))
 
 
 @pytest.mark.full
-def test_bench_kernels_has_ceilings_in_order() -> None:
-    """The command as it is run: the ceiling of narrow numbers is not below that of wide ones."""
+def test_bench_kernels_ceilings_are_in_order() -> None:
+    """Run as a process, the ceiling of a narrow dtype is not below that of a wide dtype."""
     done = npuserve("bench", "kernels", "--kernel", "rms_norm", "linear", "--case", "1x1024", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     best, *rows = (json.loads(line) for line in done.stdout.splitlines())
@@ -153,8 +154,8 @@ def test_bench_kernels_has_ceilings_in_order() -> None:
     check_rows(best, rows)
 
 
-def test_cold_memory_exceeds_the_last_level_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two caches of the third level, each of two processors, one of which is not ours."""
+def test_cache_bytes_sums_the_last_level_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three level-3 caches belong to usable CPUs; each cache is shared by two CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 9})
     for cpu, sharing in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3"), (4, "4-5")):
         for index, level, size, shared in ((0, 1, "32K", str(cpu)), (3, 3, "327680K", sharing)):
@@ -167,7 +168,7 @@ def test_cold_memory_exceeds_the_last_level_caches(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-def test_programs_of_calls_count_each_call() -> None:
+def test_calls_programs_include_each_call() -> None:
     x = torch.ones(4, 8)
     seen: list[int] = []
 
@@ -178,32 +179,32 @@ def test_programs_of_calls_count_each_call() -> None:
     calls = measure._calls(function, [(x,)] * 6, ceilings.HOST)
     assert len(seen) == 6
     calls()
-    assert len(seen) == 6  # nothing of Python is left in it
+    assert len(seen) == 6  # the program calls no Python
     measure._calls(function, [(x,)] * 6, None)()
     assert len(seen) == 12
 
 
-def test_a_table_for_people(doubled: Kernel[..., Any], capsys: Capture) -> None:
+def test_bench_kernels_without_json_prints_a_table(doubled: Kernel[..., Any], capsys: Capture) -> None:
     assert cli.main(["bench", "kernels", "--kernel", "doubled", "--threads", "1"]) == 0
     *top, legend, _, head, golden, off = capsys.readouterr().out.splitlines()
     first, rows = top[0], [golden, off]
     assert native.available() == any(line.startswith("CPU kernels run on ") for line in top)
     assert first.startswith("ceilings: memory read ")
-    assert legend.endswith("none of a cache's, which is not measured")
+    assert legend.endswith("absent for caches, which are not measured")
     assert all(row.split()[-3:-1] == ["–", "cache"] for row in rows)
     assert head.split()[:5] == ["kernel", "case", "dtype", "backend", "error"]
     assert [row.split()[:5] for row in rows] == [
         ["doubled", "4x5", "float32", "off", "4"], ["doubled", "4x5", "float32", "golden", "0.0e+00"]]
 
 
-def test_one_backend_alone(doubled: Kernel[..., Any], capsys: Capture) -> None:
+def test_bench_kernels_backend_selects_implementations(doubled: Kernel[..., Any], capsys: Capture) -> None:
     for backend in ("off", GOLDEN):
         _, rows = bench("--kernel", "doubled", "--backend", backend, capsys=capsys)
         assert [row["backend"] for row in rows] == [backend]
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-def test_every_instruction_set_can_be_asked_for(doubled: Kernel[..., Any], capsys: Capture) -> None:
+def test_bench_kernels_isa_selects_each_instruction_set(doubled: Kernel[..., Any], capsys: Capture) -> None:
     before = native.library().isa
     for isa in native.library().isas:
         found, _ = bench("--kernel", "doubled", "--isa", isa, capsys=capsys)
@@ -212,12 +213,12 @@ def test_every_instruction_set_can_be_asked_for(doubled: Kernel[..., Any], capsy
     assert native.library().isa == before
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--kernel", "linear", "sing"], "kernel: 'sing' is not one of"),
     (["--kernel", "linear", "--case", "7x7"], "case: no benchmark case of linear contains '7x7'"),
     (["--isa", "vax"], "isa: 'vax' is not one of"),
     (["--backend", "abacus"], "backend: 'abacus' is not one of"),
 ])
-def test_nonsense_is_named(arguments: list[str], said: str, capsys: Capture) -> None:
+def test_bench_kernels_unknown_name_is_refused(arguments: list[str], message: str, capsys: Capture) -> None:
     assert cli.main(["bench", "kernels", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

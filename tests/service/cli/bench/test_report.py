@@ -1,4 +1,4 @@
-"""The figures of `npuserve bench serve`, on timelines made by hand."""
+"""Report of `npuserve bench serve` on timelines written by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def outcome(
     return Outcome(due, sent, end, code, "", list(arrivals), "FINISH_REASON_LENGTH", prompt_tokens=10)
 
 
-def test_latencies_of_a_timeline():
+def test_latencies_of_a_timeline_are_exact():
     one = outcome(1.0, (1.5, 1), (1.75, 1), (2.25, 2), end=2.5)
     assert bench_report.ttft(one) == 0.5
     assert bench_report.inter_token(one) == [0.25, 0.25, 0.25]
@@ -32,7 +32,7 @@ def test_latencies_of_a_timeline():
     assert bench_report.tpot(outcome(0.0, (1.0, 1))) is None
 
 
-def test_percentiles_are_those_of_the_standard_library_too():
+def test_summary_percentiles_equal_the_standard_library():
     outcomes = [outcome(0.0, (0.001 * (i * 37 % 101 + 1), 1)) for i in range(101)]
     spread = bench_report.summary(outcomes, 1.0, 101)["latency_ms"]["ttft"]
     cuts = statistics.quantiles([1000 * bench_report.ttft(o) for o in outcomes], n=100, method="inclusive")
@@ -42,12 +42,12 @@ def test_percentiles_are_those_of_the_standard_library_too():
     assert spread["max"] == pytest.approx(101)
 
 
-def test_throughput_goodput_and_lag():
+def test_summary_throughput_goodput_and_lag_are_exact():
     outcomes = [
         outcome(0.0, (0.1, 1), (0.3, 1)),  # TTFT 100 ms, TPOT 200 ms
         outcome(0.0, (0.4, 1), (0.45, 1)),  # TTFT too late
         outcome(0.5, (0.6, 1), (1.6, 1), due=0.25),  # TPOT too long
-        outcome(1.0, (1.1, 1)),  # a lone token has no TPOT to miss
+        outcome(1.0, (1.1, 1)),  # one token has no TPOT
         outcome(1.0, (1.05, 4), code="UNAVAILABLE"),
     ]
     figures = bench_report.summary(outcomes, 2.0, 6, slo_ttft=0.2, slo_tpot=0.3)
@@ -66,7 +66,7 @@ def test_throughput_goodput_and_lag():
     assert bench_report.summary(outcomes, 2.0, 6, slo_ttft=0.2)["goodput_per_second"] == 1.0
 
 
-def test_lag_that_is_small_beside_ttft_is_no_warning():
+def test_lag_warning_small_lag_is_empty():
     figures = bench_report.summary([outcome(0.009, (0.1, 1), due=0.0), outcome(0.0, (0.1, 1))], 1.0, 2)
     assert bench_report.lag_warning(figures) == ""
     assert bench_report.lag_warning(bench_report.summary([], 1.0, 2)) == ""
@@ -78,7 +78,7 @@ def test_running_is_a_step_function():
     assert counts.tolist() == [1, 2, 2, 1, 0]
 
 
-def test_the_report_says_it_all():
+def test_show_prints_counts_latencies_and_goodput():
     text = io.StringIO()
     outcomes = [outcome(0.0, (0.1, 1), (0.3, 1)), outcome(0.0, (0.1, 1), code="UNAVAILABLE")]
     bench_report.show(bench_report.summary(outcomes, 2.0, 3, slo_ttft=1.0), Console(file=text, width=100))

@@ -1,4 +1,4 @@
-"""The load generator against a server whose delays are known."""
+"""Load generator and `npuserve bench serve` against a server with known delays."""
 
 from __future__ import annotations
 
@@ -28,9 +28,14 @@ CONTEXT = 64
 
 
 class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
-    """Streams max_tokens tokens, `per_message` at a time, `delay` seconds before each message; every `refuse`-th is
-    RESOURCE_EXHAUSTED, and without `finishes` the streams end with no Finish. From the `crowd`-th request on, and
-    not before, all are answered, and `crowded` is called."""
+    """Servicer that streams max_tokens tokens.
+
+    delay: seconds before each message.
+    per_message: tokens of each message.
+    refuse: each request with a number divisible by this fails with RESOURCE_EXHAUSTED; 0 for none.
+    finishes: whether streams end with a Finish.
+    crowd: requests that must have arrived before any is answered; 0 for no condition. `crowded` is called then.
+    """
 
     def __init__(self, delay: float = 0.0, per_message: int = 1, refuse: int = 0, finishes: bool = True, crowd: int = 0,
                  crowded: Callable[[], None] = lambda: None):
@@ -85,20 +90,20 @@ async def served(service: FakeService) -> AsyncIterator[str]:
 
 
 async def loaded(
-    service: FakeService, asks: list[Ask], channels: int = 1, **options: object
+    service: FakeService, requests: list[Ask], channels: int = 1, **options: object
 ) -> tuple[list[Outcome], float]:
     async with served(service) as target:
         load = Load(target, channels, temperature=0.0, seed=3)
         try:
             info = await load.model_info()
             prompts = Prompts(info.vocabulary_size, info.eos_token_ids, 3)
-            seconds = await load.run(asks, prompts, options.pop("stop", asyncio.Event()), **options)
+            seconds = await load.run(requests, prompts, options.pop("stop", asyncio.Event()), **options)
         finally:
             await load.close()
     return load.outcomes, seconds
 
 
-async def test_every_request_is_sent_as_asked_and_its_messages_are_timed():
+async def test_load_sends_each_request_and_records_arrivals():
     service = FakeService(delay=0.02, per_message=2)
     outcomes, seconds = await loaded(service, [Ask(0.05 * i, 10 + i, 5) for i in range(4)])
     assert [o.code for o in outcomes] == ["OK"] * 4
@@ -111,7 +116,7 @@ async def test_every_request_is_sent_as_asked_and_its_messages_are_timed():
     for outcome in outcomes:
         assert [count for _, count in outcome.arrivals] == [2, 2, 1]
         times = [time for time, _ in outcome.arrivals]
-        # The n-th message is sent after n delays, and comes when it comes; 1 ms for clocks.
+        # The n-th message is sent after n delays; 1 ms of tolerance for clocks.
         assert all(time - outcome.sent >= 0.019 * n for n, time in enumerate(times, 1))
         assert times == sorted(times)
         assert outcome.due <= outcome.sent
@@ -120,26 +125,26 @@ async def test_every_request_is_sent_as_asked_and_its_messages_are_timed():
     assert sorted(o.due for o in outcomes) == pytest.approx([0.0, 0.05, 0.1, 0.15])
 
 
-async def test_open_loop_sends_on_time_however_many_are_running():
+async def test_load_open_loop_sends_on_time_regardless_of_running_requests():
     service = FakeService(crowd=20)
     await loaded(service, [Ask(0.0, 4, 1)] * 20)
     assert service.most_running == 20
 
 
-async def test_closed_loop_keeps_its_number_of_clients():
+async def test_load_closed_loop_keeps_its_number_of_clients():
     service = FakeService(delay=0.01)
     outcomes, _ = await loaded(service, [Ask(0.0, 4, 2)] * 12, concurrency=3)
     assert len(outcomes) == 12
     assert service.most_running == 3
 
 
-async def test_channels_are_connections():
+async def test_load_each_channel_is_a_connection():
     service = FakeService()
     await loaded(service, [Ask(0.0, 4, 1)] * 6, channels=3)
     assert len(service.peers) == 3
 
 
-async def test_failures_are_counted_by_code():
+async def test_load_failures_are_counted_by_code():
     outcomes, seconds = await loaded(FakeService(refuse=3), [Ask(0.0, 4, 2)] * 9)
     figures = bench_report.summary(outcomes, seconds, 9)
     assert figures["requests"] == {"asked": 9, "sent": 9, "ok": 6, "failed": {"RESOURCE_EXHAUSTED": 3}}
@@ -147,51 +152,51 @@ async def test_failures_are_counted_by_code():
     assert figures["tokens"]["output"] == 12
 
 
-async def test_a_stream_without_a_finish_is_a_failure():
+async def test_load_stream_without_a_finish_is_a_failure():
     outcomes, _ = await loaded(FakeService(finishes=False), [Ask(0.0, 4, 2)])
     assert [o.code for o in outcomes] == [NO_FINISH]
 
 
 @pytest.mark.parametrize("concurrency", [0, 2])
-async def test_stopping_cancels_what_runs_and_counts_it(concurrency: int):
+async def test_load_stop_cancels_and_counts_running_requests(concurrency: int):
     stop = asyncio.Event()
     service = FakeService(delay=60, crowd=2, crowded=stop.set)
-    asks = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
-    outcomes, seconds = await loaded(service, asks, stop=stop, concurrency=concurrency)
+    requests = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
+    outcomes, seconds = await loaded(service, requests, stop=stop, concurrency=concurrency)
     assert [o.code for o in outcomes] == [INTERRUPTED] * 2
     assert seconds < 60
     assert bench_report.summary(outcomes, seconds, 3)["requests"]["failed"] == {INTERRUPTED: 2}
 
 
-async def test_open_loop_counts_latencies_from_the_time_that_was_due():
-    """A load generator that stands still for 0.3 s while requests are due hides none of it."""
-    stalls = iter([0.3])  # as a process that is not scheduled
+async def test_load_open_loop_measures_latencies_from_the_due_time():
+    """A load generator that stalls for 0.3 s while requests are due reports the stall."""
+    stalls = iter([0.3])  # like a process that is not scheduled
     service = FakeService(crowd=1, crowded=lambda: time.sleep(next(stalls, 0.0)))
-    asks = [Ask(0.05 * i, 4, 1) for i in range(20)]
-    outcomes, seconds = await loaded(service, asks)
+    requests = [Ask(0.05 * i, 4, 1) for i in range(20)]
+    outcomes, seconds = await loaded(service, requests)
     late = [o for o in outcomes if o.sent - o.due > 0.1]
     assert late
     for outcome in late:
         assert bench_report.ttft(outcome) >= outcome.sent - outcome.due
         assert bench_report.end_to_end(outcome) >= outcome.sent - outcome.due
         assert not bench_report.meets(outcome, 0.1, None)
-    figures = bench_report.summary(outcomes, seconds, len(asks))
+    figures = bench_report.summary(outcomes, seconds, len(requests))
     assert figures["latency_ms"]["ttft"]["p99"] >= figures["latency_ms"]["lag"]["p99"] > 100
     assert bench_report.lag_warning(figures).startswith("the load generator sent late: lag p99 ")
 
 
-async def test_closed_loop_requests_are_due_after_their_message_is_made(monkeypatch: pytest.MonkeyPatch):
-    message, made = Load._message, []
+async def test_load_closed_loop_requests_are_due_after_their_message_is_built(monkeypatch: pytest.MonkeyPatch):
+    message, built = Load._message, []
 
-    def noted(self: Load, *arguments: Any) -> Any:
+    def recorded(self: Load, *arguments: Any) -> Any:
         try:
             return message(self, *arguments)
         finally:
-            made.append(self._now())
+            built.append(self._now())
 
-    monkeypatch.setattr(Load, "_message", noted)
+    monkeypatch.setattr(Load, "_message", recorded)
     outcomes, _ = await loaded(FakeService(), [Ask(0.0, 4, 2)] * 6, concurrency=1)
-    assert all(at <= outcome.due <= outcome.sent for at, outcome in zip(made, outcomes, strict=True))
+    assert all(at <= outcome.due <= outcome.sent for at, outcome in zip(built, outcomes, strict=True))
 
 
 # The command
@@ -205,7 +210,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def served_elsewhere(service: FakeService) -> Iterator[str]:
-    """`served` in a thread, since `run` has a loop of its own."""
+    """Run `served` in a thread, because `run` starts its own event loop."""
     target: list[str] = []
     up, down = threading.Event(), threading.Event()
 
@@ -225,16 +230,16 @@ def served_elsewhere(service: FakeService) -> Iterator[str]:
         thread.join()
 
 
-def test_run_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_prints_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     figures = tmp_path / "out.json"
     with served_elsewhere(FakeService(delay=0.005, refuse=5)) as target:
         code = bench_serve.run(parsed(
             "--target", target, "--rate", "200", "--requests", "10", "--prompt-tokens", "60", "--output-tokens", "8",
             "--slo-ttft-ms", "5000", "--json", str(figures)))
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == 0
-    assert "8 ok, 2 RESOURCE_EXHAUSTED failed, 0 not sent" in said.out
-    assert "10 of 10 requests are cut" in said.err
+    assert "8 ok, 2 RESOURCE_EXHAUSTED failed, 0 not sent" in output.out
+    assert "10 of 10 requests are cut" in output.err
     written = json.loads(figures.read_text())
     assert written["model"]["name"] == "fake"
     assert written["options"]["rate"] == 200
@@ -243,7 +248,7 @@ def test_run_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(written["outcomes"]) == 10
 
 
-def test_run_draws(tmp_path: Path):
+def test_run_plot_writes_an_image(tmp_path: Path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"
     with served_elsewhere(FakeService(refuse=2)) as target:
@@ -251,13 +256,13 @@ def test_run_draws(tmp_path: Path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_of_an_unknown_kind_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
+def test_run_unknown_image_format_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("matplotlib")
     assert bench_serve.run(parsed("--plot", "out.xyz")) == 1
-    assert "--plot: no picture of kind 'xyz'" in capsys.readouterr().err
+    assert "--plot: unknown image format 'xyz'" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_there_is(capsys: pytest.CaptureFixture[str]):
+def test_run_ctrl_c_prints_partial_figures(capsys: pytest.CaptureFixture[str]):
     service = FakeService(delay=60, crowd=2, crowded=lambda: os.kill(os.getpid(), signal.SIGINT))
     with served_elsewhere(service) as target:
         code = bench_serve.run(parsed("--target", target, "--concurrency", "2", "--requests", "5"))
@@ -265,7 +270,7 @@ def test_ctrl_c_prints_what_there_is(capsys: pytest.CaptureFixture[str]):
     assert "0 ok, 2 INTERRUPTED failed, 3 not sent" in capsys.readouterr().out
 
 
-def test_run_refuses_what_cannot_work(
+def test_run_invalid_arguments_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     assert bench_serve.run(parsed("--json", str(tmp_path / "no" / "x.json"))) == 1
@@ -284,7 +289,7 @@ def test_run_refuses_what_cannot_work(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--rate", "0"], "--rate: must be at least"),
         (["--rate", "nan"], "--rate: must be at least"),
@@ -293,7 +298,7 @@ def test_run_refuses_what_cannot_work(
         (["--rate", "1", "--concurrency", "1"], "not allowed with"),
     ],
 )
-def test_options_are_checked(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_options_out_of_range_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parsed(*arguments)
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)

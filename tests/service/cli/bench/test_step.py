@@ -1,4 +1,4 @@
-"""The bench on the built-in model: what it reports is what it did."""
+"""`npuserve bench step` on the built-in model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PREFILL = ("prompt", "prefill_tokens_per_second", "ttft_ms_p50", "prefill_gflops
 SMALL = ["--kv-cache-memory", "64MiB", "--threads", "1"]
 
 
-def held(n: int, k: int) -> int:
-    """Bytes of a weight of bfloat16."""
+def nbytes(n: int, k: int) -> int:
+    """Return the bytes of a bfloat16 weight."""
     return 4 * packed_words(n, k, torch.bfloat16) if native.available() else 2 * n * k
 
 
-def test_one_object_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_json_has_one_object_per_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--batch", "1,3", "--context", "40", "--prompt", "70", "--tokens", "4",
                      "--max-num-batched-tokens", "32", "--json", *SMALL]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -47,7 +47,7 @@ def test_one_object_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kernel_share_after_late_collection_is_at_most_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step after a late collection ends on the device before the host begins to wait for it."""
+    """After a late collection, the next step ends on the device before the host waits for it."""
     collect = Runner.collect
 
     def late(runner: Runner, launched: Launched) -> StepResult:
@@ -64,8 +64,8 @@ def test_kernel_share_after_late_collection_is_at_most_one(
     assert row["host_us"] > 0
 
 
-def test_bytes_and_operations_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The built-in model: 5 layers, hidden 256, 4/2 heads of 64, intermediate 512, a tied vocabulary of 2048."""
+def test_bench_step_bytes_and_operations_match_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in model has 5 layers, hidden 256, 4/2 heads of 64, intermediate 512, a tied vocabulary of 2048."""
     assert cli.main(["bench", "step", "--batch", "2", "--context", "40", "--prompt", "70", "--tokens", "5",
                      "--json", *SMALL]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -75,25 +75,27 @@ def test_bytes_and_operations_are_those_of_the_model(capsys: pytest.CaptureFixtu
     step = row["decode_gbs"] * 1e9 * 2 / row["decode_tokens_per_second"]
     keys_and_values = 2 * 5 * 2 * 64 * 2 * (2 * 40)
     assert step == pytest.approx(row["weights_bytes"] + keys_and_values, rel=0.02)
-    weights = 5 * (held(512, 256) + held(256, 256) + held(1024, 256) + held(256, 512)) + held(2048, 256)
+    weights = 5 * (nbytes(512, 256) + nbytes(256, 256) + nbytes(1024, 256) + nbytes(256, 512)) + nbytes(2048, 256)
     assert row["weights_bytes"] == pytest.approx(weights, rel=0.01)
 
 
-def test_bytes_of_weights_are_those_that_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    """The LM head, which is the table of embeddings too, in int8: a scale and a sum for each of its rows."""
+def test_bench_step_weights_bytes_match_the_storage(capsys: pytest.CaptureFixture[str]) -> None:
+    """The LM head shares its weight with the embedding. In int8 each of its rows has a scale and a sum."""
     rows = []
     for head in ("auto", "int8"):
         assert cli.main(["bench", "step", "--batch", "1", "--context", "8", "--prompt", "8", "--tokens", "2",
                          "--lm-head-dtype", head, "--json", *SMALL]) == 0
         rows.append(json.loads(capsys.readouterr().out))
     whole, int8 = rows
-    less = held(2048, 256) - 2048 * (256 + 8)
+    less = nbytes(2048, 256) - 2048 * (256 + 8)
     assert whole["weights_bytes"] - int8["weights_bytes"] == less
     read = [row["decode_gbs"] * 1e9 / row["decode_tokens_per_second"] for row in rows]
     assert read[0] - read[1] == pytest.approx(less, rel=0.01)
 
 
-def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_step_ceilings_and_lists_have_all_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
     monkeypatch.setattr(ceilings.Ceilings.__init__, "__defaults__", (8 << 20,))
     monkeypatch.setattr(measure, "COLD_BYTES", 1 << 20)
@@ -111,7 +113,7 @@ def test_ceilings_and_lists(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert other["prompt"] == 48
 
 
-def test_read_share_of_weights_that_caches_hold_is_absent(
+def test_bench_step_read_share_of_cached_weights_is_absent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ceilings, "_PASS_SECONDS", 1e-4)
@@ -124,7 +126,7 @@ def test_read_share_of_weights_that_caches_hold_is_absent(
     assert row["read_ceiling_gbs"] > 0
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_without_json_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "2", *SMALL]) == 0
     *chosen, head, row = capsys.readouterr().out.splitlines()
     assert native.available() == any(line.startswith("CPU kernels run on ") for line in chosen)
@@ -132,25 +134,27 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert row.split()[:2] == ["2", "8"]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--context", "600"], "max_model_len is 512"),
     (["--batch", "64", "--context", "300", "--prompt", "100", "--kv-cache-memory", "8MiB",
       "--max-num-batched-tokens", "4096"],
      "the KV cache holds"),
 ])
-def test_what_does_not_fit_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_batch_that_does_not_fit_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "step", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("batch", ["0", "1,,2", "x", "-1"])
-def test_nonsense_batches(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_invalid_batch_is_refused(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench", "step", "--batch", batch])
     assert "must be at least 1" in capsys.readouterr().err
 
 
-def test_taken_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_step_layers_traces_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["bench", "step", "--layers", "1", "--lm-head", "skip", "--dump", str(tmp_path), "--batch", "2",
                      "--prompt", "5", "--threads", "1"]) == 0
     head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -162,6 +166,6 @@ def test_taken_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 10
 
 
-def test_a_prefix_of_a_model_that_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_too_many_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--layers", "6"]) == 2
     assert "layers: 6 are more than the 5" in capsys.readouterr().err

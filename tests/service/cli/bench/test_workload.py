@@ -1,4 +1,4 @@
-"""Arrivals, traces and prompts of the load generator."""
+"""Workloads of the load generator: arrivals, traces and prompts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from npuserve.service.cli.bench.workload import HASH_TOKENS, Ask, Prompts, TraceError, fitted, poisson, read_trace
 
 
-def test_poisson_is_of_its_rate_and_of_its_seed():
-    asks = poisson(4000, 50.0, 8, 4, seed=1)
-    gaps = np.diff([ask.at for ask in asks])
-    assert asks[0].at == 0
-    # An exponential's mean and standard deviation are equal; 4 standard errors.
+def test_poisson_has_its_rate_and_depends_on_its_seed():
+    requests = poisson(4000, 50.0, 8, 4, seed=1)
+    gaps = np.diff([request.at for request in requests])
+    assert requests[0].at == 0
+    # Mean and standard deviation of an exponential distribution are equal; tolerance of 4 standard errors.
     assert gaps.mean() == pytest.approx(1 / 50, rel=4 / np.sqrt(4000))
     assert gaps.std() == pytest.approx(1 / 50, rel=0.1)
-    assert asks == poisson(4000, 50.0, 8, 4, seed=1)
-    assert asks != poisson(4000, 50.0, 8, 4, seed=2)
-    assert {ask.at for ask in poisson(5, float("inf"), 8, 4, seed=1)} == {0.0}
+    assert requests == poisson(4000, 50.0, 8, 4, seed=1)
+    assert requests != poisson(4000, 50.0, 8, 4, seed=2)
+    assert {request.at for request in poisson(5, float("inf"), 8, 4, seed=1)} == {0.0}
 
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -30,18 +30,18 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def test_azure_trace(tmp_path: Path):
+def test_read_trace_azure(tmp_path: Path):
     file = tmp_path / "azure.csv"
     file.write_text(AZURE)
-    asks = read_trace(file, 2, time_scale=2.0)
-    assert [(a.prompt_tokens, a.output_tokens) for a in asks] == [(374, 44), (396, 1)]
-    assert [a.at for a in asks] == pytest.approx([0.0, 1.0])
+    requests = read_trace(file, 2, time_scale=2.0)
+    assert [(a.prompt_tokens, a.output_tokens) for a in requests] == [(374, 44), (396, 1)]
+    assert [a.at for a in requests] == pytest.approx([0.0, 1.0])
     assert len(read_trace(file, 0)) == 3
     file.write_text(AZURE.replace("\n2023-11-16 18:16", "+00:00\n2023-11-16 18:16").replace("+00:00\n", "\n"))
     assert read_trace(file, 1)[0].prompt_tokens == 374
 
 
-def test_mooncake_trace_and_its_shared_prefixes(tmp_path: Path):
+def test_read_trace_mooncake_has_shared_prefixes(tmp_path: Path):
     rows = [
         {"timestamp": 1000, "input_length": 1200, "output_length": 5, "hash_ids": [0, 1, 2]},
         {"timestamp": 4000, "input_length": 1100, "output_length": 6, "hash_ids": [0, 1, 3]},
@@ -49,24 +49,24 @@ def test_mooncake_trace_and_its_shared_prefixes(tmp_path: Path):
     ]
     file = tmp_path / "mooncake.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    asks = read_trace(file, 0)
-    assert [ask.at for ask in asks] == [0.0, 2.0, 3.0]
+    requests = read_trace(file, 0)
+    assert [request.at for request in requests] == [0.0, 2.0, 3.0]
     prompts = Prompts(30000, [2], seed=5)
-    first, short, second = (prompts.token_ids(i, ask) for i, ask in enumerate(asks))
+    first, short, second = (prompts.token_ids(i, request) for i, request in enumerate(requests))
     assert [len(ids) for ids in (first, short, second)] == [1200, 100, 1100]
     assert first[: 2 * HASH_TOKENS] == second[: 2 * HASH_TOKENS]
     assert first[2 * HASH_TOKENS : 1100] != second[2 * HASH_TOKENS :]
     assert short == first[:100]
-    # Shrunk, blocks and lengths shrink together.
+    # Scaling shrinks blocks and lengths alike.
     small = read_trace(file, 0, length_scale=1 / 16)
-    first, _, second = (prompts.token_ids(i, ask) for i, ask in enumerate(small))
+    first, _, second = (prompts.token_ids(i, request) for i, request in enumerate(small))
     assert (len(first), len(second)) == (75, 69)
     assert first[:64] == second[:64]
     assert first[64:69] != second[64:]
-    # Cut to fewer tokens, a prefix is a prefix still.
-    (cut, *_), number = fitted(asks, 700, 0, 10**6)
+    # A prompt cut to fewer tokens is a prefix of the whole prompt.
+    (cut, *_), number = fitted(requests, 700, 0, 10**6)
     assert number == 2
-    assert prompts.token_ids(0, cut) == prompts.token_ids(0, asks[0])[:700]
+    assert prompts.token_ids(0, cut) == prompts.token_ids(0, requests[0])[:700]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_mooncake_trace_and_its_shared_prefixes(tmp_path: Path):
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [-3]}\n', ":1: hash_ids: below 0"),
     ],
 )
-def test_a_bad_trace_is_named(tmp_path: Path, content: str, named: str):
+def test_read_trace_malformed_is_named(tmp_path: Path, content: str, named: str):
     file = tmp_path / "trace"
     file.write_text(content)
     with pytest.raises(TraceError, match=named):
@@ -90,23 +90,23 @@ def test_a_bad_trace_is_named(tmp_path: Path, content: str, named: str):
         read_trace(tmp_path / "absent", 0)
 
 
-def test_prompts_avoid_special_ids_at_either_end():
-    ask = Ask(0.0, 5000, 1)
-    low = Prompts(100, [2, 1], seed=0).token_ids(0, ask)
+def test_prompts_exclude_special_ids_at_either_end():
+    request = Ask(0.0, 5000, 1)
+    low = Prompts(100, [2, 1], seed=0).token_ids(0, request)
     assert (min(low), max(low)) == (3, 99)
-    high = Prompts(100, [95, 93], seed=0).token_ids(0, ask)
+    high = Prompts(100, [95, 93], seed=0).token_ids(0, request)
     assert (min(high), max(high)) == (0, 92)
-    assert high != Prompts(100, [95, 93], seed=0).token_ids(1, ask)
-    assert high == Prompts(100, [95, 93], seed=0).token_ids(0, ask)
-    # The draw is even: chi-square of 93 buckets, about five standard deviations.
+    assert high != Prompts(100, [95, 93], seed=0).token_ids(1, request)
+    assert high == Prompts(100, [95, 93], seed=0).token_ids(0, request)
+    # The distribution is uniform: chi-square of 93 buckets, about five standard deviations.
     counts = np.bincount(high, minlength=93)
     assert ((counts - 5000 / 93) ** 2 / (5000 / 93)).sum() < 93 + 5 * np.sqrt(2 * 93)
 
 
-def test_fitted_cuts_to_caps_and_context():
-    asks = [Ask(0.0, 10, 10), Ask(0.0, 100, 10), Ask(0.0, 10, 100), Ask(0.0, 100, 100)]
-    cut, number = fitted(asks, 0, 0, 64)
+def test_fitted_cuts_to_limits_and_context():
+    requests = [Ask(0.0, 10, 10), Ask(0.0, 100, 10), Ask(0.0, 10, 100), Ask(0.0, 100, 100)]
+    cut, number = fitted(requests, 0, 0, 64)
     assert [(a.prompt_tokens, a.output_tokens) for a in cut] == [(10, 10), (54, 10), (1, 63), (1, 63)]
     assert number == 3
-    cut, _ = fitted(asks, 20, 30, 64)
+    cut, _ = fitted(requests, 20, 30, 64)
     assert [(a.prompt_tokens, a.output_tokens) for a in cut] == [(10, 10), (20, 10), (10, 30), (20, 30)]

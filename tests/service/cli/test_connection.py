@@ -1,4 +1,4 @@
-"""What the commands share: waiting for a server, and errors as sentences."""
+"""Connection of the commands to a server: readiness, TLS, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 
+from npuserve.client import channel
+from npuserve.client.errors import from_rpc
 from npuserve.service import arguments
-from npuserve.service.cli import client
+from npuserve.service.cli import connection
 from tests.service.cli.test_metrics_reader import answering
 from tests.support.certificates import Authority, Pair, needs_openssl
 from tests.support.command import npuserve
 from tests.support.fake_server import serving
 
 
-def test_waits_until_the_server_is_ready() -> None:
-    with serving() as server, client.connect(server.target) as channel:
+def test_wait_ready_returns_once_the_server_is_ready() -> None:
+    with serving() as server:
         server.set_ready(False)
         threading.Timer(0.2, server.set_ready, [True]).start()
-        client.wait_ready(channel, server.target, 20)
+        connection.wait_ready(server.target, 20)
         server.set_ready(False)
-        with pytest.raises(client.CallFailed, match=r"^127.0.0.1:\d+: not ready within 0.2 s$"):
-            client.wait_ready(channel, server.target, 0.2)
+        with pytest.raises(connection.ConnectionFailed, match=r"^127.0.0.1:\d+: not ready within 0.2 s$"):
+            connection.wait_ready(server.target, 0.2)
 
 
-def test_waits_for_a_server_that_is_not_there_yet(free_port: Callable[[], int]) -> None:
+def test_wait_ready_without_a_server_fails_after_the_time(free_port: Callable[[], int]) -> None:
     target = f"127.0.0.1:{free_port()}"
-    with client.connect(target) as channel, pytest.raises(client.CallFailed, match=r"not ready within 0\.3 s"):
-        client.wait_ready(channel, target, 0.3)
+    with pytest.raises(connection.ConnectionFailed, match=r"not ready within 0\.3 s"):
+        connection.wait_ready(target, 0.3)
 
 
-def test_big_messages_pass() -> None:
-    assert dict(client.OPTIONS)["grpc.max_receive_message_length"] == 64 << 20
+def test_channel_accepts_messages_of_64_mib() -> None:
+    assert dict(channel.OPTIONS)["grpc.max_receive_message_length"] == 64 << 20
 
 
 @pytest.mark.parametrize(("code", "details", "sentence"), [
@@ -47,14 +49,14 @@ def test_big_messages_pass() -> None:
     (grpc.StatusCode.UNAVAILABLE, "draining", "h:1: draining (UNAVAILABLE)"),
     (grpc.StatusCode.INTERNAL, None, "h:1: no details (INTERNAL)"),
 ])
-def test_errors_are_sentences(code: grpc.StatusCode, details: str | None, sentence: str) -> None:
+def test_explain_is_a_sentence_with_the_code(code: grpc.StatusCode, details: str | None, sentence: str) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
-    assert client.explain(error, "h:1") == sentence
+    assert connection.explain(from_rpc(error), "h:1") == sentence
 
 
 @dataclass
 class Ports:
-    """Ports of 127.0.0.1 on which something answers. authority signed the certificates, stranger did not."""
+    """Ports of 127.0.0.1 by the protocol of their server. authority signed the certificates, stranger did not."""
 
     authority: Authority
     stranger: Authority
@@ -106,16 +108,16 @@ METRICS = "this is the port of npuserve's metrics; gRPC has another, 50051 by de
     ("tls", "system", UNTRUSTED),
     ("tls", "", "the server speaks TLS; add --tls, or --tls-ca FILE"),
     ("mutual", "", "the server speaks TLS; add --tls, or --tls-ca FILE"),
-    ("mutual", "authority", "the server ended the connection after the TLS handshake; does it ask for a client's "
+    ("mutual", "authority", "the server ended the connection after the TLS handshake; does it require a client "
      "certificate (--tls-cert, --tls-key)?"),
     ("elsewhere", "authority", "the server's certificate does not name 127.0.0.1"),
     ("plain", "authority", "the server speaks no TLS; leave out --tls, --tls-ca, --tls-cert and --tls-key"),
     ("metrics", "", METRICS),
     ("metrics", "system", METRICS),
-    ("web", "", "a web server answers there, which speaks no gRPC"),
-    ("junk", "", "what answers there speaks neither gRPC nor TLS"),
+    ("web", "", "this port belongs to a web server without gRPC"),
+    ("junk", "", "the server at this port speaks neither gRPC nor TLS"),
 ])
-def test_generate_without_a_connection_says_what_answers(ports: Ports, port: str, trusted: str, sentence: str) -> None:
+def test_generate_without_a_connection_names_the_protocol(ports: Ports, port: str, trusted: str, sentence: str) -> None:
     target = f"127.0.0.1:{ports.by_name[port]}"
     flags = {"": (), "system": ("--tls",)}.get(trusted) or (
         ("--tls-ca", str(getattr(ports, trusted).cert)) if trusted else ())
@@ -124,7 +126,7 @@ def test_generate_without_a_connection_says_what_answers(ports: Ports, port: str
 
 
 @needs_openssl
-def test_generate_with_unusable_files_names_them(ports: Ports, tmp_path: Path) -> None:
+def test_generate_unusable_file_is_named(ports: Ports, tmp_path: Path) -> None:
     ca, own, other = ports.authority.cert, ports.authority.issue("own"), ports.authority.issue("other")
     latin = tmp_path / "key"
     latin.write_bytes(b"caf\xe9")
@@ -141,7 +143,7 @@ def test_generate_with_unusable_files_names_them(ports: Ports, tmp_path: Path) -
 
 
 @needs_openssl
-def test_generate_that_waits_without_a_connection_says_why(ports: Ports) -> None:
+def test_generate_wait_without_a_connection_names_the_cause(ports: Ports) -> None:
     target = f"127.0.0.1:{ports.by_name['tls']}"
     done = npuserve("generate", "x", "--target", target, "--wait", "0.5", "--tls-ca", str(ports.stranger.cert))
     assert (done.returncode, done.stdout) == (1, "")
@@ -149,7 +151,7 @@ def test_generate_that_waits_without_a_connection_says_why(ports: Ports) -> None
 
 
 @needs_openssl
-def test_top_at_a_grpc_port_says_so(ports: Ports) -> None:
+def test_top_at_a_grpc_port_names_the_protocol(ports: Ports) -> None:
     for port, spoken in (("plain", "gRPC"), ("tls", "TLS, which the metrics page never does")):
         target = f"127.0.0.1:{ports.by_name[port]}"
         done = npuserve("top", "--once", "--target", target)
@@ -158,7 +160,7 @@ def test_top_at_a_grpc_port_says_so(ports: Ports) -> None:
                                "give the metrics port, which is 9090 by default\n")
 
 
-def test_generate_at_an_unknown_host_says_so() -> None:
+def test_generate_at_an_unknown_host_names_it() -> None:
     done = npuserve("generate", "x", "--target", "no-such-host.invalid:50051")
     assert done.returncode == 1
     assert done.stderr.startswith("npuserve: no-such-host.invalid:50051: the name no-such-host.invalid cannot be "
@@ -167,7 +169,7 @@ def test_generate_at_an_unknown_host_says_so() -> None:
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",), ("bench", "serve")])
 @pytest.mark.parametrize("target", ["http://127.0.0.1:50051", "localhost", "", "::1:50051", "host:0", "host:70000"])
-def test_target_of_another_form_is_refused(command: tuple[str, ...], target: str) -> None:
+def test_target_invalid_is_refused(command: tuple[str, ...], target: str) -> None:
     done = npuserve(*command, "--target", target)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"argument --target: must be HOST:PORT, such as 127.0.0.1:50051, got {target!r}" in done.stderr
@@ -175,5 +177,5 @@ def test_target_of_another_form_is_refused(command: tuple[str, ...], target: str
 
 
 @pytest.mark.parametrize("target", ["host:1", "[::1]:50051", "10.0.0.1:65535", "dns:///host:1", "unix:/run/socket"])
-def test_target_of_a_known_form_is_taken(target: str) -> None:
+def test_target_valid_is_accepted(target: str) -> None:
     assert arguments.target(target) == target

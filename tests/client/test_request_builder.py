@@ -1,4 +1,4 @@
-"""A prompt and options to one request."""
+"""Request builder: prompts and options become request messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from npuserve.client.ask import Options, build, detokenizing, resuming
+from npuserve.client.request_builder import Options, build_detokenize, build_request, build_resume
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 
 RESERVED = {"n", "json_schema", "regex", "grammar", "choices", "json_object"}
 
 
-def test_every_field_is_an_option() -> None:
+def test_options_are_all_fields_of_the_request() -> None:
     parts = (pb.SamplingParams, pb.StoppingParams, pb.OutputParams, pb.SchedulingParams)
     names = {name for part in parts for name in part.DESCRIPTOR.fields_by_name} | {
         field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.message_type is None
@@ -24,32 +24,32 @@ def test_every_field_is_an_option() -> None:
     assert set(Options.__annotations__) == names - RESERVED - {"text"}
 
 
-def test_each_kind_of_prompt() -> None:
-    assert build("a", {}) == pb.GenerateRequest(text="a")
-    assert build([1, 2], {}) == pb.GenerateRequest(token_ids=prompt_pb2.TokenIds(ids=[1, 2]))
-    assert build([], {}).WhichOneof("prompt") == "token_ids"
-    turns = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "4", "tool_call_id": "c"}]
-    chat = build(turns, {"template_args": {"enable_thinking": False}, "tools": ["{}"]})
-    assert [(turn.role, turn.content) for turn in chat.chat.messages] == [("user", "hi"), ("tool", "4")]
+def test_build_request_takes_each_form_of_prompt() -> None:
+    assert build_request("a", {}) == pb.GenerateRequest(text="a")
+    assert build_request([1, 2], {}) == pb.GenerateRequest(token_ids=prompt_pb2.TokenIds(ids=[1, 2]))
+    assert build_request([], {}).WhichOneof("prompt") == "token_ids"
+    messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "4", "tool_call_id": "c"}]
+    chat = build_request(messages, {"template_args": {"enable_thinking": False}, "tools": ["{}"]})
+    assert [(m.role, m.content) for m in chat.chat.messages] == [("user", "hi"), ("tool", "4")]
     assert chat.chat.template_args["enable_thinking"] is False
     given = pb.GenerateRequest(text="a")
-    assert build(given, {"max_tokens": 3}).stopping.max_tokens == 3
+    assert build_request(given, {"max_tokens": 3}).stopping.max_tokens == 3
     assert given == pb.GenerateRequest(text="a")
 
 
-def test_options_go_to_their_fields() -> None:
-    made = build("a", {
+def test_build_request_sets_fields_of_options() -> None:
+    request = build_request("a", {
         "request_id": "r", "temperature": 0.5, "logit_bias": {3: 1.5}, "allowed_token_ids": [3], "max_tokens": 9,
         "stop": "END", "stop_token_ids": (4, 5), "logprobs": 0, "priority": -1, "cache_salt": "s"})
-    assert made == pb.GenerateRequest(
+    assert request == pb.GenerateRequest(
         request_id="r", text="a",
         sampling=pb.SamplingParams(temperature=0.5, logit_bias={3: 1.5}, allowed_token_ids=[3]),
         stopping=pb.StoppingParams(max_tokens=9, stop=["END"], stop_token_ids=[4, 5]),
         output=pb.OutputParams(logprobs=0), scheduling=pb.SchedulingParams(priority=-1, cache_salt="s"))
-    assert build("a", {"stop": ["x", "y"]}).stopping.stop == ["x", "y"]
+    assert build_request("a", {"stop": ["x", "y"]}).stopping.stop == ["x", "y"]
 
 
-@pytest.mark.parametrize(("prompt", "options", "said"), [
+@pytest.mark.parametrize(("prompt", "options", "message"), [
     (b"x", {}, "prompt: must be a text, token ids, a chat or a request, got bytes"),
     (7, {}, "prompt: must be a text"),
     ("x", {"max_token": 3}, "max_token: is no option"),
@@ -59,9 +59,9 @@ def test_options_go_to_their_fields() -> None:
     ("x", {"seed": 2**64}, "seed: "),
     ("x", {"temperature": "hot"}, "temperature: "),
 ])
-def test_what_no_request_can_hold(prompt: Any, options: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
-        build(prompt, options)
+def test_build_request_invalid_prompt_or_option_raises(prompt: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        build_request(prompt, options)
 
 
 LONE = "a\ud800b"
@@ -80,34 +80,34 @@ LONE = "a\ud800b"
     ([{"role": "user", "content": "x"}], {"template_args": {LONE: 1}}, "template_args"),
     ([{"role": "user", "content": "x"}], {"template_args": {"a": [{"b": LONE}]}}, "template_args"),
 ])
-def test_build_with_a_lone_surrogate_raises_value_error(prompt: Any, options: Any, name: str) -> None:
+def test_build_request_lone_surrogate_raises_value_error(prompt: Any, options: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: .*surrogates not allowed"):
-        build(prompt, options)
+        build_request(prompt, options)
 
 
 @pytest.mark.parametrize(("make", "name"), [
-    (lambda: resuming(LONE, 0), "resume_token"),
-    (lambda: resuming("t", -1), "token_offset"),
-    (lambda: resuming("t", 2**32), "token_offset"),
-    (lambda: detokenizing([1, -1]), "token_ids"),
+    (lambda: build_resume(LONE, 0), "resume_token"),
+    (lambda: build_resume("t", -1), "token_offset"),
+    (lambda: build_resume("t", 2**32), "token_offset"),
+    (lambda: build_detokenize([1, -1]), "token_ids"),
 ])
-def test_arguments_that_a_field_cannot_hold_raise_value_error(make: Callable[[], object], name: str) -> None:
+def test_build_argument_out_of_range_raises_value_error(make: Callable[[], object], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         make()
 
 
-def test_resuming_without_a_token_raises_type_error() -> None:
+def test_build_resume_without_token_raises_type_error() -> None:
     with pytest.raises(TypeError, match=r"^resume_token: "):
-        resuming(None, 0)  # type: ignore[arg-type]
+        build_resume(None, 0)  # type: ignore[arg-type]
 
 
-def test_the_client_loads_little() -> None:
+def test_client_imports_no_heavy_packages() -> None:
     code = "import sys, npuserve.client; print(*sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert {name for name in said.split() if name.startswith("npuserve.")} <= {
-        "npuserve.client", *(f"npuserve.client.{name}" for name in ("aio", "ask", "attempts", "channel", "errors",
-                                                                    "sync")),
-        "npuserve.v1", *(name for name in said.split() if name.startswith("npuserve.v1."))}
-    packages = {name.split(".")[0] for name in said.split()}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {name for name in output.split() if name.startswith("npuserve.")} <= {
+        "npuserve.client", *(f"npuserve.client.{name}" for name in (
+            "aio", "attempts", "channel", "errors", "request_builder", "sync")),
+        "npuserve.v1", *(name for name in output.split() if name.startswith("npuserve.v1."))}
+    packages = {name.split(".")[0] for name in output.split()}
     assert "grpc" in packages
     assert not packages & {"torch", "tokenizers", "transformers", "numpy", "msgspec", "prometheus_client", "rich"}

@@ -1,0 +1,33 @@
+"""Capture part of the acceptance check: each captured decode step compared with the same kernels one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from npuserve.service.cli.acceptance.report import Finding
+
+if TYPE_CHECKING:
+    from npuserve.npu.diagnostics.acceptance import Loaded
+
+CAPTURE_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+"""Maximum difference of a bucket's hidden states by dtype: the effect of other tilings of the same kernels. Wrong
+lengths cause far larger differences."""
+
+
+def check_captures(loaded: Loaded, largest: int) -> Iterator[Finding]:
+    """Yield a finding for each bucket that the backend captures for up to `largest` rows: time, memory, difference."""
+    from npuserve.npu.diagnostics.acceptance import buckets
+
+    tolerance = CAPTURE_TOLERANCE[loaded.runner.dtype_name]
+    for bucket in buckets(loaded, largest):
+        equality = "the same bits" if not bucket.difference else f"difference {bucket.difference:.1e}"
+        yield Finding(
+            "capture", f"{bucket.rows} rows",
+            f"{bucket.seconds:.2f} s, {bucket.nbytes / 2**20:.1f} MiB; {equality}, padded "
+            f"{bucket.padded_difference:.1e}; {bucket.replay_seconds * 1e3:.3f} ms, kernel by kernel "
+            f"{bucket.single_seconds * 1e3:.3f} ms",
+            max(bucket.difference, bucket.padded_difference) <= tolerance,
+            {name: getattr(bucket, name) for name in bucket.__slots__},
+            "the captured step and its kernels compute different results: serve with --decode-buckets without this "
+            "size, and send this report")

@@ -1,0 +1,65 @@
+"""Acceptance check of a device: options, and the parts in order.
+
+1. Kernels: each kernel of the backend on its test cases, against the golden function in float64.
+2. Tokens: the model answers prompts greedily, in chunks and in changing batches. The CPU in float32 judges every token
+   and every position. In float32, if the device has it, all tokens must equal the CPU's. In other dtypes the check
+   judges the share of positions with the same argmax, and that no token is less likely than rounding explains.
+   It runs twice: with overlapped steps, and with one step in flight.
+3. Capture: time and memory of each bucket, and its result against the same kernels one by one.
+4. Latency: time of kernels and decode steps against the floor, which is the bytes that must be read by the measured
+   memory bandwidth. Judged only with --least-share, and never on an emulated device.
+
+Each finding is one line. The end of the report repeats each failed finding with the action to take.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from npuserve.service.arguments import number
+from npuserve.service.cli.acceptance.kernels import check_kernels
+from npuserve.service.cli.acceptance.latency import LatencyCheck
+from npuserve.service.cli.acceptance.model import check_model
+from npuserve.service.cli.acceptance.report import Finding, failure
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.text.model_folder import resolve
+
+FATAL_FAULTS = ("engine", "node")
+"""Faults after which this process can no longer use the device."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("acceptance")
+    group.add_argument("--accept", action="store_true", help="run the model on the device and judge its results")
+    group.add_argument("--least-share", type=number(float, 0.0, 1.0), metavar="SHARE",
+                       help="minimum share of a latency that memory reads must explain (default: latencies are not "
+                            "judged)")
+
+
+def findings(config: ServerConfig, least_share: float | None) -> Iterator[Finding]:
+    """Run all parts and yield their findings. Prompts, too, are computed on the device.
+
+    An exception becomes a finding, except ConfigError for an invalid model and BackendError for a missing device.
+
+    least_share: minimum of floor / latency; None if latencies are not judged.
+    """
+    from npuserve.npu.backends import select
+
+    backend = select(config.device, config.relaxations if config.emulate else None)
+    backend.set_threads(config.threads)
+    backend.decode_buckets = config.buckets
+    folder = resolve(config.model)
+    latencies = LatencyCheck(config.emulate, None if config.emulate else least_share)
+    for part, part_findings in (
+        ("memory", latencies.bandwidth(backend)), ("kernels", check_kernels(backend)),
+        ("kernels", latencies.kernels(backend)), ("model", check_model(folder, backend, config, latencies)),
+    ):
+        try:
+            yield from part_findings
+        except ConfigError:
+            raise
+        except Exception as error:  # raised by a device or its software
+            yield (failed := failure(part, error))
+            if failed.figures["fault"] in FATAL_FAULTS:
+                return

@@ -1,0 +1,149 @@
+"""Tokens part of the acceptance check: the model's answers on the device, judged by the CPU in float32."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.service.cli.acceptance import latency
+from npuserve.service.cli.acceptance import tokens as accept_tokens
+from npuserve.service.cli.acceptance.captures import check_captures
+from npuserve.service.cli.acceptance.kernels import supports_dtype
+from npuserve.service.cli.acceptance.report import Finding
+from npuserve.service.config import ServerConfig
+
+if TYPE_CHECKING:
+    from npuserve.npu.backends.base import Backend
+    from npuserve.npu.diagnostics.acceptance import Loaded
+    from npuserve.npu.execution.decoder import Model
+
+MIN_EQUAL_SHARE = 0.995
+"""Minimum share of positions whose argmax equals that of the CPU in float32. A device can be SIGMAS standard deviations
+below it, or below the CPU's own share in the judged dtype, for the number of positions compared."""
+
+SIGMAS = 3
+MAX_GAP = 3
+"""Maximum gap between the CPU's argmax and an answered token, in largest differences of a logit. Rounding raises one
+logit and lowers the other, each by at most that difference; half as much again allows for other positions."""
+
+FORCED_BATCH_TOKENS = 256
+"""Tokens of a step where sequences are only judged."""
+
+MIN_CAPTURED_SHARE = 0.95
+
+
+def check_model(folder: Path, backend: Backend, config: ServerConfig, latencies: latency.LatencyCheck
+                ) -> Iterator[Finding]:
+    """Check the tokens in float32, if the device has it, and in the served dtype.
+
+    In the served dtype, captures and step latencies are checked, too.
+    """
+    from npuserve.npu.diagnostics.acceptance import load, load_reference
+    from npuserve.npu.model.config import ModelConfig
+
+    facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
+    served = backend.resolve_dtype(config.dtype, facts.dtype)
+    rows = latency.BATCHES[-1]
+    budget = max(config.max_num_batched_tokens, rows + 1)
+    context = min(64 if latencies.emulated else 1024, facts.context_length // 4)
+    # One block more than the longest row needs: the scheduler admits a request only if it can grow.
+    length = min(facts.context_length, (config.block_size or backend.block_size) + max(
+        4 * accept_tokens.BUDGET + accept_tokens.ANSWER, latency.row_length(rows, context, budget, latency.STEPS)))
+    answer = min(accept_tokens.ANSWER, length // 2)
+    prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - answer)
+    golden = load_reference(folder, backend, "float32", length, config.threads, config.lm_head_dtype)
+    for dtype in dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []), served]):
+        loaded = load(
+            folder, backend, dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
+            block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory,
+            lm_head_dtype=config.lm_head_dtype)
+        yield from check_tokens(loaded, golden, prompts, answer, folder)
+        if dtype == served:
+            yield from check_captures(loaded, rows)
+            yield from latencies.steps(loaded, context, budget)
+        del loaded
+        gc.collect()  # frees the memory for the next dtype
+
+
+def check_tokens(
+    loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], count: int, folder: Path
+) -> Iterator[Finding]:
+    """Answer each prompt with `count` tokens, with and without overlapped steps, and judge the tokens.
+
+    golden: the model on the CPU in float32.
+    """
+    overlapped, alone = (accept_tokens.answers(loaded.runner, prompts, count, depth) for depth in (2, 1))
+    yield _compare_with_cpu(loaded, golden, prompts, overlapped.tokens, folder)
+    yield _compare_overlap(loaded, overlapped, alone)
+    share = overlapped.captured / max(overlapped.decodes, 1)
+    yield Finding(
+        "tokens", f"captured decodes, {loaded.runner.dtype_name}",
+        f"{overlapped.captured} of {overlapped.decodes} decode tokens",
+        None if not overlapped.captured and loaded.runner.deterministic else share >= MIN_CAPTURED_SHARE,
+        {"share": share},
+        f"decode_buckets must reach {len(prompts)} rows or more, otherwise larger batches run kernel by kernel")
+
+
+def _compare_with_cpu(
+    loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], tokens: list[list[int]], folder: Path
+) -> Finding:
+    """Return the finding for the agreement of logits and tokens with the CPU in float32."""
+    from npuserve.npu.diagnostics.acceptance import load_reference
+    from npuserve.npu.diagnostics.teacher_forced import forced_logits
+
+    runner, dtype = loaded.runner, loaded.runner.dtype_name
+    sequences = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
+    cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.norm.dtype else None
+
+    def compared(model: Model, backend: Backend) -> accept_tokens.Agreement:
+        return accept_tokens.agreement(
+            forced_logits(*golden, sequences, FORCED_BATCH_TOKENS, cache_dtype=cached),
+            forced_logits(model, backend, sequences, FORCED_BATCH_TOKENS, cache_dtype=cached), prompts, tokens)
+
+    found = compared(loaded.model, loaded.backend)
+    figures = {"positions": found.positions, "equal_argmax": found.share, "tokens": found.tokens,
+               "equal_tokens": found.likeliest / found.tokens, "largest_logit_difference": found.difference,
+               "largest_gap": found.gap}
+    said = (f"{found.likeliest} of {found.tokens} tokens as the CPU in float32, gap {found.gap:.1e}; {found.equal} of "
+            f"{found.positions} positions ({found.share:.4f}), logits differ by {found.difference:.1e}")
+    if dtype == "float32":
+        passed = found.likeliest == found.tokens
+    else:
+        least = min_equal_share(found.positions)
+        if found.share < least and dtype in golden[1].dtypes:
+            own = compared(*load_reference(
+                folder, loaded.backend, dtype, runner.max_model_len, golden[1].threads,
+                runner.config.lm_head_dtype)).share
+            figures["equal_argmax_of_the_cpu"] = own
+            said += f"; the CPU in {dtype}: {own:.4f}"
+            least = min_equal_share(found.positions, own)
+        figures["least_equal_argmax"] = least
+        passed = found.share >= least and found.gap <= MAX_GAP * found.difference
+    where = "prompt {}, token {}: {} and not {}".format(*found.worst) if found.worst else "in its logits"
+    return Finding("tokens", f"beside the CPU, {dtype}", said, passed, figures,
+                   f"the model's result is wrong at {where}: npuserve bench step MODEL --layers 1 names the first "
+                   "wrong kernel of a step; send both reports")
+
+
+def min_equal_share(positions: int, own: float = 1.0) -> float:
+    """Return the lowest share of equal argmax that rounding explains; continuous in both arguments.
+
+    positions: number of positions compared.
+    own: the CPU's share in the judged dtype, over the same positions; 1 if not measured.
+    """
+    expected = min(MIN_EQUAL_SHARE, own)
+    return expected - SIGMAS * math.sqrt(expected * (1 - expected) / positions)
+
+
+def _compare_overlap(loaded: Loaded, overlapped: accept_tokens.Answers, alone: accept_tokens.Answers) -> Finding:
+    """Return the finding for the equality of tokens with two steps in flight and with one."""
+    same, steps = overlapped.tokens == alone.tokens, overlapped.steps == alone.steps
+    return Finding(
+        "tokens", f"overlapped and not, {loaded.runner.dtype_name}",
+        f"{'equal' if same else 'OTHER'} tokens in {len(overlapped.steps)} {'equal' if steps else 'other'} steps",
+        same if same or steps or loaded.runner.deterministic else None, {"steps": len(overlapped.steps)},
+        "steps in flight corrupt each other: serve with --no-double-buffering until this is fixed, and send this "
+        "report")

@@ -1,0 +1,61 @@
+"""Findings of the acceptance check, and their text for people."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one test or measurement.
+
+    part: part of the check: memory, kernels, tokens, capture, latency or model.
+    name: name within the part.
+    said: the result in words.
+    passed: None if the result is not judged.
+    figures: the result in numbers, for --json.
+    advice: what to do after a failure, as the end of a sentence.
+    """
+
+    part: str
+    name: str
+    said: str
+    passed: bool | None
+    figures: dict[str, Any] = field(default_factory=dict)
+    advice: str = ""
+
+
+def failure(part: str, error: Exception) -> Finding:
+    """Return the finding for an exception of the device or its software."""
+    from npuserve.npu.backends import fault
+    from npuserve.npu.backends.base import Fault
+
+    kind = fault(error)
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    advice = {
+        None: "follow the message; if it does not help, it is a bug of npuserve: send this report",
+        Fault.RETRYABLE: "the device ran out of a resource: end the other programs on it, or reduce decode_buckets and "
+                         "kv_cache_memory, and check again",
+        Fault.ENGINE: "the device refused or aborted the work: check again, and if it fails at the same point, send "
+                      "this report with the log of CANN",
+        Fault.NODE: "the device, its driver or its links are faulty: see npu-smi info, and repair them first",
+    }[kind]
+    figures = {"fault": kind and kind.value, "traceback": "".join(traceback.format_exception(error))}
+    return Finding(part, "error", f"{type(error).__name__}: {first}", False, figures, advice)
+
+
+def line(finding: Finding) -> str:
+    """Return the finding as one line of the report."""
+    verdict = {True: "ok", False: "FAILED", None: "-"}[finding.passed]
+    return f"{finding.part:9}{finding.name:48}{verdict:8}{finding.said}"
+
+
+def ending(findings: Sequence[Finding]) -> str:
+    """Return the end of the report: one line for each failed finding with its advice, and the counts."""
+    failed = [f for f in findings if f.passed is False]
+    lines = [f"FAILED {f.part}, {f.name}: {f.said}; {f.advice}." for f in failed]
+    judged = sum(f.passed is not None for f in findings)
+    return "\n".join([*lines, f"{judged - len(failed)} of {judged} judged findings passed"])
