@@ -51,9 +51,9 @@ a CPU.
 """
 
 RECONNECT_SECONDS = 0.05
-FAILED_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Pause before a background task that failed by a bug restarts."""
-PAGE_SECONDS = 0.1
+PUBLISH_SECONDS = 0.1
 """Minimum time between updates of per-token metrics while tokens arrive."""
 
 
@@ -82,7 +82,7 @@ class EngineClient:
         self._address = address
         self._stall_seconds = stall_seconds
         self._on_state = on_state
-        self._connected: _Connection | None = None  # to a ready engine
+        self._connection: _Connection | None = None  # to a ready engine
         self._deferred: list[messages.ToEngine] | None = None  # messages sent during a restore
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
@@ -90,14 +90,14 @@ class EngineClient:
         self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_key = 0
-        self._silence = 0
-        self._paged = 0.0
+        self._silent_seconds = 0
+        self._published = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the background tasks on the running event loop."""
         loop = asyncio.get_running_loop()
-        work = {"engine client": self._connection, "slow readers": self._check_readers}
+        work = {"engine client": self._serve_connection, "slow readers": self._check_readers}
         self._tasks = [loop.create_task(self._repeat(name, each), name=name) for name, each in work.items()]
 
     async def close(self) -> None:
@@ -121,8 +121,8 @@ class EngineClient:
         Raises Unavailable if the engine is not ready, and QueueFull if this front end holds twice the requests that the
         engine can run and queue. A refusal by the engine is raised by the stream.
         """
-        self._check_room()
-        stream = Stream(self, self._key(), Record(request))
+        self._check_capacity()
+        stream = Stream(self, self._next_key(), Record(request))
         self._streams[stream.key] = stream
         self.send(messages.Submit(stream.key, request))
         return stream
@@ -135,8 +135,8 @@ class EngineClient:
 
         Raises the errors of `submit`, and StreamNotFound or InvalidField from the engine.
         """
-        self._check_room()
-        key = self._key()
+        self._check_capacity()
+        key = self._next_key()
         found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._resuming[key] = found
         self.send(Resume(key, token, token_offset, owner, deadline))
@@ -159,31 +159,32 @@ class EngineClient:
 
         client: client of the request; "" for any.
         """
-        return await self._call(Abort(self._key(), request_id, client))
+        return await self._call(Abort(self._next_key(), request_id, client))
 
     async def flush_prefix_cache(self) -> int:
         """Flush the prefix cache and return the number of freed blocks."""
-        return await self._call(FlushPrefixCache(self._key()))
+        return await self._call(FlushPrefixCache(self._next_key()))
 
     def send(self, message: messages.ToEngine) -> bool:
         """Send a message without waiting. Return False if no engine is connected.
 
         The engine reads every message and refuses requests by an output, so the socket is never blocked for long.
         """
-        if self._connected is None:
+        if self._connection is None:
             return False
         if self._deferred is not None:
             self._deferred.append(message)
         else:
-            self._connected.write(message)
+            self._connection.write(message)
         return True
 
-    def forget(self, stream: Stream) -> None:
+    def remove(self, stream: Stream) -> None:
         """Remove a stream that nobody reads any more."""
         if self._streams.pop(stream.key, None) and stream.resumable:
             self._records.end(stream.record, time.monotonic())
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
+        """Raise Unavailable or QueueFull unless a further request fits."""
         info = self.require()
         most = 2 * (info.max_num_seqs + info.max_queue)
         if len(self._streams) + len(self._resuming) >= most:
@@ -192,7 +193,7 @@ class EngineClient:
                 f"front end full: it holds {most} requests, twice the sum of max_num_seqs ({info.max_num_seqs}) and "
                 f"max_queue ({info.max_queue})")
 
-    def _key(self) -> int:
+    def _next_key(self) -> int:
         self._last_key += 1
         return self._last_key
 
@@ -207,34 +208,35 @@ class EngineClient:
             del self._calls[message.call]
 
     async def _repeat(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in a loop. An exception is a bug: log it and restart the work after FAILED_SECONDS."""
+        """Run `work` in a loop. An exception is a bug: log it and restart the work after RETRY_SECONDS."""
         while True:
             try:
                 await work()
             except Exception as error:
                 logs.bug(log, f"{name}: failed, starting again", error)
-                await asyncio.sleep(FAILED_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
 
-    async def _connection(self) -> None:
+    async def _serve_connection(self) -> None:
         """Connect, and serve the connection until it breaks. Raises the exception of a message handler or of the stall
         check.
         """
         loop = asyncio.get_running_loop()
         try:
-            transport, connection = await loop.create_unix_connection(lambda: _Connection(self._hear), self._address)
+            transport, connection = await loop.create_unix_connection(
+                lambda: _Connection(self._on_message), self._address)
         except OSError:  # no engine is listening
             await asyncio.sleep(RECONNECT_SECONDS)
             return
-        listening = asyncio.ensure_future(self._listen())
+        stall_check = asyncio.ensure_future(self._detect_stall())
         try:
             connection.write(messages.Hello())
-            done, _ = await asyncio.wait((connection.ended, listening), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((connection.ended, stall_check), return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 one.result()
         finally:
-            listening.cancel()
+            stall_check.cancel()
             transport.abort()
-            self._lose()
+            self._on_disconnect()
 
     async def _check_readers(self) -> None:
         """Sleep, then cancel streams whose readers are too slow."""
@@ -243,38 +245,38 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.check_reader(now, self._slow_reader_seconds)
 
-    async def _listen(self) -> None:
+    async def _detect_stall(self) -> None:
         """Count the seconds without a message while this process runs; its own pauses do not count."""
         while True:
             await asyncio.sleep(1)
-            self._silence += 1
-            if self._silence >= self._stall_seconds and self.state == "ready":
+            self._silent_seconds += 1
+            if self._silent_seconds >= self._stall_seconds and self.state == "ready":
                 self._set_state("stalled")
 
-    def _hear(self, data: bytes, connection: _Connection) -> None:
+    def _on_message(self, data: bytes, connection: _Connection) -> None:
         message = messages.decode_to_frontend(data)
-        self._silence = 0
+        self._silent_seconds = 0
         if self.state == "stalled":
             self._set_state("ready")
         match message:
-            case Outputs(epoch=epoch) if epoch == self.epoch and self._connected:
-                self._take(message)
+            case Outputs(epoch=epoch) if epoch == self.epoch and self._connection:
+                self._on_outputs(message)
             case messages.Ready(epoch=epoch, model=model):
-                self._lose()
-                self._connected, self.epoch, self.model_info = connection, epoch, model
+                self._on_disconnect()
+                self._connection, self.epoch, self.model_info = connection, epoch, model
                 self._deferred = []
                 waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
                 self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
                 self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
-            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connected:
-                self._resumed(key, record)
-            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connected:
+            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connection:
+                self._on_resumed(key, record)
+            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connection:
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)
 
-    def _take(self, message: Outputs) -> None:
+    def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
         self.load = message.load
         for key in message.accepted:
@@ -290,15 +292,16 @@ class EngineClient:
                 stream.push(output, now)
             elif output.error and (found := self._resuming.get(output.key)) and not found.done():
                 found.set_exception(from_wire(output.error))
-        if now - self._paged >= PAGE_SECONDS or not message.outputs:
-            self._page(now)
+        if now - self._published >= PUBLISH_SECONDS or not message.outputs:
+            self._publish(now)
 
-    def _page(self, now: float) -> None:
-        self._paged = now
+    def _publish(self, now: float) -> None:
+        """Update the metrics of this process."""
+        self._published = now
         metrics.stream_buffered_tokens.set(sum(stream.buffered for stream in self._streams.values()))
         metrics.flush()
 
-    def _resumed(self, key: int, record: Record) -> None:
+    def _on_resumed(self, key: int, record: Record) -> None:
         found = self._resuming.get(key)
         if found is None or found.done():  # the caller was cancelled
             self.send(Cancel(key))
@@ -323,13 +326,13 @@ class EngineClient:
         for later in deferred:
             connection.write(later)
 
-    def _lose(self) -> None:
+    def _on_disconnect(self) -> None:
         """Handle the loss of the connection: streams wait for the next engine, calls fail."""
-        self._connected = self._deferred = None
+        self._connection = self._deferred = None
         if self._restoring:
             self._restoring.cancel()
         for stream in list(self._streams.values()):
-            stream.cut()
+            stream.on_disconnect()
         waiters: list[asyncio.Future[int] | asyncio.Future[Stream]] = [*self._calls.values(), *self._resuming.values()]
         for waiter in waiters:
             if not waiter.done():
@@ -350,14 +353,14 @@ class EngineClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Protocol that passes each received message, with itself, to `hear`.
+    """Protocol that passes each received message, with itself, to `on_message`.
 
-    ended: done when the connection has ended; holds the error if `hear` raised one.
+    ended: done when the connection has ended; holds the error if `on_message` raised one.
     """
 
-    def __init__(self, hear: Callable[[bytes, _Connection], None]):
+    def __init__(self, on_message: Callable[[bytes, _Connection], None]):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._hear = hear
+        self._on_message = on_message
         self._received = messages.Splitter()
         self._writable = asyncio.Event()
         self._writable.set()
@@ -389,7 +392,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._received.feed(data):
-                self._hear(message, self)
+                self._on_message(message, self)
         except Exception as error:
             self._fail(error)
 

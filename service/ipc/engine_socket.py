@@ -14,7 +14,7 @@ from npuserve.service.ipc.messages import ToEngine, ToFrontend
 
 log = logging.getLogger(__name__)
 
-MAX_UNSENT = 64 << 20
+MAX_UNSENT_BYTES = 64 << 20
 """Maximum bytes that a front end may leave unread, besides the kernel's buffer. Beyond it, it is disconnected."""
 READ_BYTES = 1 << 16
 
@@ -23,14 +23,14 @@ class _Frontend:
     """Connection of one front end.
 
     unsent: bytes that did not fit the kernel's buffer.
-    waits: whether the selector waits until the socket is writable.
+    waits_for_write: whether the selector waits until the socket is writable.
     """
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self.received = messages.Splitter()
         self.unsent = bytearray()
-        self.waits = False
+        self.waits_for_write = False
 
 
 class EngineSocket:
@@ -83,7 +83,7 @@ class EngineSocket:
 
     def close(self) -> None:
         for name in list(self._frontends):
-            self._lose(name, "the engine stops")
+            self._disconnect(name, "the engine stops")
         self._selector.close()
         self._listener.close()
 
@@ -99,10 +99,10 @@ class EngineSocket:
         try:
             data = frontend.socket.recv(READ_BYTES)
         except OSError as error:
-            self._lose(name, error)
+            self._disconnect(name, error)
             return []
         if not data:
-            self._lose(name, "closed by the front end")
+            self._disconnect(name, "closed by the front end")
         return frontend.received.feed(data)
 
     def _write(self, name: bytes, frontend: _Frontend) -> bool:
@@ -113,18 +113,18 @@ class EngineSocket:
             with contextlib.suppress(BlockingIOError):
                 del frontend.unsent[: frontend.socket.send(frontend.unsent)]
         except OSError as error:
-            self._lose(name, error)
+            self._disconnect(name, error)
             return False
-        if len(frontend.unsent) > MAX_UNSENT:
-            self._lose(name, f"{len(frontend.unsent)} bytes unread")
+        if len(frontend.unsent) > MAX_UNSENT_BYTES:
+            self._disconnect(name, f"{len(frontend.unsent)} bytes unread")
             return False
-        if bool(frontend.unsent) != frontend.waits:
-            frontend.waits = not frontend.waits
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frontend.waits else 0)
+        if bool(frontend.unsent) != frontend.waits_for_write:
+            frontend.waits_for_write = not frontend.waits_for_write
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frontend.waits_for_write else 0)
             self._selector.modify(frontend.socket, events, name)
         return True
 
-    def _lose(self, name: bytes, why: object) -> None:
+    def _disconnect(self, name: bytes, why: object) -> None:
         log.info("front end %s is lost: %s", name.decode(), why)
         connection = self._frontends.pop(name).socket
         self._selector.unregister(connection)

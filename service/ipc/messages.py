@@ -235,8 +235,8 @@ class Submit(Wire, frozen=True):
 class Cancel(Wire, frozen=True):
     """Cancel a request: its client has disconnected, or the front end found a stop string.
 
-    keep: None if the client has disconnected; no Output follows. Otherwise the number of tokens of the answer to keep. An Output
-        with a Finish follows, with that number of generated tokens and the reason stop_string.
+    keep: None if the client has disconnected; no Output follows. Otherwise the number of tokens of the answer to keep.
+        An Output with a Finish follows, with that number of generated tokens and the reason stop_string.
     sent: when the message was sent.
 
     A cancel of a request that has ended meanwhile is ignored; the request's own finish was sent already.

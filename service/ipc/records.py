@@ -90,15 +90,15 @@ def restore_messages(live: Iterable[tuple[int, Record]], ended: Callable[[], lis
 class Records:
     """Records by resume token: live ones, and ended ones for `seconds`. With 0 nothing is kept.
 
-    most, most_bytes: limits of the ended records. They are kept encoded, so that their size is known.
+    max_records, max_bytes: limits of the ended records. They are kept encoded, so that their size is known.
 
     `now` is time.monotonic() seconds in all methods.
     """
 
-    def __init__(self, seconds: float, most: int = MAX_RECORDS, most_bytes: int = MAX_BYTES):
+    def __init__(self, seconds: float, max_records: int = MAX_RECORDS, max_bytes: int = MAX_BYTES):
         self.live: dict[str, Record] = {}
         self._seconds = seconds
-        self._limits = most, most_bytes
+        self._limits = max_records, max_bytes
         self._ended: dict[str, EndedRecord] = {}
         self._bytes = 0
 
@@ -145,11 +145,11 @@ class Records:
 
     def expire(self, now: float) -> None:
         """Drop ended records that are too old or exceed the limits, oldest first."""
-        most, most_bytes = self._limits
+        max_records, max_bytes = self._limits
         while self._ended:
             oldest = next(iter(self._ended.values()))
             late = now - oldest.ended >= self._seconds
-            if not late and len(self._ended) <= most and self._bytes <= most_bytes:
+            if not late and len(self._ended) <= max_records and self._bytes <= max_bytes:
                 return
             self._drop(oldest.token)
 

@@ -33,7 +33,7 @@ MAX_INTERVAL_SECONDS = 0.25
 INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
 
 
-class Line(Protocol):
+class StreamClient(Protocol):
     """Interface to the engine client. send: returns False without an engine."""
 
     max_buffered_tokens: int
@@ -41,7 +41,7 @@ class Line(Protocol):
 
     def send(self, message: ToEngine) -> bool: ...
 
-    def forget(self, stream: Stream) -> None: ...
+    def remove(self, stream: Stream) -> None: ...
 
 
 class Stream:
@@ -56,7 +56,7 @@ class Stream:
     is_accepted: whether the engine has queued the request, so that the client knows its resume token.
     """
 
-    def __init__(self, client: Line, key: int, record: Record, resumed: bool = False):
+    def __init__(self, client: StreamClient, key: int, record: Record, resumed: bool = False):
         self.key = key
         self.record = record
         self.first_token: float | None = None
@@ -65,9 +65,9 @@ class Stream:
         self.slow: SlowReader | None = None
         self.is_accepted = resumed
         self._reader: asyncio.Task[object] | None = None
-        self._took: float | None = None  # when the reader took the outputs that it is processing
-        self._read: float | None = None  # when the reader last took tokens
-        self._is_cut = False  # from its engine: no output follows until the next engine
+        self._taken_at: float | None = None  # when the reader took the outputs that it is processing
+        self._last_read: float | None = None  # when the reader last took tokens
+        self._is_disconnected = False  # from its engine: no output follows until the next engine
         self._paused = False
         self._client = client
         self._resumed = resumed
@@ -78,8 +78,8 @@ class Stream:
         self._keep: int | None = None
         self._closed = False
         # Under the current engine: launch of its first step, arrival of its first token.
-        self._began: float | None = None
-        self._token: float | None = None
+        self._first_step: float | None = None
+        self._first_arrival: float | None = None
 
     @property
     def request(self) -> Request:
@@ -100,7 +100,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Output]:
-        self._took = None
+        self._taken_at = None
         while not self._due(time.monotonic()):
             if self._error:
                 raise self._error
@@ -108,9 +108,9 @@ class Stream:
                 raise StopAsyncIteration
             await self._wait()
         outputs, self._outputs = self._outputs, []
-        self._took = time.monotonic()
+        self._taken_at = time.monotonic()
         if self.buffered:
-            self._read = self._took
+            self._last_read = self._taken_at
             self.buffered = 0
         if self._paused:
             self._paused = False
@@ -127,7 +127,7 @@ class Stream:
 
     def check_reader(self, now: float, seconds: float) -> None:
         """Cancel the reader's task if it has processed its last outputs for `seconds` or longer."""
-        if self._took is None or now - self._took < seconds or self.slow or self._reader is None:
+        if self._taken_at is None or now - self._taken_at < seconds or self.slow or self._reader is None:
             return
         self.slow = SlowReader(f"the client took nothing for {seconds:g} s")
         if not self._ended:
@@ -156,7 +156,7 @@ class Stream:
             self._client.send(Cancel(self.key))
             self._closed = True
             self.end(Unavailable("the request was closed"))
-        self._client.forget(self)
+        self._client.remove(self)
 
     def end(self, error: ServeError | None) -> None:
         """End the stream. Outputs that arrived before can still be read."""
@@ -171,7 +171,7 @@ class Stream:
 
     def started(self, message: Started, now: float) -> None:
         """Record that the request is in the step being launched."""
-        self._began = now
+        self._first_step = now
         if self.record.cached_tokens is None:
             self.record.cached_tokens = message.cached_tokens
 
@@ -179,7 +179,7 @@ class Stream:
         """Add an output that arrived at `now`."""
         if self._ended:
             return
-        self._is_cut = False
+        self._is_disconnected = False
         if output.token_ids:
             if self.last_token is not None:
                 INTER_TOKEN.observe(now - self.last_token)
@@ -187,8 +187,8 @@ class Stream:
                 self.first_token = now
                 metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
             self.last_token = now
-            if self._token is None:
-                self._token = now
+            if self._first_arrival is None:
+                self._first_arrival = now
             self.buffered += len(output.token_ids)
         if output.error:
             self.end(from_wire(output.error))
@@ -203,9 +203,9 @@ class Stream:
         if self.buffered > self._client.max_buffered_tokens and not self._paused:
             self._paused = self._client.send(Pause(self.key))
 
-    def cut(self) -> None:
+    def on_disconnect(self) -> None:
         """Handle the loss of the engine. If a stop string was found, the answer ends here."""
-        self._is_cut = True
+        self._is_disconnected = True
         if not self._ended and self._keep is not None:
             self._finish()
         elif self._due(time.monotonic()):
@@ -214,7 +214,7 @@ class Stream:
     def resubmit(self) -> None:
         """Prepare the record for the next engine."""
         self.record.timing = self._timing()
-        self._began = self._token = None
+        self._first_step = self._first_arrival = None
         self._paused = False
 
     def _finish(self) -> None:
@@ -228,20 +228,21 @@ class Stream:
     def _timing(self) -> Timing:
         """Return the phases up to the last token, as measured in the front end."""
         past = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
-        if self._began is None or self._token is None or self.last_token is None:
+        if self._first_step is None or self._first_arrival is None or self.last_token is None:
             return past
         return Timing(
-            past.queue + self._began - past.last_step_end, [*past.prefill_chunks, self._token - self._began],
-            past.decode + self.last_token - self._token, past.device, past.host, self.last_token)
+            past.queue + self._first_step - past.last_step_end,
+            [*past.prefill_chunks, self._first_arrival - self._first_step],
+            past.decode + self.last_token - self._first_arrival, past.device, past.host, self.last_token)
 
     def _due(self, now: float) -> bool:
         """Return whether to deliver the available outputs to the reader."""
         if not self._outputs:
             return False
         enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
-        more_comes = not (self._ended or self._is_cut)
-        return (self.buffered >= enough or not more_comes or self._read is None
-                or now - self._read >= MAX_INTERVAL_SECONDS)
+        more_comes = not (self._ended or self._is_disconnected)
+        return (self.buffered >= enough or not more_comes or self._last_read is None
+                or now - self._last_read >= MAX_INTERVAL_SECONDS)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -239,12 +239,12 @@ async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
 
 
 @pytest.mark.parametrize(("kind", "method", "work"), [
-    (EngineClient, "_take", "engine client"), (EngineClient, "_listen", "engine client"),
+    (EngineClient, "_on_outputs", "engine client"), (EngineClient, "_detect_stall", "engine client"),
     (Stream, "check_reader", "slow readers")])
 async def test_background_work_that_fails_is_logged_and_starts_again(
     kind: type, method: str, work: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "FAILED_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01, raising=False)
     calls: list[int] = []
     works = getattr(kind, method)
 
@@ -257,7 +257,7 @@ async def test_background_work_that_fails_is_logged_and_starts_again(
     async def fails_in_its_task(self: EngineClient) -> None:
         await fails(self)  # type: ignore[misc]
 
-    monkeypatch.setattr(kind, method, fails_in_its_task if method == "_listen" else fails)
+    monkeypatch.setattr(kind, method, fails_in_its_task if method == "_detect_stall" else fails)
     async with fake_engine.engine() as engine:
         client = EngineClient(engine.address, slow_reader_seconds=0.04)
         client.start()

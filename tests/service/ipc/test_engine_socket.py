@@ -69,7 +69,7 @@ def test_what_the_system_has_no_room_for_comes_later_and_in_order(tmp_path: Path
 def test_one_that_reads_nothing_is_lost(
     tmp_path: Path, engine: EngineSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_socket, "MAX_UNSENT", 10_000)
+    monkeypatch.setattr(engine_socket, "MAX_UNSENT_BYTES", 10_000)
     with connect(tmp_path) as frontend:
         frontend.sendall(m.encode(m.Hello()))
         name, _ = first(engine)

@@ -91,7 +91,7 @@ def test_without_a_token_nothing_is_kept() -> None:
 
 
 def test_the_oldest_go_first() -> None:
-    kept = Records(10.0, most=3)
+    kept = Records(10.0, max_records=3)
     for number in range(5):
         kept.end(record(str(number)), float(number))
     assert [one.token for one in kept.ended(5.0)] == ["2", "3", "4"]
@@ -101,7 +101,7 @@ def test_the_oldest_go_first() -> None:
 
 
 def test_bytes_are_bounded_and_the_live_stay() -> None:
-    kept = Records(10.0, most_bytes=3 * 800)
+    kept = Records(10.0, max_bytes=3 * 800)
     kept.begin(live := record("live", 10_000))
     for number in range(5):
         kept.end(record(str(number), 100), float(number))
@@ -143,7 +143,7 @@ def large(token: str, ids: int = 4000) -> Record:
 def test_records_of_requests_with_many_ids_take_what_is_counted() -> None:
     import tracemalloc
 
-    kept, most = Records(1e9, most=100_000, most_bytes=2 << 20), 0
+    kept, most = Records(1e9, max_records=100_000, max_bytes=2 << 20), 0
     tracemalloc.start()
     for number in range(300):
         kept.end(large(str(number)), 0.0)
@@ -193,7 +193,7 @@ def test_restore_messages_leave_out_what_ends_meanwhile() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "restore", "find"]), st.sampled_from("abcd"),
                           st.integers(0, 5)), max_size=40))
 def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
-    kept = Records(5.0, most=3, most_bytes=6000)
+    kept = Records(5.0, max_records=3, max_bytes=6000)
     for now, (what, token, tokens) in enumerate(doings):
         if what in ("begin", "end", "restore"):
             one = kept.live.get(token) if what == "end" else None

@@ -87,7 +87,7 @@ async def test_they_go_on_in_order_of_arrival() -> None:
         assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
 
 
-class Desk:
+class FakeClient:
     """A line to no engine."""
 
     def __init__(self, stream_interval: int, max_buffered_tokens: int):
@@ -96,7 +96,7 @@ class Desk:
     def send(self, message: object) -> bool:
         return True
 
-    def forget(self, stream: Stream) -> None:
+    def remove(self, stream: Stream) -> None:
         return
 
 
@@ -107,7 +107,7 @@ async def test_messages_of_several_tokens(
 ) -> None:
     """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
     monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
-    stream = Stream(Desk(interval, most), 0, Record(request(11)))
+    stream = Stream(FakeClient(interval, most), 0, Record(request(11)))
     taken: list[list[int]] = []
 
     async def read() -> None:
@@ -128,7 +128,7 @@ async def test_messages_of_several_tokens(
 async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
-    stream = Stream(Desk(100, 512), 0, Record(request(11)))
+    stream = Stream(FakeClient(100, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
     async def read() -> None:
@@ -149,7 +149,7 @@ async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
-    stream = Stream(Desk(4, 512), 0, Record(request(11)))
+    stream = Stream(FakeClient(4, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
     async def read() -> None:
@@ -166,7 +166,7 @@ async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the
     for tokens in ((), (), (1,), (2,), (3,)):  # a prompt's chunks, for their log-probabilities
         await push(*tokens)
     assert taken == [[], [], [1]]
-    stream.cut()
+    stream.on_disconnect()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert taken == [[], [], [1], [2, 3]]
