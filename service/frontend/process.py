@@ -41,7 +41,6 @@ from npuserve.service.frontend.admin import AdminServicer
 from npuserve.service.frontend.inference import InferenceServicer
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.heartbeat import Pulse
 from npuserve.service.requests import message_limits
 from npuserve.service.requests.intake import Intake
 from npuserve.service.requests.parser import ParsingServer
@@ -93,14 +92,14 @@ SERVICES = (
 
 class FrontendArgs(msgspec.Struct, frozen=True):
     """config: the server's. index: which front end, from 0. engine_address: of the engine's socket. port: to listen on;
-    0 takes a free one. pulse: the heartbeat's file. folder: the model's; None while it is downloaded: an order with it
-    follows. last_good: private folder for copies of files that were good, "" for none."""
+    0 takes a free one. heartbeat: whether to send heartbeats. folder: the model's; None while it is
+    downloaded: an order with it follows. last_good: private folder for copies of files that were good, "" for none."""
 
     config: ServerConfig
     index: int
     engine_address: str
     port: int
-    pulse: str = ""
+    heartbeat: bool = False
     folder: str | None = None
     last_good: str = ""
 
@@ -114,7 +113,7 @@ class Frontend:
     def __init__(self, args: FrontendArgs):
         config = self._config = args.config
         self._port = args.port
-        self._pulse = Pulse(args.pulse)
+        self._pulse = child.Heartbeat(args.heartbeat)
         self._tls = _open_tls(config)
         self._keys = _open_keys(config, args.last_good)
         stall = config.hang_seconds * STALL_SHARE

@@ -1,7 +1,8 @@
 """Protocol between the supervisor and a child process: arguments and orders on stdin, events on stdout.
 
 The supervisor writes the arguments as one JSON line on the child's stdin. It keeps stdin open for orders, one JSON
-object per line. The child reports events as one JSON object per line on stdout.
+object per line. The child reports events as one JSON object per line on stdout. Heartbeats are events
+of the child's main loop.
 
 A child never outlives the supervisor: the kernel kills it (`die_with_parent`), even while it is stopped. If the
     supervisor dies before the child has asked the kernel for this, the child exits at end of file on stdin.
@@ -9,10 +10,15 @@ A child never outlives the supervisor: the kernel kills it (`die_with_parent`), 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -43,6 +49,10 @@ EXIT_SECONDS = 2.0
 FRONTEND_MARGIN = LAST_WORDS_SECONDS + STOP_SECONDS + TRACES_SECONDS + EXIT_SECONDS
 """Seconds from the end of the drain to SIGKILL: the sum of the times above."""
 
+HEARTBEAT_SECONDS = 0.25
+"""Minimum time between two heartbeats of a process. The supervisor checks for one every second or less often."""
+HEARTBEAT = "heartbeat"
+"""Name of the event."""
 
 TRANSIENT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors of system calls that may succeed later: the machine is short of processes, files or memory."""
@@ -93,3 +103,43 @@ def unusable(error: Exception) -> int:
 def report(event: str, **fields: object) -> None:
     """Report an event to the parent: {"event": event, ...fields}."""
     print(json.dumps({"event": event, **fields}), flush=True)
+
+
+class Heartbeat:
+    """Sender of heartbeats on stdout, for the thread of the main loop alone: they stop while the loop stands still.
+
+    A heartbeat is dropped while the parent has unread events of this process. So heartbeats never fill the pipe, where
+    later events would block, and sending one never blocks the loop. An unread event also shows the parent that this
+    process was alive when it was sent.
+    """
+
+    def __init__(self, is_enabled: bool = True):
+        """is_enabled: False sends none, for a process without a supervisor."""
+        self._next = 0.0 if is_enabled else float("inf")  # time.monotonic() seconds
+        self._pipe = _open_nonblocking(1) if is_enabled else -1
+
+    def beat(self) -> None:
+        """Send a heartbeat if the last one is HEARTBEAT_SECONDS old. Otherwise it costs one reading of the clock."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + HEARTBEAT_SECONDS
+        with contextlib.suppress(OSError):
+            if not _unread_bytes(self._pipe):
+                os.write(self._pipe, _HEARTBEAT_LINE)
+
+
+_HEARTBEAT_LINE = json.dumps({"event": HEARTBEAT}).encode() + b"\n"
+
+
+def _open_nonblocking(descriptor: int) -> int:
+    """Open a pipe again, so that O_NONBLOCK does not affect its other writers. Without /proc, duplicate it."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return os.dup(descriptor)
+
+
+def _unread_bytes(descriptor: int) -> int:
+    """Return the number of bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -50,7 +50,7 @@ def asked(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(deaths=st.lists(st.integers(0, 25), max_size=4), batch=st.integers(1, 3), count=st.integers(1, 6))
-def test_whenever_engines_die_each_stream_is_whole(deaths: list[int], batch: int, count: int) -> None:
+def test_stream_engine_deaths_lose_and_repeat_nothing(deaths: list[int], batch: int, count: int) -> None:
     async def run() -> None:
         async with connected(delay=0.001, batch=batch) as (client, engine):
             streams = [client.submit(asked(str(i), i, 20 + i, logprobs=1, prompt_logprobs=0)) for i in range(count)]
@@ -77,7 +77,7 @@ async def whole(stream: Stream) -> list[Output]:
     return [output async for outputs in stream for output in outputs]
 
 
-async def test_they_go_on_in_order_of_arrival() -> None:
+async def test_engine_client_restore_is_in_order_of_arrival() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         late, early = time.monotonic(), time.monotonic() - 10
@@ -102,7 +102,7 @@ class FakeClient:
 
 @pytest.mark.parametrize(("interval", "most", "sizes"), [
     (1, 512, [1] * 11), (4, 512, [1, 4, 4, 2]), (4, 3, [1, 3, 3, 3, 1]), (20, 512, [1, 10])])
-async def test_messages_of_several_tokens(
+async def test_stream_interval_sets_tokens_per_message(
     interval: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
@@ -125,7 +125,7 @@ async def test_messages_of_several_tokens(
     assert [len(tokens) for tokens in taken] == sizes
 
 
-async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_wakes_reader_after_max_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
     stream = Stream(FakeClient(100, 512), 0, Record(request(11)))
@@ -145,7 +145,7 @@ async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: 
     reading.cancel()
 
 
-async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone(
+async def test_stream_interval_first_token_and_disconnect_wake_reader(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
@@ -180,7 +180,7 @@ async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the
         await reading
 
 
-async def test_a_lost_connection_keeps_what_is_known() -> None:
+async def test_stream_lost_connection_keeps_cached_tokens() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
@@ -192,7 +192,7 @@ async def test_a_lost_connection_keeps_what_is_known() -> None:
         assert stream.record.cached_tokens == 4
 
 
-async def test_a_stop_string_found_as_the_engine_dies_ends_the_answer() -> None:
+async def test_stream_stop_during_engine_death_ends_answer() -> None:
     async with connected(delay=0.002) as (client, engine):
         stream = client.submit(request(1000))
         await until(lambda: len(stream.record.token_ids) >= 5)
@@ -216,7 +216,7 @@ async def test_a_stop_string_found_as_the_engine_dies_ends_the_answer() -> None:
         assert engine.got(Cancel) == []
 
 
-async def test_what_may_be_resumed_is_handed_to_the_next_engine() -> None:
+async def test_engine_client_restores_resumable_streams() -> None:
     async with fake_engine.engine(delay=0.001) as engine:
         from npuserve.service.ipc.engine_client import EngineClient
 
@@ -236,7 +236,7 @@ async def test_what_may_be_resumed_is_handed_to_the_next_engine() -> None:
         await client.close()
 
 
-async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
+async def test_engine_client_restore_is_split_and_new_requests_follow() -> None:
     async with fake_engine.engine() as engine:
         from npuserve.service.ipc.engine_client import EngineClient
 
@@ -277,7 +277,7 @@ async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
         await client.close()
 
 
-async def test_resuming() -> None:
+async def test_engine_client_resume_continues_stream() -> None:
     async with connected(delay=0.001) as (client, engine):
         record = Record(asked("r", 0, 10, "t"))
         record.add(Output(1, [2, 3, 4]))
@@ -292,7 +292,7 @@ async def test_resuming() -> None:
         assert client._streams == {}
 
 
-async def test_a_taken_over_stream_is_not_kept() -> None:
+async def test_stream_taken_over_is_not_resumable() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(asked("r", 0, 10, "t"))
@@ -302,7 +302,7 @@ async def test_a_taken_over_stream_is_not_kept() -> None:
         assert not stream.resumable
 
 
-async def test_who_leaves_before_the_answer_cancels() -> None:
+async def test_engine_client_cancelled_resume_cancels_request() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         record = Record(asked("r", 0, 10, "t"))
@@ -315,7 +315,7 @@ async def test_who_leaves_before_the_answer_cancels() -> None:
         assert client._streams == {}
 
 
-async def test_resuming_fails_with_the_engine() -> None:
+async def test_engine_client_engine_death_fails_resume() -> None:
     async with connected() as (client, engine):
         assert engine._task
         engine._task.cancel()

@@ -137,7 +137,7 @@ def served(folder: Path, *options: str) -> list[str]:
     return found
 
 
-def test_what_nobody_counted_is_zero(pages: list[str]) -> None:
+def test_metrics_page_uncounted_metric_is_zero(pages: list[str]) -> None:
     first = samples(pages[0])
     for name, (kind, labels) in documented().items():
         if not labels:
@@ -148,13 +148,13 @@ def test_what_nobody_counted_is_zero(pages: list[str]) -> None:
                 assert first[key, ()] == 0, name
 
 
-def test_every_metric_is_named_from_the_start(pages: list[str]) -> None:
+def test_metrics_page_names_every_metric_from_the_start(pages: list[str]) -> None:
     for page in pages:
         named = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")}
         assert named == {name: kind for name, (kind, _) in documented().items()}
 
 
-def test_processes_add_up(pages: list[str]) -> None:
+def test_metrics_page_sums_over_processes(pages: list[str]) -> None:
     second = samples(pages[1])
     assert second["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == 3
     assert second["npuserve_prompt_tokens_total", ()] == 30
@@ -174,7 +174,7 @@ def test_metrics_page_limits_are_the_settings(pages: list[str]) -> None:
     assert first["npuserve_requests_limit", (("state", "waiting"),)] == 96
 
 
-def test_metrics_page_memory_is_of_the_living(pages: list[str]) -> None:
+def test_metrics_page_memory_of_dead_process_is_zero(pages: list[str]) -> None:
     memory = [{process: samples(page).get(("npuserve_resident_memory_bytes", (("process", process),)))
                for process in ("supervisor", "engine")} for page in pages]
     assert [found["engine"] is None for found in memory] == [True, False, False]
@@ -183,7 +183,7 @@ def test_metrics_page_memory_is_of_the_living(pages: list[str]) -> None:
     assert memory[2]["engine"] == 0
 
 
-def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> None:
+def test_metrics_page_dead_process_keeps_counts_and_drops_gauges(pages: list[str]) -> None:
     third = samples(pages[2])
     assert third["npuserve_prompt_tokens_total", ()] == 30
     assert third["npuserve_queue_time_seconds_count", ()] == 2
@@ -213,7 +213,7 @@ def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) ->
     assert last["npuserve_requests_running", ()] == 0
 
 
-def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> None:
+def test_metrics_page_alert_series_exist_before_first_event(pages: list[str]) -> None:
     first = samples(pages[0])
     assert first["npuserve_queue_rejections_total", (("why", "queue_full"),)] == 0
     assert first["npuserve_requests_total", (("code", "INTERNAL"), ("rpc", "StreamGenerate"))] == 0
@@ -221,7 +221,7 @@ def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> No
     assert first["npuserve_target_seconds", (("latency", "itl"),)] == 0.2
 
 
-def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) -> None:
+def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[str]) -> None:
     before, *_, last = served(tmp_path, "aliases")
     assert "vllm:" not in before, "vLLM has no page before its model is loaded"
     assert not any("vllm:" in page for page in pages)
@@ -245,11 +245,11 @@ def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) ->
     assert {name for name in kinds if not name.startswith("vllm:gpu_prefix")} == described
 
 
-def test_only_the_age_of_the_heartbeat_is_shown(pages: list[str]) -> None:
+def test_metrics_page_shows_heartbeat_age_only(pages: list[str]) -> None:
     assert not any(HEARTBEAT in page for page in pages)
 
 
-def test_promtool_finds_nothing(pages: list[str]) -> None:
+def test_metrics_page_promtool_finds_no_problem(pages: list[str]) -> None:
     promtool = shutil.which("promtool")
     if not promtool:
         pytest.skip("no promtool")
@@ -258,7 +258,7 @@ def test_promtool_finds_nothing(pages: list[str]) -> None:
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
+def test_metrics_page_ipv6_url_has_brackets(tmp_path: Path) -> None:
     script = (
         "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.config import ServerConfig\n"
         "from npuserve.service.supervisor.metrics_page import MetricsPage\n"
@@ -269,7 +269,7 @@ def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
     assert url.stdout.startswith("http://[::1]:")
 
 
-def test_a_taken_port_is_said(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_metrics_page_taken_port_raises_config_error(tmp_path: Path, free_port: Callable[[], int]) -> None:
     script = """
 import sys
 from pathlib import Path
