@@ -207,42 +207,28 @@ def _from_flags(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
 
 
 def _parse(name: str, label: str, value: Any) -> Any:
-    """A value of the setting's type from text (flags, variables) or from TOML's own types."""
+    """Convert text (flags, variables) or a TOML value to the setting's type. Raises ConfigError."""
     kind = _FIELDS[name].type
-    wanted: str
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        wanted = "one of " + ", ".join(get_args(kind))
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in _BOOLEANS:
-            return _BOOLEANS[value.lower()]
-        wanted = "true or false"
-    elif kind is str:
-        if isinstance(value, str) and _is_utf8(value):
-            return value
-        wanted = "UTF-8" if isinstance(value, str) else "text"
-    else:
-        wanted = "a number" if kind is float else "a size such as 4GiB" if name in _SIZES else "a whole number"
-        if isinstance(value, str):
-            try:
-                return parse_size(value) if name in _SIZES else kind(value)
-            except ValueError:
-                pass
-        elif isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool):
-            return kind(value)
-    raise ConfigError(f"{name}: {value!r} is not {wanted} (from {label})")
-
-
-def _is_utf8(text: str) -> bool:
-    """False where a variable's bytes were no UTF-8: Python keeps them as lone surrogates."""
+    is_text = isinstance(value, str)
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        if is_text:
+            value.encode()  # raises if a variable is not UTF-8: Python then has lone surrogates
+        if is_text and name in _SIZES:
+            return parse_size(value)
+        if is_text and kind is bool:
+            return _BOOLEANS[value.lower()]
+        return msgspec.convert(value.strip() if kind in (int, float) and is_text else value, kind, strict=not is_text)
+    except (ValueError, KeyError, msgspec.ValidationError):
+        raise ConfigError(f"{name}: {value!r} is not {_wanted(name, is_text)} (from {label})") from None
+
+
+def _wanted(name: str, is_text: bool) -> str:
+    kind = _FIELDS[name].type
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if name in _SIZES:
+        return "a size such as 4GiB"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "UTF-8" if is_text else "text"}[kind]
 
 
 def _show(default: Any) -> str:
