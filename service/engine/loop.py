@@ -55,7 +55,7 @@ from npuserve.service.ipc.messages import (
     ToFrontend,
     Unpause,
 )
-from npuserve.service.ipc.records import Records
+from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 

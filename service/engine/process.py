@@ -24,7 +24,7 @@ from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.ipc.records import Records, load, save
+from npuserve.service.ipc.resumable_streams import Records, load, save
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 

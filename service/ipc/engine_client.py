@@ -21,6 +21,7 @@ from typing import Literal
 from npuserve.service import logs, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
+from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -33,8 +34,7 @@ from npuserve.service.ipc.messages import (
     Resume,
     Resumed,
 )
-from npuserve.service.ipc.records import Records, restore_messages
-from npuserve.service.ipc.stream import Stream
+from npuserve.service.ipc.resumable_streams import Records, restore_messages
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class EngineClient:
     model_info, epoch, load: last values from the engine; None, 0 and an idle load before the first Ready.
     stall_seconds: time without a message after which the engine counts as stalled.
     resume_seconds: time for which ended streams are kept for the next engine.
-    max_buffered_tokens, slow_reader_seconds, stream_interval: see stream.py.
+    max_buffered_tokens, slow_reader_seconds, stream_interval: see engine_stream.py.
     """
 
     def __init__(

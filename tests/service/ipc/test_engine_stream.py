@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
-from npuserve.service.ipc import stream as stream_module
+from npuserve.service.ipc import engine_stream as stream_module
+from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     Cancel,
@@ -26,7 +27,6 @@ from npuserve.service.ipc.messages import (
     Timing,
     encode,
 )
-from npuserve.service.ipc.stream import Stream
 from tests.service.ipc.test_engine_client import connected, ids_of, request
 from tests.support import fake_engine
 from tests.support.fake_engine import FakeEngine, until

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
-from npuserve.service.ipc import records as module
+from npuserve.service.ipc import resumable_streams as module
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     EndedRecord,
@@ -27,7 +27,16 @@ from npuserve.service.ipc.messages import (
     decode_to_engine,
     encode,
 )
-from npuserve.service.ipc.records import FILE, Records, is_resumable, load, max_size, new_token, restore_messages, save
+from npuserve.service.ipc.resumable_streams import (
+    FILE,
+    Records,
+    is_resumable,
+    load,
+    max_size,
+    new_token,
+    restore_messages,
+    save,
+)
 from tests.support.fake_engine import INFO
 
 TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
