@@ -5,7 +5,7 @@ object per line. The child reports events as one JSON object per line on stdout.
 of the child's main loop.
 
 A child never outlives the supervisor: the kernel kills it (`die_with_parent`), even while it is stopped. If the
-    supervisor dies before the child has asked the kernel for this, the child exits at end of file on stdin.
+supervisor dies before the child has asked the kernel for this, the child exits at end of file on stdin.
 """
 
 from __future__ import annotations

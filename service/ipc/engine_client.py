@@ -6,7 +6,7 @@ its Ready (`Restore`). The engine continues from there, so that readers see only
 be resumed are sent too.
 
 An engine that sends nothing, not even heartbeats, is stalled: new requests are refused and accepted ones wait. Each
-    request ends exactly once: with the engine's finish, with an error, or with `Stream.close`, which cancels it.
+request ends exactly once: with the engine's finish, with an error, or with `Stream.close`, which cancels it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Literal
 from npuserve.service import logs, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
+from npuserve.service.ipc.engine_connection import EngineConnection
 from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     Abort,
@@ -82,7 +83,7 @@ class EngineClient:
         self._address = address
         self._stall_seconds = stall_seconds
         self._on_state = on_state
-        self._connection: _Connection | None = None  # to a ready engine
+        self._connection: EngineConnection | None = None  # to a ready engine
         self._deferred: list[messages.ToEngine] | None = None  # messages sent during a restore
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
@@ -223,7 +224,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         try:
             transport, connection = await loop.create_unix_connection(
-                lambda: _Connection(self._on_message), self._address)
+                lambda: EngineConnection(self._on_message), self._address)
         except OSError:  # no engine is listening
             await asyncio.sleep(RECONNECT_SECONDS)
             return
@@ -253,7 +254,7 @@ class EngineClient:
             if self._silent_seconds >= self._stall_seconds and self.state == "ready":
                 self._set_state("stalled")
 
-    def _on_message(self, data: bytes, connection: _Connection) -> None:
+    def _on_message(self, data: bytes, connection: EngineConnection) -> None:
         message = messages.decode_to_frontend(data)
         self._silent_seconds = 0
         if self.state == "stalled":
@@ -311,7 +312,7 @@ class EngineClient:
         metrics.streams_continued_total.labels("client").inc()
         found.set_result(stream)
 
-    async def _restore(self, connection: _Connection, waiting: list[Stream]) -> None:
+    async def _restore(self, connection: EngineConnection, waiting: list[Stream]) -> None:
         """Send the state from before this connection to the engine, then the deferred messages."""
         for stream in waiting:
             stream.resubmit()
@@ -350,57 +351,3 @@ class EngineClient:
         self.state = state
         logs.event(log, f"engine is {state}", level=level, epoch=self.epoch)
         self._on_state(state)
-
-
-class _Connection(asyncio.Protocol):
-    """Protocol that passes each received message, with itself, to `on_message`.
-
-    ended: done when the connection has ended; holds the error if `on_message` raised one.
-    """
-
-    def __init__(self, on_message: Callable[[bytes, _Connection], None]):
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_message = on_message
-        self._received = messages.Splitter()
-        self._writable = asyncio.Event()
-        self._writable.set()
-
-    def write(self, message: messages.ToEngine) -> None:
-        """Write a message without waiting."""
-        self._transport.write(messages.encode(message))
-
-    async def drained(self) -> None:
-        """Yield to other tasks, and wait until the engine has read most of what was written."""
-        await asyncio.sleep(0)
-        await self._writable.wait()
-
-    def failed(self, task: asyncio.Task[None]) -> None:
-        """End the connection if a task that uses it failed."""
-        if not task.cancelled() and (error := task.exception()):
-            self._fail(error)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._received.feed(data):
-                self._on_message(message, self)
-        except Exception as error:
-            self._fail(error)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _fail(self, error: BaseException) -> None:
-        self._transport.abort()
-        if not self.ended.done():
-            self.ended.set_exception(error)
