@@ -1,4 +1,6 @@
-"""docs/reliability.md names tests and benchmarks that exist; its numbers and those of restarts are the code's."""
+"""Checks that docs/reliability.md names existing tests and benchmarks, and that its figures match the code and the
+results.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def numbers(text: str) -> list[float]:
 
 
 def test_configuration_document_has_restart_limits() -> None:
-    """The pauses and the limits of each kind of death."""
+    """Compare the pauses and limits of each kind of exit."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     rows = re.search(r"\| the life that ended .*\n\|[-|]+\n((?:\|.*\n){2})\n(.*)", text)
     assert rows
@@ -58,7 +60,7 @@ def test_configuration_document_has_restart_limits() -> None:
 
 
 def test_reliability_figures_match_results() -> None:
-    """Of cancels, and of memory in the soak."""
+    """Compare the figures of cancels, and of memory in the soak test."""
     lines = (ROOT / "bench" / "RESULTS.md").read_text().splitlines()
 
     def measured(word: str, *figures: str) -> bool:

@@ -1,4 +1,4 @@
-"""Errors and the gRPC status that is made of them."""
+"""Errors and their gRPC status."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_invalid_field_lists_twenty_usual_violations() -> None:
 
 @pytest.mark.parametrize("letter", ["x", "%", "中", "\ud800", "\0"])
 def test_status_of_long_fields_fits_the_headers(letter: str) -> None:
-    """Percent-encoded as grpc-message, and in base64 as grpc-status-details-bin."""
+    """The message is percent-encoded in grpc-message, and in base64 in grpc-status-details-bin."""
     for length in (10_000, 20):
         field, *others = [(letter * length, letter * length)] * errors.MAX_VIOLATIONS
         error = InvalidField(*field, *others, omitted=7)

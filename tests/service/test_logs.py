@@ -1,4 +1,4 @@
-"""Log lines as people and machines read them."""
+"""Log lines in text and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics by name: the document against the code, and the rules of Prometheus."""
+"""Metric names, types and labels against docs/metrics.md and Prometheus' rules."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 
 
 def defined() -> dict[str, MetricWrapperBase]:
-    """Name as on the page -> metric."""
+    """Return name on the page -> metric."""
     found = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     return {m._name + ("_total" if isinstance(m, Counter) else ""): m for m in found}
 
 
 def documented() -> dict[str, tuple[str, list[str]]]:
-    """Name -> (type, labels)."""
+    """Return name -> (type, labels) of docs/metrics.md."""
     rows = re.findall(r"^\| `(npuserve_\w+)` \| (\w+) \| (.*?)\|", DOCUMENT.read_text(), re.MULTILINE)
     assert len({name for name, *_ in rows}) == len(rows)
     return {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
@@ -39,7 +39,7 @@ def documented() -> dict[str, tuple[str, list[str]]]:
 def test_metrics_document_has_every_metric_with_type_and_labels() -> None:
     kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
     code = {name: (kinds[type(m)], list(m._labelnames)) for name, m in defined().items()}
-    # On the page the heartbeat's time is shown as its age.
+    # The page shows the age of the heartbeat in place of its time.
     code[AGE] = code.pop(HEARTBEAT)
     assert documented() == code
 
@@ -72,7 +72,7 @@ def test_metrics_document_names_label_values() -> None:
 
 
 def test_tally_counts_like_histogram() -> None:
-    """Prometheus' client counts the same samples in a histogram of its own."""
+    """Compare with a histogram that prometheus_client counts itself."""
     registry = CollectorRegistry()
     bounds = (0.001, 0.01, 0.1)
     ours, theirs = (Histogram(name, "", buckets=bounds, registry=registry) for name in ("ours", "theirs"))
@@ -108,7 +108,7 @@ def test_engine_metrics_count_device_time_of_timed_steps() -> None:
 
 
 def meanings() -> dict[str, tuple[str, str]]:
-    """Name -> (unit, meaning), of the document."""
+    """Return name -> (unit, meaning) of docs/metrics.md."""
     rows = re.findall(r"^\| `(npuserve_\w+)` \|[^|]*\|[^|]*\| (.*?) \| (.*?) \|$", DOCUMENT.read_text(), re.MULTILINE)
     return {name: (unit, meaning) for name, unit, meaning in rows}
 
@@ -153,7 +153,7 @@ ROWS = {"decode": Row(1, [5], 3, [0], True), "prefill": Row(2, [5, 6], 0, [1], T
 
 def stepped(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, float, float], busy: bool = True
             ) -> tuple[list[float], list[float]]:
-    """(launched, device seconds, collected) of each -> (host gaps, seconds of the steps)."""
+    """Run steps of (launched, device seconds, collected). Return the host gaps and the seconds of the steps."""
     clock, gaps, lengths = Clock(), [], []
     monkeypatch.setattr(engine_metrics, "time", clock)
     monkeypatch.setattr(engine_metrics.HOST_GAP, "observe", gaps.append)

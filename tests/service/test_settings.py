@@ -1,4 +1,4 @@
-"""Flags, variables and the file: who wins, and how errors read."""
+"""Sources of settings: precedence, conversion and error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuserve.service.config import ConfigError, ServerConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
 
-HUGE = 10**400  # more than a float holds
+HUGE = 10**400  # exceeds the range of a float
 
 
 def load(flags: str = "", environ: dict[str, str] | None = None) -> ServerConfig:
@@ -150,7 +150,7 @@ def test_load_error_names_file_and_key(tmp_path: Path, toml: str, message: str) 
 def test_load_ignores_foreign_variables() -> None:
     others = {
         "NPUSERVE_TEST_MODELS": "/models", "PATH": "/bin",
-        # Kubernetes, for services named npuserve and npuserve-canary.
+        # Set by Kubernetes for services named npuserve and npuserve-canary.
         "NPUSERVE_SERVICE_HOST": "10.0.0.1", "NPUSERVE_SERVICE_PORT": "50051", "NPUSERVE_SERVICE_PORT_GRPC": "50051",
         "NPUSERVE_PORT": "tcp://10.0.0.1:50051", "NPUSERVE_PORT_50051_TCP": "tcp://10.0.0.1:50051",
         "NPUSERVE_PORT_50051_TCP_ADDR": "10.0.0.1", "NPUSERVE_CANARY_SERVICE_HOST": "10.0.0.2",

@@ -1,4 +1,4 @@
-"""The client against a fake engine: outputs in order, one end for each request, the engine's death and return."""
+"""Engine client with a fake engine: order of outputs, one end per request, and restarts of the engine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_engine_client_close_ends_streams() -> None:
 async def test_engine_client_engine_death_fails_calls() -> None:
     async with connected() as (client, engine):
         assert engine._task
-        engine._task.cancel()  # it hears nothing any more, and still holds the connection
+        engine._task.cancel()  # it reads nothing any more, but keeps the connection
         await asyncio.sleep(0.02)
         call = asyncio.ensure_future(client.flush_prefix_cache())
         await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The engine's end of the local socket, with front ends that read slowly, or not, or leave."""
+"""Engine socket with front ends that read slowly, read nothing, or disconnect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def first(engine: EngineSocket) -> tuple[bytes, m.ToEngine]:
     for _ in range(100):
         if found := engine.receive(1.0):
             return found[0]
-    raise AssertionError("nothing came")
+    raise AssertionError("no message arrived")
 
 
 def test_engine_socket_each_front_end_gets_own_messages(tmp_path: Path, engine: EngineSocket) -> None:

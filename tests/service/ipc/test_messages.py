@@ -1,4 +1,4 @@
-"""Messages on the local socket: whole again however the stream cuts them."""
+"""Messages on the local socket, however the byte stream is split."""
 
 from __future__ import annotations
 

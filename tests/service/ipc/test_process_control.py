@@ -1,4 +1,4 @@
-"""Attributes of processes, each in a process of its own."""
+"""Process attributes, each tested in a process of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_dumpable_returns_set_value() -> None:
 
 
 def test_orphan_reaper_reaps_orphans_and_leaves_its_own() -> None:
-    """Forty orphans are reaped by two calls; a child that is waited for, or named, keeps its exit code."""
+    """Two calls reap 40 orphans. A child that is listed as own keeps its exit code."""
     assert run("""
 import subprocess, time
 adopt_orphans()

@@ -1,4 +1,4 @@
-"""What is kept of streams: bounded, for its time, for its owner, and across a stop."""
+"""Store of resumable streams: limits, expiry, owners, and the file across a restart."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def record(token: str, tokens: int = 3, owner: str = "me", finish: bool = False)
     return made
 
 
-def handed_over(one: Record) -> EndedRecord:
-    """As a front end has it of a stream that was left at second 0.5."""
+def encoded(one: Record) -> EndedRecord:
+    """Return the ended record of a front end whose stream lost its reader at second 0.5."""
     of_front_end = Records(1e9)
     of_front_end.end(one, 0.5)
     return of_front_end.ended(0.5)[0]
@@ -65,7 +65,7 @@ def test_records_find_only_for_owner_until_expiry() -> None:
     kept = Records(10.0)
     one = record("t")
     kept.begin(one)
-    assert kept.find("t", "me", 1e9) is one  # however long it lives
+    assert kept.find("t", "me", 1e9) is one  # live records do not expire
     assert kept.find("t", "other", 0.0) is None
     assert kept.find("t", "", 0.0) is None
     assert kept.find("", "me", 0.0) is None
@@ -142,7 +142,7 @@ def test_max_size_bounds_encoded_record(
 
 
 def large(token: str, ids: int = 4000) -> Record:
-    """A record whose request names many tokens."""
+    """Return a record whose request has many token ids."""
     sampling = SamplingParams(
         logit_bias={1000 + i: 0.5 for i in range(1024)}, allowed_token_ids=tuple(range(1000, 1000 + ids)),
         ending_ids=tuple(range(2000, 2100)))
@@ -208,7 +208,7 @@ def test_records_token_is_stored_once(doings: list[tuple[str, str, int]]) -> Non
             one = kept.live.get(token) if what == "end" else None
             one = one or record(token, tokens)
             if what == "restore":
-                kept.restore(handed_over(one), float(now))
+                kept.restore(encoded(one), float(now))
             else:
                 kept.begin(one) if what == "begin" else kept.end(one, float(now))
         elif what == "drop":
@@ -221,12 +221,12 @@ def test_records_token_is_stored_once(doings: list[tuple[str, str, int]]) -> Non
 
 def test_records_restore_keeps_more_complete_record() -> None:
     kept = Records(10.0)
-    kept.restore(handed_over(record("t", 5)), 1.0)
-    kept.restore(handed_over(record("t", 3)), 1.0)
-    kept.restore(handed_over(record("u", 3, finish=True)), 1.0)
-    kept.restore(handed_over(record("u", 5)), 1.0)
+    kept.restore(encoded(record("t", 5)), 1.0)
+    kept.restore(encoded(record("t", 3)), 1.0)
+    kept.restore(encoded(record("u", 3, finish=True)), 1.0)
+    kept.restore(encoded(record("u", 5)), 1.0)
     kept.begin(live := record("v", 1))
-    kept.restore(handed_over(record("v", 9, finish=True)), 1.0)
+    kept.restore(encoded(record("v", 9, finish=True)), 1.0)
     found = {token: kept.find(token, "me", 1.0) for token in "tuv"}
     assert [len(found[token].token_ids) for token in "tu"] == [5, 3]  # type: ignore[union-attr]
     assert found["v"] is live
@@ -314,7 +314,7 @@ def test_record_rest_of_request() -> None:
     assert (rest.output_ids, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1)
     assert (rest.past.num_reported, rest.past.cached_tokens, rest.past.timing) == (1, 2, TIMING)
     one.add(Output(1, prompt_logprobs=[report]))
-    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all are reported
+    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all positions were reported
     assert one.request.sampling.prompt_logprobs == 1
     one.add(Output(1, [9, 9], Finish("stop_string", 3, 0, 5, TIMING)))
     assert one.token_ids == [0, 1, 2, 3, 9]

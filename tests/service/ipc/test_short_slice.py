@@ -1,4 +1,4 @@
-"""What the kernel says of the slices of threads."""
+"""Scheduler slices of threads, as the kernel reports them."""
 
 from __future__ import annotations
 

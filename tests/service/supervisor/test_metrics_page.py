@@ -1,5 +1,7 @@
-"""The page over several processes: what adds up, what goes with the dead. Each page has a process of its own, since
-prometheus_client looks at its environment once."""
+"""Metrics page over several processes: sums, and the files of dead processes.
+
+Each page runs in a process of its own, because prometheus_client reads its environment only once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from npuserve.service.supervisor.metrics_page import AGE, HEARTBEAT
 from tests.service.test_metrics import DOCUMENT, documented
 
-# A server's process: two children write, one dies. Prints its pages before and after.
+# Server process with two children that write metrics; one dies. Prints its pages before and after.
 SERVER = """
 import json, os, subprocess, sys, time, urllib.request
 from pathlib import Path
@@ -69,7 +71,7 @@ print(json.dumps(pages))
 """
 
 
-# A server's process whose children die one after another while a thread scrapes. Prints the number of files after each
+# Server process whose children die one after another while a thread scrapes. Prints the number of files after each
 # death, the scraped sums, and the last page.
 DEATHS = """
 import json, os, subprocess, sys, threading, urllib.request
@@ -104,9 +106,9 @@ for _ in range(deaths):
     child.wait()
     page.forget(child.pid)
     counts.append(len(list(folder.glob("*.db"))))
-(folder / "counter_4000000.db").touch()  # a process was killed before it sized the file
+(folder / "counter_4000000.db").touch()  # a process was killed before it set the file's size
 page.forget(4000000)
-(folder / "counter_4000001.db").touch()  # a process is about to size it
+(folder / "counter_4000001.db").touch()  # a process has not set the file's size yet
 last = scrape()
 over.set()
 watching.join()
@@ -124,12 +126,12 @@ def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The page before anybody wrote, of two children, and with the second one dead."""
-    return served(tmp_path_factory.mktemp("metrics"))
+    """Return the page before any sample, with two children, and after the death of the second child."""
+    return run_server(tmp_path_factory.mktemp("metrics"))
 
 
-def served(folder: Path, *options: str) -> list[str]:
-    # A variable left over from elsewhere must not matter.
+def run_server(folder: Path, *options: str) -> list[str]:
+    # The page overwrites an inherited variable.
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": "/nowhere"}
     command = [sys.executable, "-c", SERVER, str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
@@ -190,20 +192,20 @@ def test_metrics_page_dead_process_keeps_counts_and_drops_gauges(pages: list[str
     assert third["npuserve_requests_running", ()] == 1
     assert third["npuserve_kv_cache_blocks", (("state", "free"),)] == 100
     assert third["npuserve_engine_restarts_total", ()] == 1
-    # Seen before it died: the age goes on from there.
+    # The last heartbeat before its death counts.
     assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
 
 
 def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) -> None:
-    """No scrape, at whatever moment of a merge, misses or repeats a count."""
+    """A scrape at any moment of a merge neither misses nor repeats a count."""
     deaths = 8
     done = subprocess.run([sys.executable, "-c", DEATHS, str(tmp_path), str(deaths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["files"] == [told["files"][0]] * deaths
-    assert told["seen"] == sorted(told["seen"])
-    assert {value % 10 for value in told["seen"]} == {0}
-    last = samples(told["last"])
+    found = json.loads(done.stdout)
+    assert found["files"] == [found["files"][0]] * deaths
+    assert found["seen"] == sorted(found["seen"])
+    assert {value % 10 for value in found["seen"]} == {0}
+    last = samples(found["last"])
     assert last["npuserve_prompt_tokens_total", ()] == 10 * deaths
     assert last["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == deaths
     assert last["npuserve_queue_time_seconds_count", ()] == deaths
@@ -222,7 +224,7 @@ def test_metrics_page_alert_series_exist_before_first_event(pages: list[str]) ->
 
 
 def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[str]) -> None:
-    before, *_, last = served(tmp_path, "aliases")
+    before, *_, last = run_server(tmp_path, "aliases")
     assert "vllm:" not in before, "vLLM has no page before its model is loaded"
     assert not any("vllm:" in page for page in pages)
     found = samples(last)
@@ -231,7 +233,7 @@ def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[
     assert found["vllm:prompt_tokens_total", named] == 30
     assert found["vllm:request_queue_time_seconds_count", named] == 2
     assert found["vllm:request_queue_time_seconds_bucket", (named[0], ("le", "0.5"), named[1])] == 2
-    # Sums over what vLLM does not tell apart.
+    # Sums over labels that vLLM does not have.
     reasons = {dict(labels)["finished_reason"]: value for (name, labels), value in found.items()
                if name == "vllm:request_success_total"}
     assert reasons == {"stop": 5, "length": 0, "abort": 0}
@@ -318,7 +320,7 @@ os._exit(0)
 
 
 def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -> None:
-    """What a death leaves is added up at the next scrape."""
+    """The files of a dead process are merged at the next scrape."""
     done = subprocess.run([sys.executable, "-c", NO_FILES, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, 0, {"npuserve_prompt_tokens": 20, "npuserve_metrics_files_skipped": 0}]

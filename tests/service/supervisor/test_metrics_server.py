@@ -1,4 +1,4 @@
-"""The metrics page's HTTP server: what it answers, and what bounds it."""
+"""HTTP server of the metrics page: answers and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's folder: private, removed at the end or by the next start, and never while its owner lives."""
+"""Private folder of the supervisor: access, removal at the end, and removal of abandoned folders at the next start."""
 
 from __future__ import annotations
 
