@@ -181,7 +181,7 @@ class EngineClient:
 
     def remove(self, stream: Stream) -> None:
         """Remove a stream that nobody reads any more."""
-        if self._streams.pop(stream.key, None) and stream.resumable:
+        if self._streams.pop(stream.key, None) and stream.is_resumable:
             self._records.end(stream.record, time.monotonic())
 
     def _check_capacity(self) -> None:
@@ -316,10 +316,10 @@ class EngineClient:
         """Send the state from before this connection to the engine, then the deferred messages."""
         for stream in waiting:
             stream.resubmit()
-        if count := sum(stream.live for stream in waiting):
+        if count := sum(stream.is_live for stream in waiting):
             metrics.streams_continued_total.labels("engine").inc(count)
             logs.event(log, "streams continue", level=logging.WARNING, streams=count, epoch=self.epoch)
-        live = ((stream.key, stream.record) for stream in waiting if stream.live)
+        live = ((stream.key, stream.record) for stream in waiting if stream.is_live)
         for message in restore_messages(live, lambda: self._records.ended(time.monotonic())):
             connection.write(message)
             await connection.drained()

@@ -86,12 +86,12 @@ class Stream:
         return self.record.request
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         """Return whether further outputs may arrive."""
         return not self._ended
 
     @property
-    def resumable(self) -> bool:
+    def is_resumable(self) -> bool:
         """Return whether a later call can resume the stream."""
         return bool(self.request.resume_token) and self.is_accepted and (self._error is None or self._closed)
 

@@ -299,7 +299,7 @@ async def test_stream_taken_over_is_not_resumable() -> None:
         stream.push(Output(stream.key, error=("TakenOver", "elsewhere", 0.0)), 0.0)
         with pytest.raises(TakenOver):
             await stream.__anext__()
-        assert not stream.resumable
+        assert not stream.is_resumable
 
 
 async def test_engine_client_cancelled_resume_cancels_request() -> None:
