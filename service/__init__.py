@@ -1,1 +1,1 @@
-"""The host side: bytes, text and ints, from the gRPC message to the scheduler and back."""
+"""Host side of the server: gRPC messages, text, scheduling and processes. Only the engine process imports torch."""

@@ -1,4 +1,4 @@
-"""What the commands' options have in common."""
+"""Argument types and name suggestions that the commands share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Iterable
 
 SIMILAR = 0.75
-"""Least ratio of difflib at which a name is suggested for another."""
+"""Minimum difflib ratio for a name to be suggested."""
 
 _GRPC_NAME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\D")
-"""Beginning of a target in gRPC's own syntax (https://github.com/grpc/grpc/blob/master/doc/naming.md)."""
+"""Prefix of a target in gRPC's name syntax (https://github.com/grpc/grpc/blob/master/doc/naming.md)."""
 
 
 def number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: a number of [low, high]."""
+    """Return an argparse type that accepts a number in [low, high]."""
 
     def parse(text: str) -> float:
         try:
@@ -34,7 +34,7 @@ def number(kind: type[int] | type[float], low: float, high: float = math.inf) ->
 def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "", otherwise: str = "") -> str:
     """Return the end of a sentence that suggests the most similar of `names`; `otherwise` if none is similar.
 
-    prefix: begins all names and is no part of `name` and `names`, so that it does not make them similar.
+    prefix: common prefix of all names, absent from `name` and `names`. It is left out of the comparison.
     """
     near = similar(name, names)
     return f"; did you mean {prefix}{near}?" if near else otherwise
@@ -46,14 +46,14 @@ def similar(name: str, names: Iterable[str]) -> str | None:
 
 
 def target(text: str) -> str:
-    """Argparse type of a gRPC server's address: HOST:PORT, or a name in gRPC's own syntax."""
+    """Check the address of a gRPC server, HOST:PORT or a name in gRPC's syntax, and return it. An argparse type."""
     if _GRPC_NAME.match(text) or split_target(text):
         return text
     raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 127.0.0.1:50051, got {text!r}")
 
 
 def split_target(text: str) -> tuple[str, int] | None:
-    """Return the host and the port of HOST:PORT, an IPv6 address being in brackets; None for any other text."""
+    """Split HOST:PORT into host and port; None for any other text. An IPv6 address must be in brackets."""
     match = re.fullmatch(r"(?:\[([^\[\]/]+)\]|([^:\[\]/\s]+)):(\d{1,5})", text)
     if not match or not 0 < int(match[3]) < 1 << 16:
         return None

@@ -1,8 +1,8 @@
-"""The server's configuration: frozen, complete and checked before anything is built.
+"""Server configuration: frozen, complete and checked before anything is built.
 
-`ServerConfig` is made once by the command line (flags, then NPUSERVE_* variables, then a TOML file) and handed to
-every process as JSON. What is discovered later (KV-cache size, the model's limits) is a return value, never written
-back here.
+The command line builds one `ServerConfig` (flags, then NPUSERVE_* variables, then a TOML file). Every process receives
+it as JSON. Values discovered later, such as the size of the KV cache or the model's limits, are return values and never
+written to it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,36 @@ from typing import Literal
 import msgspec
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Of a gRPC message, either way, at the server and at our own clients."""
+"""Maximum size of a gRPC message in either direction, for the server and for our clients."""
 MAX_DRAIN_SECONDS = 86400
 PRIORITIES = (-100, 100)
-"""Range of any request's priority; lower is earlier."""
+"""Allowed range of a request's priority. Lower values run earlier."""
 
 
 def endpoint(host: str, port: int) -> str:
-    """host:port, an IPv6 address in brackets."""
+    """Return host:port, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 class ConfigError(Exception):
-    """A setting is out of range or contradicts another; the message names it and what is allowed."""
+    """A setting is out of range or contradicts another. The message names the setting and the allowed values."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `npuserve serve` can be told. Field names are the flags' with underscores.
+    """Settings of `npuserve serve`. A field is named for its flag, with underscores.
 
-    model: a folder, a hub name, or "" for the built-in model. port, metrics_port: 0 takes a free one.
-    max_model_len: tokens of prompt and answer; 0 takes the model's own. block_size: tokens a KV-cache block; 0 takes
-    the backend's. kv_cache_memory: bytes; 0 takes what is free, within reason. max_queue: requests that wait.
-    emulate_relax, decode_buckets: lists with commas, see `relaxations` and `buckets`. health_port: 0 is none. tls_*,
-    api_keys: files, read again when they change; "" for none. metrics_host: "" is `host`. min_priority, max_priority:
-    the range of a request's priority, where its API key has no own. admin_certificates: a list with commas, see
-    `admin_names`.
+    model: folder or hub name; "" is the built-in model.
+    port, metrics_port: 0 takes a free port.
+    metrics_host: "" is `host`.
+    health_port: 0 opens no such port.
+    max_model_len: tokens of prompt and answer; 0 takes the model's limit.
+    block_size: tokens per KV-cache block; 0 takes the backend's choice.
+    kv_cache_memory: bytes; 0 takes a share of the free memory.
+    max_queue: maximum number of waiting requests.
+    emulate_relax, decode_buckets: comma-separated lists, parsed by `relaxations` and `buckets`.
+    tls_*, api_keys: paths of files, reloaded when they change; "" for none.
+    min_priority, max_priority: range of a request's priority, unless its API key has its own.
+    admin_certificates: comma-separated list, parsed by `admin_names`.
     """
 
     model: str = ""
@@ -145,7 +150,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is reserved, not implemented in this version")
 
     def _check_edge(self) -> None:
-        """What the ports and the files of TLS need of each other."""
+        """Check the settings of ports and TLS against each other."""
         if bool(self.tls_cert) != bool(self.tls_key):
             missing, given = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
             raise ConfigError(f"{missing}: {given} needs it")
@@ -154,22 +159,24 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.admin_certificates and not self.tls_client_ca:
             raise ConfigError("admin_certificates: clients have certificates only with tls_client_ca")
         if self.health_port and self.health_port in (self.port, self.metrics_port):
-            raise ConfigError(f"health_port: {self.health_port} is that of gRPC or of metrics already")
+            raise ConfigError(f"health_port: {self.health_port} is already the port of gRPC or of metrics")
 
     @property
     def relaxations(self) -> tuple[str, ...]:
-        """What the emulated device accepts beyond what the real one does."""
+        """Return what the emulated device accepts beyond the real one, such as fp32."""
         return tuple(name.strip() for name in self.emulate_relax.split(",") if name.strip())
 
     @property
     def admin_names(self) -> frozenset[str]:
-        """Names of the client certificates that may call AdminService."""
+        """Return the names of the client certificates that may call AdminService."""
         return frozenset(name.strip() for name in self.admin_certificates.split(",") if name.strip())
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Rows of the decode steps that are captured, ascending; () for the device's own choice; 0 where the setting
-        is not a number."""
+        """Return the row counts of the captured decode steps, ascending; () for the device's choice.
+
+        An entry that is not a number becomes 0, which the check of the configuration rejects.
+        """
         found = [part.strip() for part in self.decode_buckets.split(",") if part.strip()]
         return tuple(sorted({int(part) if part.isdecimal() else 0 for part in found}))
 

@@ -1,7 +1,7 @@
-"""One tree of exceptions, mapped to gRPC status once: `to_status`.
+"""Errors of requests, as one tree of exceptions, and their mapping to gRPC status (`to_status`).
 
-Raise these anywhere on the host side; only the servicers turn them into gRPC status. An exception of any other kind
-is a bug, INTERNAL to the client, with an id that is in the log.
+Any code on the host side may raise them. Only the servicers convert them to gRPC status. An exception of any other type
+is a bug: the client gets INTERNAL with an id that is also in the log.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "npuserve.dev"
-"""ErrorInfo.domain: whose reasons these are."""
+"""ErrorInfo.domain of all our errors."""
 MAX_VIOLATIONS = 64
-"""Bad fields that are kept of one request."""
+"""Maximum number of bad fields that are kept per request."""
 MAX_PATH_BYTES = 64
-"""Length limit of a bad field's path."""
+"""Maximum length of a bad field's path."""
 MAX_DESCRIPTION_BYTES = 800
-"""Length limit of one description."""
+"""Maximum length of one description."""
 MAX_VIOLATIONS_BYTES = 7000
-"""Length limit of all bad fields of one error, as they are encoded in headers: clients take 8 KiB of headers."""
+"""Maximum size of all bad fields of one error as encoded in headers. Clients accept 8 KiB of headers."""
 
 
 class ServeError(Exception):
-    """A request's documented end other than an answer. `message` is for the client: whole, and free of prompts."""
+    """Error that ends a request. `message` is sent to the client and contains no prompt."""
 
     code: int = code_pb2.INTERNAL
 
@@ -37,30 +37,34 @@ class ServeError(Exception):
 
     @property
     def logged(self) -> str:
-        """What the log and the trace say of it: nothing that a client wrote."""
+        """Return the text for logs and traces. It contains nothing that a client wrote."""
         return self.message
 
     @classmethod
     def reason(cls) -> str:
-        """Return ErrorInfo.reason, the class's name in upper snake case: INVALID_FIELD for InvalidField."""
+        """Return ErrorInfo.reason: the class name in upper snake case, such as INVALID_FIELD for InvalidField."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).upper()
 
     def details(self) -> list[Message]:
-        """Return the google.rpc messages that travel with the status."""
+        """Return the google.rpc messages to send with the status."""
         return [error_details_pb2.ErrorInfo(reason=self.reason(), domain=DOMAIN)]
 
 
 class InvalidField(ServeError):
-    """One or more fields are out of range. The message names each field and says what is allowed.
+    """One or more fields are out of range. The message names each field and its allowed values.
 
-    field: path of the first one. violations: (path, description) of each, as many as fit MAX_VIOLATIONS_BYTES.
-    Long paths and descriptions are cut.
+    field: path of the first bad field.
+    violations: (path, description) of each bad field, as many as fit MAX_VIOLATIONS_BYTES. Long texts are truncated.
     """
 
     code = code_pb2.INVALID_ARGUMENT
 
     def __init__(self, field: str, description: str, *others: tuple[str, str], omitted: int = 0):
-        """others: further violations. omitted: number of violations that are left out."""
+        """Keep as many violations as fit MAX_VIOLATIONS_BYTES.
+
+        others: further violations.
+        omitted: number of violations that the caller left out.
+        """
         kept: list[tuple[str, str]] = []
         left = MAX_VIOLATIONS_BYTES
         for path, text in ((field, description), *others):
@@ -77,7 +81,7 @@ class InvalidField(ServeError):
 
     @property
     def logged(self) -> str:
-        paths = (path.partition(".template_args") for path, _ in self.violations)  # the client's own names follow
+        paths = (path.partition(".template_args") for path, _ in self.violations)  # the client chose what follows
         return f"InvalidField: {', '.join(path + own for path, own, _ in paths)}"
 
     def details(self) -> list[Message]:
@@ -87,7 +91,7 @@ class InvalidField(ServeError):
 
 
 class Violations:
-    """Collector of bad fields, so that one error names them all."""
+    """Collector of bad fields, so that one error can list all of them."""
 
     def __init__(self) -> None:
         self._found: list[tuple[str, str]] = []
@@ -104,7 +108,7 @@ class Violations:
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Add the fields of an InvalidField that the body raises."""
+        """Add the fields of an InvalidField raised in the body."""
         try:
             yield
         except InvalidField as error:
@@ -112,26 +116,26 @@ class Violations:
                 self.add(field, description)
 
     def check(self) -> None:
-        """Raise InvalidField if a field was added."""
+        """Raise InvalidField if any field was added."""
         if self._found:
             first, *others = self._found
             raise InvalidField(*first, *others, omitted=self._omitted)
 
 
 class MalformedRequest(ServeError):
-    """The request is not the protobuf message that the method takes."""
+    """The request is not a valid protobuf message of the method's type."""
 
     code = code_pb2.INVALID_ARGUMENT
 
 
 class CompressedMessage(ServeError):
-    """The request's message is compressed."""
+    """The request message is compressed."""
 
     code = code_pb2.UNIMPLEMENTED
 
 
 class MessageTooLarge(ServeError):
-    """The request's message has more bytes, or more fields and items, than any request of this model needs."""
+    """The request message has more bytes, fields or items than any request of this model needs."""
 
     code = code_pb2.RESOURCE_EXHAUSTED
 
@@ -155,25 +159,25 @@ class StreamNotFound(ServeError):
 
 
 class DuplicateRequest(ServeError):
-    """The request_id is that of a live request."""
+    """A live request already has this request_id."""
 
     code = code_pb2.ALREADY_EXISTS
 
 
 class NoTokenizer(ServeError):
-    """The model's folder has no tokenizer, and the request needs it."""
+    """The request needs a tokenizer, and the model's folder has none."""
 
     code = code_pb2.FAILED_PRECONDITION
 
 
 class NoChatTemplate(ServeError):
-    """The model's folder has no chat template, and the request needs it."""
+    """The request needs a chat template, and the model's folder has none."""
 
     code = code_pb2.FAILED_PRECONDITION
 
 
 class Reserved(ServeError):
-    """A field or call that this version does not fill."""
+    """The field or call is reserved and not implemented in this version."""
 
     code = code_pb2.UNIMPLEMENTED
 
@@ -190,13 +194,13 @@ class PermissionDenied(ServeError):
 
 
 class DeadlineExceeded(ServeError):
-    """The deadline passed, or cannot be met, before a first token."""
+    """The deadline passed, or cannot be met, before the first token."""
 
     code = code_pb2.DEADLINE_EXCEEDED
 
 
 class Retryable(ServeError):
-    """Worth trying again after `retry_seconds`."""
+    """Error after which the client may retry in `retry_seconds`."""
 
     retry_seconds = 1.0
 
@@ -212,7 +216,10 @@ class Retryable(ServeError):
 
 
 class QueueFull(Retryable):
-    """why: queue_full, displaced by another client's request, client_limit, or timeout."""
+    """A queue or limit is full.
+
+    why: queue_full, displaced (by another client's request), client_limit or timeout.
+    """
 
     code = code_pb2.RESOURCE_EXHAUSTED
 
@@ -222,7 +229,7 @@ class QueueFull(Retryable):
 
 
 class SlowReader(ServeError):
-    """The client did not take what was made for it. The stream can be resumed."""
+    """The client did not read its stream. The stream can be resumed."""
 
     code = code_pb2.CANCELLED
 
@@ -238,27 +245,28 @@ class InternalError(ServeError):
 
 
 class EngineKiller(ServeError):
-    """The engine died of this request, which was shown by running it alone (blame.py)."""
+    """The request crashes the engine. Running it alone has confirmed this (engine/blame.py)."""
 
     code = code_pb2.INTERNAL
 
 
 class TakenOver(ServeError):
-    """Another call reads the stream now."""
+    """Another call has resumed the stream."""
 
     code = code_pb2.ABORTED
 
 
 WireError = tuple[str, str, float]
-"""An error between processes: its class's name, its message, and seconds until it is worth trying again, or 0."""
+"""Error as sent between processes: class name, message, and seconds until a retry (0 if not retryable)."""
 
 
 def to_wire(error: ServeError) -> WireError:
+    """Convert an error to the form sent between processes."""
     return type(error).__name__, error.message, error.retry_seconds if isinstance(error, Retryable) else 0.0
 
 
 def from_wire(wire: WireError) -> ServeError:
-    """What `to_wire` was given; InternalError for a class that does not travel."""
+    """Convert the form sent between processes to an error; InternalError for an unknown class."""
     name, message, retry_seconds = wire
     if name == "InvalidField":
         field, _, text = message.partition(": ")
@@ -272,20 +280,22 @@ def from_wire(wire: WireError) -> ServeError:
 
 
 def _header_bytes(path: str, description: str) -> int:
-    """Return the bytes of a bad field in headers: in grpc-message with percent-encoding, and twice with base64."""
+    """Return the size of a bad field in headers: percent-encoded in grpc-message, and twice in the base64 of the
+    details.
+    """
     text = f"{path}: {description}; ".encode()
     encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in text)
     return encoded + (2 * len(text) + 8) * 4 // 3
 
 
 def _cut(text: str, most: int) -> str:
-    """Return the text, cut to `most` bytes of UTF-8."""
+    """Truncate the text to `most` bytes of UTF-8."""
     data = text.encode(errors="replace")
     return (data if len(data) <= most else data[: most - 3] + b"...").decode(errors="ignore")
 
 
 def to_status(error: ServeError) -> status_pb2.Status:
-    """The gRPC status with its details, for grpc_status.rpc_status.to_status."""
+    """Return the gRPC status with its details, as grpc_status.rpc_status.to_status expects it."""
     status = status_pb2.Status(code=error.code, message=error.message)
     for detail in error.details():
         packed = any_pb2.Any()

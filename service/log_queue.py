@@ -1,4 +1,4 @@
-"""Bounded queue of log lines. A thread of its own writes them, so that a pipe that nobody reads blocks no caller."""
+"""Bounded queue of log lines. A separate thread writes them, so that a blocked pipe never blocks a caller."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections import deque
 from typing import TextIO
 
 MAX_QUEUED_BYTES = 1 << 20
-"""Lines are dropped while as many bytes wait to be written."""
+"""Maximum number of queued bytes. Further lines are dropped."""
 
 
 class LogQueue:
-    """Queue of lines for one stream. Safe to use from several threads.
+    """Queue of lines for one stream. Thread-safe.
 
-    A stream with a file descriptor is written by os.write: a lock of Python's stream, held by a thread that is blocked,
-    would block the interpreter's exit.
+    A stream with a file descriptor is written by os.write. The lock of Python's stream, held by a blocked thread, would
+    block the interpreter's exit.
     """
 
     def __init__(self, stream: TextIO):
@@ -28,13 +28,13 @@ class LogQueue:
         except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
             self._descriptor = -1
         self._lines: deque[bytes] = deque()
-        self._bytes = 0  # queued, and being written
+        self._bytes = 0  # queued or being written
         self._dropped = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def put(self, line: bytes) -> bool:
-        """Queue a line, its end included. Return False where it was dropped, which is counted."""
+        """Queue a line with its line end. Return False and count the line if it is dropped."""
         with self._changed:
             if self._bytes >= MAX_QUEUED_BYTES or not self._has_thread():
                 self._dropped += 1
@@ -45,7 +45,7 @@ class LogQueue:
             return True
 
     def take_dropped(self) -> int:
-        """Return the number of lines dropped since the last call."""
+        """Return the number of lines dropped since the last call, and reset it."""
         with self._changed:
             dropped, self._dropped = self._dropped, 0
             return dropped
@@ -58,7 +58,7 @@ class LogQueue:
                 self._changed.wait(left)
 
     def _has_thread(self) -> bool:
-        """Start the thread where there is none yet. Return False if the system has no room for one."""
+        """Start the writer thread if needed. Return False if the system cannot start one."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="log", daemon=True)
             try:
@@ -81,7 +81,7 @@ class LogQueue:
                 self._changed.notify_all()
 
     def _write(self, line: bytes) -> bool:
-        """Return False where the stream's other end is gone."""
+        """Write a line. Return False if the reader has closed the stream."""
         try:
             if self._descriptor < 0:
                 self._stream.write(line.decode(errors="replace"))
@@ -91,7 +91,7 @@ class LogQueue:
                 while rest:
                     try:
                         rest = rest[os.write(self._descriptor, rest):]
-                    except BlockingIOError:  # somebody who shares the pipe has made it non-blocking
+                    except BlockingIOError:  # another process made the shared pipe non-blocking
                         select.select((), (self._descriptor,), ())
         except (OSError, ValueError):
             return False

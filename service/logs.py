@@ -1,8 +1,8 @@
-"""Structured logs on stderr: one line a record, text for people, JSON for machines.
+"""Structured logs on stderr: one line per record, as text on a terminal and as JSON otherwise.
 
-`event(log, "request done", id=..., tokens=...)` is how other modules log: a fixed message and fields. Prompts are
-logged only where ServerConfig.log_prompts asks for it. No call waits for stderr: lines go through a bounded queue
-(log_queue.py), and those that find it full are dropped and counted.
+Modules log with `event(log, "request done", id=..., tokens=...)`: a constant message and fields. Prompts are logged
+only if ServerConfig.log_prompts is set. Lines go through a bounded queue (log_queue.py), so that no call waits for
+stderr. Lines are dropped and counted when the queue is full.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ FLUSH_SECONDS = 1.0
 """Maximum wait for a blocked stderr when the process exits."""
 
 _prompts = False
-"""Of ServerConfig.log_prompts."""
+"""Value of ServerConfig.log_prompts."""
 _queue: LogQueue | None = None
-"""Of this process's stderr; None before `setup`."""
+"""Queue of this process's stderr; None before `setup`."""
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 
 
 def setup(config: ServerConfig, process: str) -> None:
-    """Send this process's logs to stderr. process: its name in every line, such as supervisor or frontend-0."""
+    """Send this process's logs to stderr.
+
+    process: process name for every line, such as supervisor or frontend-0.
+    """
     global _prompts, _queue
     _prompts = config.log_prompts
     _queue = LogQueue(sys.stderr)
@@ -41,15 +44,15 @@ def setup(config: ServerConfig, process: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    for ours in ("npuserve", "__main__"):  # a process's own module is called __main__
+    for ours in ("npuserve", "__main__"):  # the module that runs as a process is named __main__
         logging.getLogger(ours).setLevel(config.log_level.upper())
     logging.captureWarnings(True)
 
 
 def with_format(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the format that `auto` stands for: text where stderr is a terminal, else JSON.
+    """Resolve log_format `auto`: text if stderr is a terminal, else JSON.
 
-    The supervisor chooses for its children too, whose stderr is a pipe to the supervisor.
+    The supervisor also decides for its children, because their stderr is a pipe to the supervisor.
     """
     if config.log_format != "auto":
         return config
@@ -57,7 +60,7 @@ def with_format(config: ServerConfig) -> ServerConfig:
 
 
 def forward(line: bytes) -> None:
-    """Queue a line that another process wrote, its end included. Written at once where there was no `setup`."""
+    """Queue a line of another process, including its line end. Before `setup`, write it at once."""
     if _queue:
         _queue.put(line)
     else:
@@ -70,12 +73,12 @@ def take_dropped() -> int:
 
 
 def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log a message that is the same every time, with what differs in fields."""
+    """Log a constant message, with variable data in fields."""
     log.log(level, message, extra={"fields": fields}, stacklevel=2)
 
 
 def bug(log: logging.Logger, message: str, error: BaseException, /, **fields: Any) -> None:
-    """Log an exception that nobody foresaw. Its text may quote a prompt: it is left out unless prompts are logged."""
+    """Log an unexpected exception. Its text may quote a prompt and is left out unless prompts are logged."""
     kinds: list[str] = []
     frames: list[str] = []
     cause: BaseException | None = error
@@ -89,7 +92,7 @@ def bug(log: logging.Logger, message: str, error: BaseException, /, **fields: An
 
 
 class _Handler(logging.Handler):
-    """Handler that formats in the caller's thread and leaves writing to the queue's."""
+    """Handler that formats in the caller's thread and queues the line for writing."""
 
     def __init__(self, queue: LogQueue):
         super().__init__()
@@ -98,18 +101,20 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # as logging's own handlers do: a record that cannot be formatted ends nothing
+        except Exception:  # like logging's handlers: a bad record must not end the caller
             self._queue.put(f"log record of {record.name} cannot be formatted\n".encode())
         else:
             self._queue.put(line.encode(errors="backslashreplace") + b"\n")
 
     def flush(self) -> None:
-        """Wait until the lines so far are written; logging.shutdown calls it."""
+        """Wait until all lines are written. Called by logging.shutdown."""
         self._queue.flush(FLUSH_SECONDS)
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-20 06:54:41.123 INFO supervisor: listening address=127.0.0.1:50051`; local time."""
+    """Formatter of text lines in local time: `2026-11-20 06:54:41.123 INFO supervisor: listening
+    address=127.0.0.1:50051`.
+    """
 
     def __init__(self, process: str):
         super().__init__()
@@ -123,7 +128,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC, ISO 8601), level, process, logger, message, the fields, exception."""
+    """Formatter of JSON lines: time (UTC, ISO 8601), level, process, logger, message, the fields, exception."""
 
     def __init__(self, process: str):
         super().__init__()
@@ -147,7 +152,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A value on one line without blanks, quoted where it is not plain."""
+    """Return a value as one word: quoted unless it is plain."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)

@@ -1,10 +1,10 @@
-"""Every metric, named once. See docs/metrics.md for meanings; labels are bounded, nothing a client sends is one.
+"""Prometheus metrics of all processes. docs/metrics.md gives their meaning. Clients cannot add label values.
 
-Processes share a folder of memory-mapped values (prometheus_client's multiprocess mode, PROMETHEUS_MULTIPROC_DIR,
-which the supervisor sets for its children before they import this), and the supervisor's metrics page adds them up.
-So counters and histograms survive an engine's restart, and gauges are those of the living.
+Processes write to memory-mapped files in one folder (prometheus_client's multiprocess mode). The supervisor sets
+PROMETHEUS_MULTIPROC_DIR for its children before they import this module, and its metrics page adds the files up.
+Counters and histograms survive a restart of the engine. Gauges cover live processes only.
 
-What is counted with every token or step goes through a `tally`, and to the page with the owner's next `flush`.
+Per-token and per-step samples go through a `tally`, and reach the page with the next `flush`.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ inter_token_latency_seconds = _histogram("inter_token_latency_seconds", "Gap bet
 time_per_output_token_seconds = _histogram(
     "time_per_output_token_seconds", "(end to end - time to first token) / (tokens - 1), per request", GAP)
 e2e_request_latency_seconds = _histogram("e2e_request_latency_seconds", "Arrival to the last token", LATENCY)
-prefill_time_seconds = _histogram("prefill_time_seconds", "Steps that computed an answer's prompt", LATENCY)
-decode_time_seconds = _histogram("decode_time_seconds", "From then to an answer's last token", LATENCY)
+prefill_time_seconds = _histogram("prefill_time_seconds", "Time of the steps that computed an answer's prompt", LATENCY)
+decode_time_seconds = _histogram("decode_time_seconds", "End of the prefill to an answer's last token", LATENCY)
 request_prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens of an answer", TOKENS)
 request_generation_tokens = _histogram("request_generation_tokens", "Generated tokens of an answer", TOKENS)
-requests_on_target_total = _counter("requests_on_target_total", "Answers that kept both latency targets")
+requests_on_target_total = _counter("requests_on_target_total", "Answers that met both latency targets")
 streams_continued_total = _counter(
-    "streams_continued_total", "Streams that went on after their engine's death, or that a client resumed", "after")
-requests_preparing = _gauge("requests_preparing", "Requests that are parsed, tokenized or detokenized, or wait for it")
+    "streams_continued_total", "Streams continued after an engine restart, or resumed by a client", "after")
+requests_preparing = _gauge("requests_preparing", "Requests being parsed, tokenized or detokenized, or waiting for it")
 preparation_rejections_total = _counter(
     "preparation_rejections_total", "Requests refused before the engine's queue", "kind", "why")
-stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens made and not yet taken by their readers")
+stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens generated and not yet read")
 tls_certificate_expiry = _gauge(
-    "tls_certificate_expiry_timestamp_seconds", "Unix time of the end of the certificates in use", "certificate",
+    "tls_certificate_expiry_timestamp_seconds", "Unix time at which the certificates in use expire", "certificate",
     mode="livemin")
 settings_not_read_total = _counter(
-    "settings_not_read_total", "Times that a setting's files were unusable and the last good ones stayed", "setting")
-ready = _gauge("ready", "1 while a front end takes requests, else 0", mode="livemax")
+    "settings_not_read_total", "Reloads of a setting's files that failed; the last good ones stay in use", "setting")
+ready = _gauge("ready", "1 while a front end accepts requests, else 0", mode="livemax")
 
 # Engine
 requests_running = _gauge("requests_running", "Requests in the batch")
 requests_waiting = _gauge("requests_waiting", "Requests in the queue, preempted ones included")
-requests_paused = _gauge("requests_paused", "Requests that wait for their slow readers")
+requests_paused = _gauge("requests_paused", "Requests paused because their readers are slow")
 queue_rejections_total = _counter("queue_rejections_total", "Requests refused at the queue", "why")
 queue_time_seconds = _histogram("queue_time_seconds", "Arrival to the first step", LATENCY)
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens computed or found in the prefix cache")
@@ -74,52 +74,52 @@ generation_tokens_total = _counter("generation_tokens_total", "Tokens generated"
 prefix_cache_queries_total = _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
 prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache")
 tokens_in_vain_total = _counter(
-    "tokens_in_vain_total", "Tokens computed for requests that their deadline ended before a first token")
-preemptions_total = _counter("preemptions_total", "Requests whose blocks were taken back, to be recomputed")
-kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks that live requests hold")
+    "tokens_in_vain_total", "Tokens computed for requests whose deadline passed before the first token")
+preemptions_total = _counter("preemptions_total", "Requests preempted, to be recomputed")
+kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks held by live requests")
 kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
 step_seconds = _histogram(
     "step_seconds", "Launch of a step, or the end of the one before it, to its collected result", STEP, "phase", "mode")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
 decode_tokens_total = _counter("decode_tokens_total", "Tokens of decode rows, by how they were computed", "mode")
-step_host_gap_seconds = _histogram("step_host_gap_seconds", "The device idle between steps, waiting for the host", STEP)
+step_host_gap_seconds = _histogram("step_host_gap_seconds", "Device idle between steps, waiting for the host", STEP)
 kernel_latency_seconds = _histogram(
     "kernel_latency_seconds", "One kernel call on a sampled step", KERNEL, "kernel", "phase", "backend")
 timed_step_seconds_total = _counter(
-    "timed_step_seconds_total", "The device at work on the steps whose kernels were timed", "phase")
+    "timed_step_seconds_total", "Device time of the steps whose kernels were timed", "phase")
 kernel_fallback_total = _counter(
-    "kernel_fallback_total", "Kernels served by their golden function for want of an own one", "kernel", "backend")
+    "kernel_fallback_total", "Kernels computed by their golden function on this backend", "kernel", "backend")
 cpu_kernels_info = _gauge(
-    "cpu_kernels_info", "1; what the CPU kernels run on is in the labels", "isa", "gemm", "weights", mode="livemax")
+    "cpu_kernels_info", "1; the labels describe the CPU kernels in use", "isa", "gemm", "weights", mode="livemax")
 cpu_peak_flops = _gauge(
-    "cpu_peak_flops", "Operations a second of one thread, as measured when the model was loaded", "isa", "numbers",
+    "cpu_peak_flops", "Operations per second of one thread, measured when the model was loaded", "isa", "numbers",
     mode="livemax")
-cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "A cancel's arrival to its blocks being free", STEP)
+cancel_to_free_seconds = _histogram("cancel_to_free_seconds", "Arrival of a cancel until its blocks are free", STEP)
 engine_heartbeat = _gauge(
-    "engine_heartbeat_seconds", "The engine's last sign of life, by the machine's monotonic clock", mode="livemax")
+    "engine_heartbeat_seconds", "Time of the engine's last heartbeat, on the monotonic clock", mode="livemax")
 
 # Supervisor
-engine_restarts_total = _counter("engine_restarts_total", "Times the engine process was started again")
+engine_restarts_total = _counter("engine_restarts_total", "Restarts of the engine process")
 process_failures_total = _counter(
-    "process_failures_total", "Lives of processes that ended and were followed by another", "process", "why")
+    "process_failures_total", "Ends of child processes that were followed by a restart", "process", "why")
 engine_loading_seconds = _gauge(
-    "engine_loading_seconds", "Time that the engine has been loading; 0 when it is not", mode="livemax")
+    "engine_loading_seconds", "Time for which the engine has been loading; 0 when it is not", mode="livemax")
 metrics_files_skipped_total = _counter(
-    "metrics_files_skipped_total", "Files of metrics that could not be read, and whose counts are lost")
+    "metrics_files_skipped_total", "Unreadable metrics files, whose counts are lost")
 build_info = _gauge(
     "build_info", "1; the version is in the labels", "version", "torch", "backend", "model", mode="livemax")
 target_seconds = _gauge(
-    "target_seconds", "What an answer must keep to be on target: ttft, and itl in the mean", "latency", mode="livemax")
+    "target_seconds", "Latency targets of an answer: ttft, and the mean of itl", "latency", mode="livemax")
 requests_limit = _gauge(
     "requests_limit", "The largest batch (running: max_num_seqs) and queue (waiting: max_queue)", "state",
     mode="livemax")
 resident_memory_bytes = _gauge(
-    "resident_memory_bytes", "Resident memory of each process; 0 while it is dead", "process")
+    "resident_memory_bytes", "Resident memory of each process; 0 while it is not running", "process")
 
 # All processes
-log_lines_dropped_total = _counter("log_lines_dropped_total", "Log lines dropped because nobody read the ones before")
+log_lines_dropped_total = _counter("log_lines_dropped_total", "Log lines dropped because the log queue was full")
 
-# Values that are worth a 0 before the first sample: a rate needs two samples, and an alert must not miss the first.
+# Label values that start at 0. A rate needs two samples, so an alert would otherwise miss the first event.
 KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     requests_total: tuple(
         (rpc, code) for rpc in ("Generate", "StreamGenerate")
@@ -141,7 +141,7 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
 
 
 class Tally:
-    """Samples of a histogram's child, kept here until `flush`: a tenth of what `Histogram.observe` costs."""
+    """Buffer of samples of one histogram until `flush`. `observe` costs a tenth of `Histogram.observe`."""
 
     def __init__(self, child: Histogram):
         self._child = child
@@ -171,14 +171,17 @@ _tallies: list[Tally] = []
 
 @cache
 def tally(histogram: Histogram, *labels: str) -> Tally:
-    """The one of these labels, in this process."""
+    """Return the buffer for these labels. There is one per process."""
     made = Tally(histogram.labels(*labels) if labels else histogram)
     _tallies.append(made)
     return made
 
 
 def flush() -> None:
-    """Bring what this process's tallies have to the page. Call it some times a second, and when nothing goes on."""
+    """Write all buffered samples to the metrics page.
+
+    Call it several times a second, and when the process becomes idle.
+    """
     for one in _tallies:
         one.flush()
     if dropped := logs.take_dropped():

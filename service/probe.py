@@ -1,4 +1,6 @@
-"""What answers at an address, and whether a server can listen there, found with plain sockets. Imports no gRPC."""
+"""Probe of an address with plain sockets: which protocol a server speaks there, and whether a port is free. Imports no
+gRPC.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import time
 from typing import Literal
 
 Protocol = Literal["gRPC", "TLS", "metrics", "HTTP", "unknown", "none"]
-"""gRPC: HTTP/2 without TLS. metrics: a page of npuserve's metrics; HTTP: any other HTTP/1. none: nothing was sent."""
+"""gRPC: HTTP/2 without TLS. metrics: a page of npuserve's metrics. HTTP: any other HTTP/1. none: no reply."""
 
 SECONDS = 2.0
-"""For a connection, and for each reply."""
+"""Time limit of a connection, and of each reply."""
 
 _MOST_BYTES = 1 << 20
 _FRAME_HEADER = 9
@@ -19,7 +21,7 @@ _SETTINGS_FRAME = 4
 
 
 def protocol_at(host: str, port: int) -> Protocol:
-    """Return the protocol that the server at this address speaks. Raises OSError if there is no connection."""
+    """Return the protocol of the server at this address. Raises OSError if the connection fails."""
     reply = _reply(host, port, b"GET /metrics HTTP/1.0\r\n\r\n")
     if reply.startswith(b"HTTP/1"):
         return "metrics" if b"npuserve_" in reply else "HTTP"
@@ -32,9 +34,10 @@ def protocol_at(host: str, port: int) -> Protocol:
 
 
 def cannot_listen(host: str, port: int, shared: bool) -> OSError | None:
-    """Return why no address of `host` can be listened on; None if one can.
+    """Return why listening on every address of `host` fails; None if one succeeds.
 
-    port: 0 for any. shared: several processes listen on it (SO_REUSEPORT).
+    port: 0 for any port.
+    shared: whether several processes listen on it (SO_REUSEPORT).
     """
     found: OSError | None = None
     try:
@@ -55,7 +58,7 @@ def cannot_listen(host: str, port: int, shared: bool) -> OSError | None:
 
 
 def why_no_connection(error: OSError, host: str) -> str:
-    """Return the end of a sentence about an address to which there is no connection."""
+    """Return the end of a sentence that explains why a connection failed."""
     if isinstance(error, socket.gaierror):
         return f"the name {host} cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError):
@@ -66,7 +69,7 @@ def why_no_connection(error: OSError, host: str) -> str:
 
 
 def _reply(host: str, port: int, message: bytes) -> bytes:
-    """Send a message and return what comes back before the end of the connection, or in SECONDS."""
+    """Send a message and return the reply up to the end of the connection, or up to SECONDS."""
     received = b""
     end = time.monotonic() + SECONDS
     with socket.create_connection((host, port), SECONDS) as connection, contextlib.suppress(OSError):
@@ -77,7 +80,7 @@ def _reply(host: str, port: int, message: bytes) -> bytes:
                 break
             received += part
             if len(received) >= _FRAME_HEADER and not received.startswith(b"HTTP/"):
-                break  # the first bytes tell all other protocols
+                break  # the first bytes identify every other protocol
     return received
 
 

@@ -1,7 +1,7 @@
-"""Where the configuration comes from: flags, then NPUSERVE_* variables, then a TOML file, then ServerConfig's defaults.
+"""Sources of the configuration: flags, then NPUSERVE_* variables, then a TOML file, then ServerConfig's defaults.
 
-One table, `SETTINGS`, makes all three. Every error names the place it came from: the flag, the variable, or the
-file and its key.
+One table, `SETTINGS`, defines all of them. Every error names its source: the flag, the variable, or the file and its
+key.
 """
 
 from __future__ import annotations
@@ -27,85 +27,85 @@ else:
 PREFIX = "NPUSERVE_"
 LISTED = "; docs/configuration.md lists them"
 
-# ServerConfig's fields, by group and in the order of --help.
+# Fields of ServerConfig by group, in the order of --help.
 SETTINGS: dict[str, dict[str, str]] = {
     "model": {
-        "model": "a folder or a hub name; none: the built-in model",
-        "served_name": "the name that clients may ask for; none: the folder's",
-        "device": "where the model runs; auto takes the first present of npu, cuda, cpu",
-        "emulate": "run the device's own code on an emulated device: proves calls and numbers, not speed",
-        "emulate_relax": "what the emulated device accepts beyond the real one: fp32, small_heads",
-        "dtype": "of weights and activations; auto follows the checkpoint and the device",
-        "lm_head_dtype": "of the LM head and an embedding tied to it; int8: rounded as it is loaded; auto: the model's",
-        "max_model_len": "tokens of prompt and answer together; 0: the model's own",
+        "model": "folder or hub name; none: the built-in model",
+        "served_name": "model name for clients; none: the folder's name",
+        "device": "device of the model; auto takes the first available of npu, cuda, cpu",
+        "emulate": "run the device's code on an emulated device: checks calls and numbers, not speed",
+        "emulate_relax": "what the emulated device accepts beyond the real one, as a list of fp32, small_heads",
+        "dtype": "type of weights and activations; auto follows the checkpoint and the device",
+        "lm_head_dtype": "type of the LM head and a tied embedding; int8: quantized when loaded; auto: the model's",
+        "max_model_len": "maximum tokens of prompt and answer together; 0: the model's limit",
     },
     "network": {
-        "host": "address to listen on, of gRPC and metrics",
-        "port": "of gRPC; 0: a free one",
-        "metrics_host": "address to listen on, of metrics; none: host",
-        "metrics_port": "of /metrics; 0: a free one",
-        "frontends": "processes that share the port, tokenize and stream",
-        "max_connections": "open connections of each front end; more are closed at once",
-        "max_message_size": "bytes of a request, or a size such as 4MiB; 0: what a request of this model can need",
-        "max_connection_age_seconds": "after which a client connects anew for its next calls; 0: never",
-        "drain_seconds": "how long running requests may still take after SIGTERM",
-        "resume_seconds": "how long a stream can be resumed after its end or its client's loss; 0: not at all",
-        "state_folder": "where streams that a stop cut off are kept for the next start; none: nowhere",
-        "hang_seconds": "a process that does nothing for so long is killed and started again",
-        "load_seconds": "an engine that loads again for so long is killed; 0: 3 times the first load, at least 60 s",
-        "health_port": "of health alone, without TLS, for probes that speak none; 0: none",
+        "host": "address on which gRPC and metrics listen",
+        "port": "port of gRPC; 0: a free one",
+        "metrics_host": "address on which metrics listen; none: host",
+        "metrics_port": "port of /metrics; 0: a free one",
+        "frontends": "front-end processes, which share the port, tokenize and stream",
+        "max_connections": "maximum open connections per front end; more are closed at once",
+        "max_message_size": "maximum size of a request, in bytes or as 4MiB; 0: what a request of this model can need",
+        "max_connection_age_seconds": "age after which a client must reconnect for further calls; 0: no limit",
+        "drain_seconds": "grace period of running requests after SIGTERM",
+        "resume_seconds": "time for which a stream can be resumed after its end or a lost connection; 0: never",
+        "state_folder": "folder that keeps unfinished streams across a restart of the server; none: they are lost",
+        "hang_seconds": "time without a heartbeat after which a process is killed and restarted",
+        "load_seconds": "time after which a reloading engine is killed; 0: 3 times the first load, at least 60 s",
+        "health_port": "port of health checks without TLS, for probes that do not support TLS; 0: none",
     },
     "batching": {
-        "max_num_seqs": "requests computed at once; no more than max_num_batched_tokens take effect",
-        "max_num_batched_tokens": "tokens computed in one step: the budget that cuts prompts into chunks",
-        "decode_buckets": "rows of captured decode steps, as in 1,2,4,8, on devices with graphs; none: its choice",
-        "max_queue": "requests that may wait; more are refused",
-        "max_requests_per_client": "requests that a client may have at once, by API key or address; 0: no limit",
-        "max_preparing": "requests of a front end that may wait to be tokenized, small and large ones each",
-        "max_refusals_per_second": "calls of an address that a front end refuses in a second; more wait; 0: no limit",
-        "max_buffered_tokens": "tokens that a slow reader leaves unread before its request pauses",
-        "slow_reader_seconds": "after which a stream whose reader takes nothing is cancelled",
-        "stream_interval": "tokens to a message of a stream, but for the first and the last ones",
-        "priority_aging_seconds": "seconds of waiting that count as one step of priority",
-        "min_priority": "lowest priority that a request may have, where its API key has no own; lower is earlier",
-        "max_priority": "highest priority that a request may have, where its API key has no own",
-        "double_buffering": "launch a step before the last one's tokens are on the host",
-        "prefill_device": "where prompts are computed: on the device or on the host's cpu",
+        "max_num_seqs": "maximum requests in a batch; capped by max_num_batched_tokens",
+        "max_num_batched_tokens": "maximum tokens in a step: the budget of chunked prefill",
+        "decode_buckets": "row counts of captured decode steps, as in 1,2,4,8, on devices with graphs; none: automatic",
+        "max_queue": "maximum waiting requests; more are refused",
+        "max_requests_per_client": "maximum concurrent requests per client (API key or address); 0: no limit",
+        "max_preparing": "maximum requests waiting to be tokenized, per front end and size class" ,
+        "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: none",
+        "max_buffered_tokens": "unread tokens of a stream at which its request pauses",
+        "slow_reader_seconds": "time after which a stream is cancelled if its client reads nothing",
+        "stream_interval": "tokens per stream message, except the first and last message",
+        "priority_aging_seconds": "waiting time that raises a request by one priority level",
+        "min_priority": "lowest priority value that a request may have, unless its API key sets one; lower is earlier",
+        "max_priority": "highest priority value that a request may have, unless its API key sets one",
+        "double_buffering": "launch a step before the tokens of the previous step are on the host",
+        "prefill_device": "device of prefill: same as the model's, or the host's cpu",
     },
     "KV cache": {
-        "block_size": "tokens a block, a power of two; 0: the backend's choice",
-        "kv_cache_dtype": "auto: that of the activations; int8: twice the tokens in the same memory",
-        "kv_cache_memory": "bytes, or a size such as 4GiB; 0: what is free, within reason",
-        "prefix_cache": "share the blocks of equal prefixes",
-        "share_prefix_cache": "share them between API keys and client certificates too, which lets callers find out "
-                              "what others have sent",
+        "block_size": "tokens per block, a power of two; 0: the backend's choice",
+        "kv_cache_dtype": "auto: type of the activations; int8: twice the tokens in the same memory",
+        "kv_cache_memory": "size in bytes or as 4GiB; 0: derived from the free memory",
+        "prefix_cache": "reuse the blocks of equal prefixes",
+        "share_prefix_cache": "share the prefix cache between API keys and client certificates; callers can then "
+                              "probe what others have sent",
     },
     "machine": {
-        "threads": "CPU threads of the engine; 0: as many as there are cores",
-        "cpu_gemm": "how the CPU multiplies bfloat16: amx and bf16 by its instructions, fp32 widened; auto: measured",
-        "cpu_weights": "how the CPU holds bfloat16 weights: compact is 12.25 bits a number; auto: measured",
+        "threads": "CPU threads of the engine; 0: one per core",
+        "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or widened to fp32; auto: measured",
+        "cpu_weights": "bfloat16 weights on the CPU: compact is 12.25 bits per weight; auto: the faster measured",
         "tensor_parallel_size": "devices that share the model; above 1 is reserved",
-        "kernel_sampling": "every how many steps each kernel is timed; 0: never",
+        "kernel_sampling": "time each kernel on every N-th step; 0: never",
     },
     "metrics and traces": {
-        "metrics_vllm_aliases": "show metrics under vLLM's names too",
-        "target_ttft_seconds": "time to first token that an answer must keep to count as goodput",
-        "target_itl_seconds": "mean gap between tokens that an answer must keep to count as goodput",
-        "otlp_endpoint": "where traces go, as http://host:4317 (pip install 'npuserve[otel]'); none: no traces",
+        "metrics_vllm_aliases": "export metrics under vLLM's names too",
+        "target_ttft_seconds": "maximum time to first token of an answer that counts as goodput",
+        "target_itl_seconds": "maximum mean gap between tokens of an answer that counts as goodput",
+        "otlp_endpoint": "OTLP endpoint of traces, as http://host:4317 (pip install 'npuserve[otel]'); none: no traces",
     },
     "logs": {
         "log_format": "auto: text on a terminal, JSON otherwise",
-        "log_level": "the least that is logged",
+        "log_level": "minimum level of log lines",
         "log_prompts": "log the prompt of each request",
-        "debuggable": "allow core files and debuggers, which show prompts",
+        "debuggable": "allow core files and debuggers, which expose prompts",
     },
     "security": {
-        "tls_cert": "PEM file of the server's certificate and its chain; none: no TLS",
+        "tls_cert": "PEM file of the server's certificate chain; none: no TLS",
         "tls_key": "PEM file of the certificate's key",
-        "tls_client_ca": "PEM file of the authorities that clients' certificates must come from; none: no matter",
-        "api_keys": "file of the keys that clients may use, made by npuserve keys; none: none is asked for",
-        "admin_certificates": "names of the client certificates that may call AdminService, with commas",
-        "chat_special_tokens": "read the text of special tokens in chats as those tokens, where a request says nothing",
+        "tls_client_ca": "PEM file of the CAs that sign client certificates; none: clients need no certificate",
+        "api_keys": "file of API keys, written by npuserve keys; none: clients need no key",
+        "admin_certificates": "comma-separated names of client certificates that may call AdminService",
+        "chat_special_tokens": "default for chats: parse special tokens that appear in message text",
     },
 }
 
@@ -113,7 +113,7 @@ _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
 _SIZES = {"kv_cache_memory", "max_message_size"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)?", re.IGNORECASE)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-# What Kubernetes sets in every container for a service named npuserve or npuserve-something.
+# Variables that Kubernetes sets in every container for a service named npuserve or npuserve-something.
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
@@ -126,7 +126,7 @@ def variable(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every setting, and --config. Absent flags leave nothing in the namespace."""
+    """Add a flag for every setting, and --config. An absent flag adds nothing to the namespace."""
     parser.add_argument("--config", metavar="FILE", help=f"a TOML file of settings ({PREFIX}CONFIG)")
     for title, settings in SETTINGS.items():
         group = parser.add_argument_group(title)
@@ -143,7 +143,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
-    """The configuration in force. args: parsed by `add_arguments`. Raises ConfigError, which names the source."""
+    """Return the resulting configuration. Raises ConfigError, which names the source.
+
+    args: namespace of a parser prepared by `add_arguments`.
+    """
     path = getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")
     found: dict[str, tuple[str, Any]] = {}
     for source in (_from_file(Path(path)) if path else iter(()), _from_variables(environ), _from_flags(args)):
@@ -157,7 +160,9 @@ def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
 
 
 def parse_size(text: str) -> int:
-    """Bytes. K, M, G, T and KiB, ... are powers of 1024; KB, ... are powers of 1000. Raises ValueError."""
+    """Return a size in bytes. K, M, G, T and KiB, ... are powers of 1024; KB, ... are powers of 1000. Raises
+    ValueError.
+    """
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a size such as 4GiB, 512M or a number of bytes")
@@ -167,6 +172,7 @@ def parse_size(text: str) -> int:
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield (name, label, value) for each key of the file. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -180,7 +186,7 @@ def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:
 
 
 def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """An empty variable counts as absent."""
+    """Yield (name, label, value) for each NPUSERVE_* variable. Raises ConfigError. Empty variables are ignored."""
     for key, value in environ.items():
         rest = key.removeprefix(PREFIX)
         if not key.startswith(PREFIX) or not value or rest == "CONFIG" or rest.startswith("TEST_"):
@@ -194,48 +200,35 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]
 
 
 def _from_flags(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
+    """Yield (name, label, value) for each flag that was given."""
     for name in _FIELDS:
         if getattr(args, name, None) is not None:
             yield name, flag(name), getattr(args, name)
 
 
 def _parse(name: str, label: str, value: Any) -> Any:
-    """A value of the setting's type from text (flags, variables) or from TOML's own types."""
+    """Convert text (flags, variables) or a TOML value to the setting's type. Raises ConfigError."""
     kind = _FIELDS[name].type
-    wanted: str
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        wanted = "one of " + ", ".join(get_args(kind))
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in _BOOLEANS:
-            return _BOOLEANS[value.lower()]
-        wanted = "true or false"
-    elif kind is str:
-        if isinstance(value, str) and _is_utf8(value):
-            return value
-        wanted = "UTF-8" if isinstance(value, str) else "text"
-    else:
-        wanted = "a number" if kind is float else "a size such as 4GiB" if name in _SIZES else "a whole number"
-        if isinstance(value, str):
-            try:
-                return parse_size(value) if name in _SIZES else kind(value)
-            except ValueError:
-                pass
-        elif isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool):
-            return kind(value)
-    raise ConfigError(f"{name}: {value!r} is not {wanted} (from {label})")
-
-
-def _is_utf8(text: str) -> bool:
-    """False where a variable's bytes were no UTF-8: Python keeps them as lone surrogates."""
+    is_text = isinstance(value, str)
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        if is_text:
+            value.encode()  # raises if a variable is not UTF-8: Python then has lone surrogates
+        if is_text and name in _SIZES:
+            return parse_size(value)
+        if is_text and kind is bool:
+            return _BOOLEANS[value.lower()]
+        return msgspec.convert(value.strip() if kind in (int, float) and is_text else value, kind, strict=not is_text)
+    except (ValueError, KeyError, msgspec.ValidationError):
+        raise ConfigError(f"{name}: {value!r} is not {_wanted(name, is_text)} (from {label})") from None
+
+
+def _wanted(name: str, is_text: bool) -> str:
+    kind = _FIELDS[name].type
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if name in _SIZES:
+        return "a size such as 4GiB"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "UTF-8" if is_text else "text"}[kind]
 
 
 def _show(default: Any) -> str:

@@ -1,4 +1,6 @@
-"""docs/reliability.md names tests and benchmarks that exist; its numbers and those of restarts are the code's."""
+"""Checks that docs/reliability.md names existing tests and benchmarks, and that its figures match the code and the
+results.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ def functions(file: str) -> set[str]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
 
-def test_each_test_is_there() -> None:
+def test_reliability_tests_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)
     assert len(named) > 30
     assert not [f"{file}::{name}" for file, name in named if name not in functions(file)]
 
 
-def test_each_benchmark_is_there() -> None:
+def test_reliability_benchmarks_exist() -> None:
     named = set(re.findall(r"`(bench/\w+\.py)`", TEXT))
     assert "bench/soak.py" in named
     assert not [file for file in named if not (ROOT / file).exists()]
 
 
-def test_each_promise_has_a_test_or_a_figure() -> None:
+def test_reliability_promises_have_test_or_benchmark() -> None:
     promises = re.sub(r"\| (who|risk) \|.*?\n\n", "", TEXT, flags=re.DOTALL)  # tables of facts
     rows = [line for line in promises.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not re.match(r"\| (promise|what) \|", row)]
@@ -43,8 +45,8 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
-def test_configuration_restarts_are_the_supervisors() -> None:
-    """The pauses and the limits of each kind of death."""
+def test_configuration_document_has_restart_limits() -> None:
+    """Compare the pauses and limits of each kind of exit."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     rows = re.search(r"\| the life that ended .*\n\|[-|]+\n((?:\|.*\n){2})\n(.*)", text)
     assert rows
@@ -57,8 +59,8 @@ def test_configuration_restarts_are_the_supervisors() -> None:
     assert f"{supervisor.ENGINE_PATIENCE:g} s; what is left" in " ".join(text.split())
 
 
-def test_reliability_figures_are_those_of_the_results() -> None:
-    """Of cancels, and of memory in the soak."""
+def test_reliability_figures_match_results() -> None:
+    """Compare the figures of cancels, and of memory in the soak test."""
     lines = (ROOT / "bench" / "RESULTS.md").read_text().splitlines()
 
     def measured(word: str, *figures: str) -> bool:

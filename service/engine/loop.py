@@ -32,8 +32,8 @@ from npuserve.service.engine.blame import Blame
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.request_registry import Ledger, Origin
 from npuserve.service.errors import EngineKiller, QueueFull, ServeError, TakenOver, to_wire
+from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
-from npuserve.service.ipc.heartbeat import Pulse
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -55,7 +55,7 @@ from npuserve.service.ipc.messages import (
     ToFrontend,
     Unpause,
 )
-from npuserve.service.ipc.records import Records
+from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 
@@ -89,8 +89,8 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
-        double_buffering: bool = True, pulse: Pulse | None = None, records: Records | None = None, frontends: int = 0,
-        blame: Blame | None = None,
+        double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
+        frontends: int = 0, blame: Blame | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -98,7 +98,7 @@ class Engine:
         self.model = model
         self._epoch = epoch
         self._depth = 2 if double_buffering else 1
-        self._pulse = pulse or Pulse("")
+        self._pulse = pulse or Heartbeat(is_enabled=False)
         self._flying: deque[tuple[Step, Any, float]] = deque()  # (step, the runner's handle, when it was launched)
         self._metrics = EngineMetrics(scheduler)
         self._blame = blame or Blame()

@@ -23,9 +23,8 @@ from npuserve.service.engine.blame import Blame
 from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_socket import EngineSocket
-from npuserve.service.ipc.heartbeat import Pulse
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.ipc.records import Records, load, save
+from npuserve.service.ipc.resumable_streams import Records, load, save
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 
@@ -38,16 +37,17 @@ log = logging.getLogger("npuserve.service.engine.process")
 
 
 class EngineArgs(msgspec.Struct, frozen=True):
-    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine. pulse:
-    the heartbeat's file. memory: descriptor of the file in memory that the model is to lie in, -1 for none; left: what
-    the life before said of it when it was ready (npu/execution/shared_weights.py). kernels: what the first engine
-    that was ready chose for the CPU kernels (kernels/native/choice.py), which this one keeps; None for none."""
+    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine.
+    heartbeat: whether to send heartbeats. memory: descriptor of the file in memory that the model is to lie in, -1 for
+    none; left: what the life before said of it when it was ready (npu/execution/shared_weights.py). kernels: what the
+    first engine that was ready chose for the CPU kernels (kernels/native/choice.py), which this one keeps; None for
+    none."""
 
     config: ServerConfig
     folder: str
     address: str
     epoch: int
-    pulse: str = ""
+    heartbeat: bool = False
     memory: int = -1
     left: dict[str, Any] | None = None
     kernels: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ def build(args: EngineArgs) -> Engine:
     blame = Blame(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                   found=lambda: child.report("killer"))
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
-                    Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0,
+                    child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     blame=blame)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)

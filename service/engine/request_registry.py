@@ -13,7 +13,7 @@ import msgspec
 from npuserve.service.engine.blame import Blame
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
-from npuserve.service.ipc.records import Records
+from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 

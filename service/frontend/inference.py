@@ -40,8 +40,8 @@ from npuserve.service.frontend import response_options
 from npuserve.service.frontend.response import REASONS, ResponseBuilder
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.records import is_resumable, new_token
-from npuserve.service.ipc.stream import Stream
+from npuserve.service.ipc.engine_stream import Stream
+from npuserve.service.ipc.resumable_streams import is_resumable, new_token
 from npuserve.service.requests import validation
 from npuserve.service.requests.preparation import Kind, Preparation
 from npuserve.service.requests.prompt_size import check_prompt_size

@@ -34,7 +34,6 @@ from npuserve.service.frontend.inference import InferenceServicer
 from npuserve.service.frontend.server import MessageLimit, Servers, Servicers
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.heartbeat import Pulse
 from npuserve.service.requests.preparation import Preparation
 from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.text.model_folder import ModelFolder, open_folder
@@ -67,7 +66,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     index: number of the front end, from 0.
     engine_address: address of the engine's socket.
     port: port to listen on; 0: a free port.
-    pulse: file of the heartbeat.
+    heartbeat: True to send heartbeats.
     folder: the model's folder; None while it is downloaded: an order with the folder follows.
     last_good: private folder for copies of valid settings files; "": no copies.
     """
@@ -76,7 +75,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     index: int
     engine_address: str
     port: int
-    pulse: str = ""
+    heartbeat: bool = False
     folder: str | None = None
     last_good: str = ""
 
@@ -89,7 +88,7 @@ class Frontend:
 
     def __init__(self, args: FrontendArgs):
         config = self._config = args.config
-        self._pulse = Pulse(args.pulse)
+        self._pulse = child.Heartbeat(args.heartbeat)
         self._tls = _open_tls(config)
         self._keys = keys = _open_keys(config, args.last_good)
         stall = config.hang_seconds * STALL_SHARE

@@ -1,5 +1,5 @@
-"""Messages between the processes of one server, and what ties the processes together.
+"""Communication between the processes of one server: messages, both ends of the local socket, and the protocol of child
+processes.
 
-Both ends of the local socket between front ends and engine, the protocol of child processes, heartbeats, and
-the record of a resumable stream. Imports of `service`: the files at its top level only.
+It also holds the streams that a restarted engine continues. Imports of `service`: the files at its top level only.
 """

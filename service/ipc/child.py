@@ -1,18 +1,24 @@
-"""Protocol between the supervisor and its children: arguments on stdin, events on stdout, and the parent's death.
+"""Protocol between the supervisor and a child process: arguments and orders on stdin, events on stdout.
 
-The supervisor writes the arguments as one JSON line on a child's stdin and keeps stdin open for orders, one JSON object
-a line. A child reports events as one JSON object a line on stdout.
+The supervisor writes the arguments as one JSON line on the child's stdin. It keeps stdin open for orders, one JSON
+object per line. The child reports events as one JSON object per line on stdout. Heartbeats are events
+of the child's main loop.
 
-A child never outlives the supervisor: the kernel kills it (`die_with_parent`), also while it is stopped. End of file on
-stdin covers a supervisor that died before the child asked the kernel for that.
+A child never outlives the supervisor: the kernel kills it (`die_with_parent`), even while it is stopped. If the
+supervisor dies before the child has asked the kernel for this, the child exits at end of file on stdin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,39 +29,47 @@ from npuserve.service.ipc import process_control
 Arguments = TypeVar("Arguments")
 
 UNUSABLE = 2
-"""A child's exit code where the configuration or the model is at fault. The server ends with it only before it was
-ready once; what is broken later may be repaired while it serves."""
+"""Exit code of a child whose configuration or model is unusable.
+
+The server exits with it only before it was ready for the first time. Later the supervisor retries, because the cause
+may be repaired.
+"""
 
 DEVICE_FAULT, NODE_FAULT = 3, 4
-"""The engine's exit codes after an error of its device: starting it again mends it; it would not."""
+"""Exit codes of the engine after a device error: the first is cured by a restart, the second is not."""
 
 LAST_WORDS_SECONDS = 2.0
-"""After a front end's drain: to send the last status of the calls that it cuts off."""
+"""After the drain of a front end: time to send the final status of the calls that it ends."""
 STOP_SECONDS = 1.0
-"""Then: for gRPC to drop the calls of clients that read nothing."""
+"""Then: time for gRPC to drop the calls of clients that read nothing."""
 TRACES_SECONDS = 2.0
-"""Then: to export the last traces. What a slow collector has not taken is dropped after it."""
+"""Then: time to export the last traces. Traces that a slow collector has not accepted are dropped."""
 EXIT_SECONDS = 2.0
-"""Then: to end, on a busy machine."""
+"""Then: time to exit on a busy machine."""
 FRONTEND_MARGIN = LAST_WORDS_SECONDS + STOP_SECONDS + TRACES_SECONDS + EXIT_SECONDS
-"""Seconds from a drain's end to SIGKILL: all that a front end may still take."""
+"""Seconds from the end of the drain to SIGKILL: the sum of the times above."""
 
+HEARTBEAT_SECONDS = 0.25
+"""Minimum time between two heartbeats of a process. The supervisor checks for one every second or less often."""
+HEARTBEAT = "heartbeat"
+"""Name of the event."""
 
 TRANSIENT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Errors of system calls that a later attempt may not meet: the machine is short of processes, files or memory."""
+"""Errors of system calls that may succeed later: the machine is short of processes, files or memory."""
 
 
 def is_transient(error: BaseException) -> bool:
+    """Return whether the error is one of TRANSIENT."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 def read_arguments(kind: type[Arguments]) -> Arguments:
     """Tie this process to its parent's life and return the arguments that the parent wrote.
 
-    Raises msgspec.ValidationError if they are not of that kind. Exits if the parent is dead.
+    Raises msgspec.ValidationError if they do not match `kind`. Exits if the parent is dead.
     """
     process_control.die_with_parent()
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads no further than the line: orders may follow
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: orders may follow the line
         line = stdin.readline()
     if not line:
         os._exit(1)
@@ -63,11 +77,11 @@ def read_arguments(kind: type[Arguments]) -> Arguments:
 
 
 def listen(ordered: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
-    """Call `ordered` with each order of the parent, in a thread of its own. Exit at once when the parent is dead."""
+    """Start a thread that calls `ordered` with each order, and that exits the process when the parent dies."""
 
     def wait() -> None:
         data = b""
-        while more := os.read(0, 1 << 16):  # sys.stdin's lock, held by a thread, would abort the process at its end
+        while more := os.read(0, 1 << 16):  # a thread that holds sys.stdin's lock would abort the exit
             *lines, data = (data + more).split(b"\n")
             for line in lines:
                 ordered(msgspec.json.decode(line, type=dict[str, Any]))
@@ -77,14 +91,55 @@ def listen(ordered: Callable[[dict[str, Any]], None] = lambda order: None) -> No
 
 
 def unusable(error: Exception) -> int:
-    """Report to the parent why this process cannot be used, and return the exit code.
+    """Report to the parent why this process is unusable, and return the exit code.
 
-    Before the server was ready once, the parent prints the reason and exits. Later it logs it and tries again.
+    Before the server was ready for the first time, the parent prints the reason and exits. Later it logs the reason and
+    retries.
     """
     report("unusable", error=str(error))
     return UNUSABLE
 
 
 def report(event: str, **fields: object) -> None:
-    """Tell the parent: {"event": event, ...fields}."""
+    """Report an event to the parent: {"event": event, ...fields}."""
     print(json.dumps({"event": event, **fields}), flush=True)
+
+
+class Heartbeat:
+    """Sender of heartbeats on stdout, for the thread of the main loop alone: they stop while the loop stands still.
+
+    A heartbeat is dropped while the parent has unread events of this process. So heartbeats never fill the pipe, where
+    later events would block, and sending one never blocks the loop. An unread event also shows the parent that this
+    process was alive when it was sent.
+    """
+
+    def __init__(self, is_enabled: bool = True):
+        """is_enabled: False sends none, for a process without a supervisor."""
+        self._next = 0.0 if is_enabled else float("inf")  # time.monotonic() seconds
+        self._pipe = _open_nonblocking(1) if is_enabled else -1
+
+    def beat(self) -> None:
+        """Send a heartbeat if the last one is HEARTBEAT_SECONDS old. Otherwise it costs one reading of the clock."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + HEARTBEAT_SECONDS
+        with contextlib.suppress(OSError):
+            if not _unread_bytes(self._pipe):
+                os.write(self._pipe, _HEARTBEAT_LINE)
+
+
+_HEARTBEAT_LINE = json.dumps({"event": HEARTBEAT}).encode() + b"\n"
+
+
+def _open_nonblocking(descriptor: int) -> int:
+    """Open a pipe again, so that O_NONBLOCK does not affect its other writers. Without /proc, duplicate it."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return os.dup(descriptor)
+
+
+def _unread_bytes(descriptor: int) -> int:
+    """Return the number of bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)

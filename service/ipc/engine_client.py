@@ -1,13 +1,12 @@
-"""The front end's end of the local socket: hands requests to the engine and its outputs back to them.
+"""Client of the engine in a front end: sends requests over the local socket and passes outputs to their streams.
 
-One connection is one socket, so that nothing of a dead engine is left in it. While there is none, new requests are
-refused, and those in flight wait: what came for them is here, and goes to the next engine with the answer to its Ready
-(`Restore`), which goes on with prompt and answer so far. Readers see a pause. So do streams that were left or ended a
-while ago and may still be resumed.
+Each connection has its own socket, so that no data of a dead engine remains. Without a connection, new requests are
+refused and accepted ones wait. The front end holds their outputs so far and sends them to the next engine in reply to
+its Ready (`Restore`). The engine continues from there, so that readers see only a pause. Ended streams that may still
+be resumed are sent too.
 
-An engine that is there but says nothing, not even its heartbeat, is stalled: new requests are refused, those in flight
-wait for it. Each request ends in exactly one way: with the engine's finish, with an error, or with `Stream.close`,
-which cancels it.
+An engine that sends nothing, not even heartbeats, is stalled: new requests are refused and accepted ones wait. Each
+request ends exactly once: with the engine's finish, with an error, or with `Stream.close`, which cancels it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from typing import Literal
 from npuserve.service import logs, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
+from npuserve.service.ipc.engine_connection import EngineConnection
+from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -34,8 +35,7 @@ from npuserve.service.ipc.messages import (
     Resume,
     Resumed,
 )
-from npuserve.service.ipc.records import Records, restore_messages
-from npuserve.service.ipc.stream import Stream
+from npuserve.service.ipc.resumable_streams import Records, restore_messages
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +45,27 @@ REFUSALS = {
 }
 
 STALL_SECONDS = 60.0
-"""Of silence, unless told otherwise. An engine beats twice a second, but not within a step, and a large model's long
-chunk takes its time on a CPU."""
+"""Default time without a message after which the engine counts as stalled.
+
+An engine sends two heartbeats per second, but none during a step, and a long chunk of a large model can take seconds on
+a CPU.
+"""
 
 RECONNECT_SECONDS = 0.05
-FAILED_SECONDS = 1.0
-"""Time until work in the background that failed by a bug starts again."""
-PAGE_SECONDS = 0.1
-"""What is counted with every token reaches the metrics page no more often while tokens come."""
+RETRY_SECONDS = 1.0
+"""Pause before a background task that failed by a bug restarts."""
+PUBLISH_SECONDS = 0.1
+"""Minimum time between updates of per-token metrics while tokens arrive."""
 
 
 class EngineClient:
-    """The connection to the engine at `address`, kept up from `start` to `close`, on one event loop.
+    """Connection to the engine at `address`, kept up from `start` to `close`, on one event loop.
 
-    on_state: called with each new state. model_info: of the last engine, None before the first; epoch: its, 0 before;
-    load: its last word. resume_seconds: how long streams that ended are kept for the next engine. max_buffered_tokens,
-    slow_reader_seconds, stream_interval: see stream.py.
+    on_state: called with each new state.
+    model_info, epoch, load: last values from the engine; None, 0 and an idle load before the first Ready.
+    stall_seconds: time without a message after which the engine counts as stalled.
+    resume_seconds: time for which ended streams are kept for the next engine.
+    max_buffered_tokens, slow_reader_seconds, stream_interval: see engine_stream.py.
     """
 
     def __init__(
@@ -78,26 +83,27 @@ class EngineClient:
         self._address = address
         self._stall_seconds = stall_seconds
         self._on_state = on_state
-        self._connected: _Connection | None = None  # to an engine that is ready
-        self._deferred: list[messages.ToEngine] | None = None  # until all is restored, what follows it
+        self._connection: EngineConnection | None = None  # to a ready engine
+        self._deferred: list[messages.ToEngine] | None = None  # messages sent during a restore
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
         self._resuming: dict[int, asyncio.Future[Stream]] = {}
         self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_key = 0
-        self._silence = 0
-        self._paged = 0.0
+        self._silent_seconds = 0
+        self._published = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        """Start the background tasks on the running event loop."""
         loop = asyncio.get_running_loop()
-        work = {"engine client": self._connection, "slow readers": self._check_readers}
+        work = {"engine client": self._serve_connection, "slow readers": self._check_readers}
         self._tasks = [loop.create_task(self._repeat(name, each), name=name) for name, each in work.items()]
 
     async def close(self) -> None:
-        """Every stream ends with Unavailable."""
-        self.state = "down"  # and nobody is told: it is we who leave
+        """Disconnect, and end every stream with Unavailable."""
+        self.state = "down"  # without calling on_state: this side closes
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -105,24 +111,33 @@ class EngineClient:
         self.give_up(Unavailable("the server is leaving"))
 
     def require(self) -> ModelInfo:
-        """The model's facts, if the engine takes requests; Unavailable otherwise."""
+        """Return the model's properties. Raises Unavailable if the engine accepts no requests."""
         if self.state != "ready" or self.model_info is None:
             raise Unavailable(REFUSALS[self.state])
         return self.model_info
 
     def submit(self, request: Request) -> Stream:
-        """Hand a request over. Unavailable if the engine is not ready, QueueFull if this front end alone holds more
-        than the engine runs and queues, twice: what the engine refuses comes as the stream's error."""
-        self._check_room()
-        stream = Stream(self, self._key(), Record(request))
+        """Send a request to the engine and return its stream.
+
+        Raises Unavailable if the engine is not ready, and QueueFull if this front end holds twice the requests that the
+        engine can run and queue. A refusal by the engine is raised by the stream.
+        """
+        self._check_capacity()
+        stream = Stream(self, self._next_key(), Record(request))
         self._streams[stream.key] = stream
         self.send(messages.Submit(stream.key, request))
         return stream
 
     async def resume(self, token: str, token_offset: int, owner: str, deadline: float | None) -> Stream:
-        """The stream of that token. owner: see Caller. Raises what `submit` and Ledger.resume do."""
-        self._check_room()
-        key = self._key()
+        """Return the stream of a resume token, from `token_offset` on.
+
+        owner: caller of the request, see Caller.
+        deadline: deadline of the new reader, time.monotonic() seconds; None for none.
+
+        Raises the errors of `submit`, and StreamNotFound or InvalidField from the engine.
+        """
+        self._check_capacity()
+        key = self._next_key()
         found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._resuming[key] = found
         self.send(Resume(key, token, token_offset, owner, deadline))
@@ -136,35 +151,41 @@ class EngineClient:
             self._resuming.pop(key, None)
 
     def give_up(self, error: ServeError) -> None:
-        """Every stream ends with it."""
+        """End every stream with the error."""
         for stream in list(self._streams.values()):
             stream.end(error)
 
     async def abort(self, request_id: str, client: str = "") -> int:
-        """End the one request of that id, and return how many there are; several are left alone. client: whose request;
-        "" for any client's."""
-        return await self._call(Abort(self._key(), request_id, client))
+        """Abort the request of this id and return the number of requests that have it. With several, none is aborted.
+
+        client: client of the request; "" for any.
+        """
+        return await self._call(Abort(self._next_key(), request_id, client))
 
     async def flush_prefix_cache(self) -> int:
-        """The number of blocks forgotten."""
-        return await self._call(FlushPrefixCache(self._key()))
+        """Flush the prefix cache and return the number of freed blocks."""
+        return await self._call(FlushPrefixCache(self._next_key()))
 
     def send(self, message: messages.ToEngine) -> bool:
-        """Never waits: the engine takes all that comes, and refuses by an output. False without an engine."""
-        if self._connected is None:
+        """Send a message without waiting. Return False if no engine is connected.
+
+        The engine reads every message and refuses requests by an output, so the socket is never blocked for long.
+        """
+        if self._connection is None:
             return False
         if self._deferred is not None:
             self._deferred.append(message)
         else:
-            self._connected.write(message)
+            self._connection.write(message)
         return True
 
-    def forget(self, stream: Stream) -> None:
-        """Nobody reads it any more."""
-        if self._streams.pop(stream.key, None) and stream.resumable:
+    def remove(self, stream: Stream) -> None:
+        """Remove a stream that nobody reads any more."""
+        if self._streams.pop(stream.key, None) and stream.is_resumable:
             self._records.end(stream.record, time.monotonic())
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
+        """Raise Unavailable or QueueFull unless a further request fits."""
         info = self.require()
         most = 2 * (info.max_num_seqs + info.max_queue)
         if len(self._streams) + len(self._resuming) >= most:
@@ -173,7 +194,7 @@ class EngineClient:
                 f"front end full: it holds {most} requests, twice the sum of max_num_seqs ({info.max_num_seqs}) and "
                 f"max_queue ({info.max_queue})")
 
-    def _key(self) -> int:
+    def _next_key(self) -> int:
         self._last_key += 1
         return self._last_key
 
@@ -188,72 +209,75 @@ class EngineClient:
             del self._calls[message.call]
 
     async def _repeat(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` again and again. An exception is a bug: it is logged, and the work starts again after a while."""
+        """Run `work` in a loop. An exception is a bug: log it and restart the work after RETRY_SECONDS."""
         while True:
             try:
                 await work()
             except Exception as error:
                 logs.bug(log, f"{name}: failed, starting again", error)
-                await asyncio.sleep(FAILED_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
 
-    async def _connection(self) -> None:
-        """Connect, and serve the connection until it breaks. Raise what a message of it or its timer raised."""
+    async def _serve_connection(self) -> None:
+        """Connect, and serve the connection until it breaks. Raises the exception of a message handler or of the stall
+        check.
+        """
         loop = asyncio.get_running_loop()
         try:
-            transport, connection = await loop.create_unix_connection(lambda: _Connection(self._hear), self._address)
-        except OSError:  # no engine is there
+            transport, connection = await loop.create_unix_connection(
+                lambda: EngineConnection(self._on_message), self._address)
+        except OSError:  # no engine is listening
             await asyncio.sleep(RECONNECT_SECONDS)
             return
-        listening = asyncio.ensure_future(self._listen())
+        stall_check = asyncio.ensure_future(self._detect_stall())
         try:
             connection.write(messages.Hello())
-            done, _ = await asyncio.wait((connection.ended, listening), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((connection.ended, stall_check), return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 one.result()
         finally:
-            listening.cancel()
+            stall_check.cancel()
             transport.abort()
-            self._lose()
+            self._on_disconnect()
 
     async def _check_readers(self) -> None:
-        """Look once, after a while, for readers that take nothing."""
+        """Sleep, then cancel streams whose readers are too slow."""
         await asyncio.sleep(min(1.0, self._slow_reader_seconds / 4))
         now = time.monotonic()
         for stream in list(self._streams.values()):
             stream.check_reader(now, self._slow_reader_seconds)
 
-    async def _listen(self) -> None:
-        """Count the seconds of silence: those in which this process ran, its own pauses not being the engine's."""
+    async def _detect_stall(self) -> None:
+        """Count the seconds without a message while this process runs; its own pauses do not count."""
         while True:
             await asyncio.sleep(1)
-            self._silence += 1
-            if self._silence >= self._stall_seconds and self.state == "ready":
+            self._silent_seconds += 1
+            if self._silent_seconds >= self._stall_seconds and self.state == "ready":
                 self._set_state("stalled")
 
-    def _hear(self, data: bytes, connection: _Connection) -> None:
+    def _on_message(self, data: bytes, connection: EngineConnection) -> None:
         message = messages.decode_to_frontend(data)
-        self._silence = 0
+        self._silent_seconds = 0
         if self.state == "stalled":
             self._set_state("ready")
         match message:
-            case Outputs(epoch=epoch) if epoch == self.epoch and self._connected:
-                self._take(message)
+            case Outputs(epoch=epoch) if epoch == self.epoch and self._connection:
+                self._on_outputs(message)
             case messages.Ready(epoch=epoch, model=model):
-                self._lose()
-                self._connected, self.epoch, self.model_info = connection, epoch, model
+                self._on_disconnect()
+                self._connection, self.epoch, self.model_info = connection, epoch, model
                 self._deferred = []
                 waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
                 self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
                 self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
-            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connected:
-                self._resumed(key, record)
-            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connected:
+            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connection:
+                self._on_resumed(key, record)
+            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connection:
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)
 
-    def _take(self, message: Outputs) -> None:
+    def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
         self.load = message.load
         for key in message.accepted:
@@ -269,17 +293,18 @@ class EngineClient:
                 stream.push(output, now)
             elif output.error and (found := self._resuming.get(output.key)) and not found.done():
                 found.set_exception(from_wire(output.error))
-        if now - self._paged >= PAGE_SECONDS or not message.outputs:
-            self._page(now)
+        if now - self._published >= PUBLISH_SECONDS or not message.outputs:
+            self._publish(now)
 
-    def _page(self, now: float) -> None:
-        self._paged = now
+    def _publish(self, now: float) -> None:
+        """Update the metrics of this process."""
+        self._published = now
         metrics.stream_buffered_tokens.set(sum(stream.buffered for stream in self._streams.values()))
         metrics.flush()
 
-    def _resumed(self, key: int, record: Record) -> None:
+    def _on_resumed(self, key: int, record: Record) -> None:
         found = self._resuming.get(key)
-        if found is None or found.done():  # who asked is gone
+        if found is None or found.done():  # the caller was cancelled
             self.send(Cancel(key))
             return
         stream = self._streams[key] = Stream(self, key, record, resumed=True)
@@ -287,14 +312,14 @@ class EngineClient:
         metrics.streams_continued_total.labels("client").inc()
         found.set_result(stream)
 
-    async def _restore(self, connection: _Connection, waiting: list[Stream]) -> None:
-        """Hand over what there was before this engine, or this connection to it; then send what was deferred."""
+    async def _restore(self, connection: EngineConnection, waiting: list[Stream]) -> None:
+        """Send the state from before this connection to the engine, then the deferred messages."""
         for stream in waiting:
             stream.resubmit()
-        if count := sum(stream.live for stream in waiting):
+        if count := sum(stream.is_live for stream in waiting):
             metrics.streams_continued_total.labels("engine").inc(count)
-            logs.event(log, "streams go on", level=logging.WARNING, streams=count, epoch=self.epoch)
-        live = ((stream.key, stream.record) for stream in waiting if stream.live)
+            logs.event(log, "streams continue", level=logging.WARNING, streams=count, epoch=self.epoch)
+        live = ((stream.key, stream.record) for stream in waiting if stream.is_live)
         for message in restore_messages(live, lambda: self._records.ended(time.monotonic())):
             connection.write(message)
             await connection.drained()
@@ -302,17 +327,17 @@ class EngineClient:
         for later in deferred:
             connection.write(later)
 
-    def _lose(self) -> None:
-        """The connection is gone: readers wait for the next, callers do not."""
-        self._connected = self._deferred = None
+    def _on_disconnect(self) -> None:
+        """Handle the loss of the connection: streams wait for the next engine, calls fail."""
+        self._connection = self._deferred = None
         if self._restoring:
             self._restoring.cancel()
         for stream in list(self._streams.values()):
-            stream.cut()
+            stream.on_disconnect()
         waiters: list[asyncio.Future[int] | asyncio.Future[Stream]] = [*self._calls.values(), *self._resuming.values()]
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(Unavailable("the engine died before it answered"))
+                waiter.set_exception(Unavailable("the engine died before it replied"))
         self.load = Load()
         metrics.stream_buffered_tokens.set(0)
         metrics.flush()
@@ -326,54 +351,3 @@ class EngineClient:
         self.state = state
         logs.event(log, f"engine is {state}", level=level, epoch=self.epoch)
         self._on_state(state)
-
-
-class _Connection(asyncio.Protocol):
-    """Hands each message that comes to `hear`, with itself. ended: its end, an error where `hear` raised one."""
-
-    def __init__(self, hear: Callable[[bytes, _Connection], None]):
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._hear = hear
-        self._received = messages.Splitter()
-        self._writable = asyncio.Event()
-        self._writable.set()
-
-    def write(self, message: messages.ToEngine) -> None:
-        """Never waits."""
-        self._transport.write(messages.encode(message))
-
-    async def drained(self) -> None:
-        """Wait until the engine has taken most of what was written, and let other tasks run in any case."""
-        await asyncio.sleep(0)
-        await self._writable.wait()
-
-    def failed(self, task: asyncio.Task[None]) -> None:
-        """End the connection with the error of a task that uses it, if it had one."""
-        if not task.cancelled() and (error := task.exception()):
-            self._fail(error)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._received.feed(data):
-                self._hear(message, self)
-        except Exception as error:
-            self._fail(error)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _fail(self, error: BaseException) -> None:
-        self._transport.abort()
-        if not self.ended.done():
-            self.ended.set_exception(error)

@@ -1,4 +1,4 @@
-"""The engine's end of the local socket: front ends connect, and each is known by a name as long as it stays."""
+"""Engine's end of the local socket. Each connected front end has a name while its connection lasts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from npuserve.service.ipc.messages import ToEngine, ToFrontend
 
 log = logging.getLogger(__name__)
 
-MAX_UNSENT = 64 << 20
-"""Bytes that a front end may leave unread before it counts as lost; the system's own buffer comes on top."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Maximum bytes that a front end may leave unread, besides the kernel's buffer. Beyond it, it is disconnected."""
 READ_BYTES = 1 << 16
 
 
 class _Frontend:
-    """unsent: bytes for which the system's buffer has no room; waits: the selector looks out for it."""
+    """Connection of one front end.
+
+    unsent: bytes that did not fit the kernel's buffer.
+    waits_for_write: whether the selector waits until the socket is writable.
+    """
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self.received = messages.Splitter()
         self.unsent = bytearray()
-        self.waits = False
+        self.waits_for_write = False
 
 
 class EngineSocket:
-    """Receives from all front ends, sends to one, never waits for one. Not thread-safe: for the engine loop alone."""
+    """Non-blocking socket to all front ends. Not thread-safe: only the engine loop uses it."""
 
     def __init__(self, address: str):
-        """Bind `address`, a path; that of an engine that died is taken over. Raises OSError where it cannot be had."""
+        """Bind the path `address`, replacing the socket of a dead engine. Raises OSError."""
         Path(address).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -45,8 +49,10 @@ class EngineSocket:
         self._numbers = itertools.count(1)
 
     def receive(self, timeout: float) -> list[tuple[bytes, ToEngine | None]]:
-        """What there is, after waiting at most `timeout` seconds for something: (front end, message), None being the
-        last of one that is gone."""
+        """Wait at most `timeout` seconds and return the received messages as (front end, message).
+
+        None in place of a message means that the front end has disconnected; it is the last entry of that front end.
+        """
         found: list[tuple[bytes, ToEngine | None]] = []
         for key, events in self._selector.select(timeout):
             name: bytes | None = key.data
@@ -62,11 +68,13 @@ class EngineSocket:
         return found
 
     def has_input(self) -> bool:
-        """Whether `receive` would have something to do at once."""
+        """Return whether `receive` would have work to do without waiting."""
         return bool(self._selector.select(0))
 
     def send(self, frontend: bytes, message: ToFrontend) -> bool:
-        """False if that front end is gone, or has left too much unread."""
+        """Send a message. Return False if the front end is disconnected, or is disconnected now because it reads too
+        slowly.
+        """
         known = self._frontends.get(frontend)
         if known is None:
             return False
@@ -75,7 +83,7 @@ class EngineSocket:
 
     def close(self) -> None:
         for name in list(self._frontends):
-            self._lose(name, "the engine leaves")
+            self._disconnect(name, "the engine stops")
         self._selector.close()
         self._listener.close()
 
@@ -91,30 +99,32 @@ class EngineSocket:
         try:
             data = frontend.socket.recv(READ_BYTES)
         except OSError as error:
-            self._lose(name, error)
+            self._disconnect(name, error)
             return []
         if not data:
-            self._lose(name, "it has closed the connection")
+            self._disconnect(name, "closed by the front end")
         return frontend.received.feed(data)
 
     def _write(self, name: bytes, frontend: _Frontend) -> bool:
-        """Send what there is room for, and the rest when there is more. False if the front end is lost."""
+        """Send what fits the kernel's buffer, and the rest once the socket is writable. Return False if the connection
+        is lost.
+        """
         try:
             with contextlib.suppress(BlockingIOError):
                 del frontend.unsent[: frontend.socket.send(frontend.unsent)]
         except OSError as error:
-            self._lose(name, error)
+            self._disconnect(name, error)
             return False
-        if len(frontend.unsent) > MAX_UNSENT:
-            self._lose(name, f"it left {len(frontend.unsent)} bytes unread")
+        if len(frontend.unsent) > MAX_UNSENT_BYTES:
+            self._disconnect(name, f"{len(frontend.unsent)} bytes unread")
             return False
-        if bool(frontend.unsent) != frontend.waits:
-            frontend.waits = not frontend.waits
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frontend.waits else 0)
+        if bool(frontend.unsent) != frontend.waits_for_write:
+            frontend.waits_for_write = not frontend.waits_for_write
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frontend.waits_for_write else 0)
             self._selector.modify(frontend.socket, events, name)
         return True
 
-    def _lose(self, name: bytes, why: object) -> None:
+    def _disconnect(self, name: bytes, why: object) -> None:
         log.info("front end %s is lost: %s", name.decode(), why)
         connection = self._frontends.pop(name).socket
         self._selector.unregister(connection)

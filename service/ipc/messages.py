@@ -1,9 +1,9 @@
-"""What front ends and the engine process say to each other over the local socket.
+"""Messages between front ends and the engine process on the local socket.
 
-The socket is a Unix stream. Every message is its length in 4 bytes, little end first, then one msgpack array with its
-type's tag first; there is no pickle. Times are seconds of time.monotonic(), which all processes of one machine share. A
-front end names its requests by `key`, an integer that it uses for one request alone; it stays the same when the request
-goes on in another engine.
+The socket is a Unix stream. Each message is its length in 4 bytes, little-endian, then one msgpack array that begins
+with the type's tag. There is no pickle. Times are time.monotonic() seconds, which all processes of a machine share. A
+front end identifies its requests by `key`, an integer that it never reuses. The key stays the same when a restarted
+engine continues the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of a request's disjoint phases in the engine, and when its last step ended. See the proto's Timing."""
+    """Seconds of a request's disjoint phases in the engine, and the end of its last step. See the proto's Timing."""
 
     queue: float
     prefill_chunks: list[float]
@@ -35,11 +35,12 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True):
-    """What a request that goes on brings with it, beside its output_ids, so that its end tells of all its lives.
+    """Progress of a request under earlier engines, besides its output_ids. The final report covers all of them.
 
-    num_reported: prompt tokens whose log-probabilities were reported. cached_tokens: those of its first admission,
-    None before it. timing: its phases so far. accepted: it was in the queue of an engine that died, and is not refused
-    by the next one's.
+    num_reported: prompt tokens whose log-probabilities were reported.
+    cached_tokens: prompt tokens found in the prefix cache at the first admission; None before it.
+    timing: phases so far.
+    accepted: whether an earlier engine had queued it. The next engine then queues it without an admission check.
     """
 
     num_reported: int = 0
@@ -49,17 +50,23 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One client ask, checked and tokenized: what the engine needs of it. The engine holds no text.
+    """Validated and tokenized request, as the engine needs it. The engine holds no text.
 
-    request_id: the client's or the server's name for it, unique among the client's live requests. prompt_ids: at least
-    one, each below the vocabulary.
-    output_ids: tokens generated before, by an engine that died or until it was left. max_tokens, min_tokens: of the
-    whole answer, output_ids included; prompt + max_tokens is at most the model's context. stop_token_ids and
-    eos_token_ids end the answer (the latter empty under ignore_eos). priority: lower is earlier. arrival: when the
-    front end got it. deadline: when it is of no use any more. client: whose it is, see auth.py. client_limit: requests
-    that it may have at once, 0 for no limit. resume_token: "" if nobody may resume it. ask: what front ends need of it
-    and the engine does not, see resume.py. owner: the only caller who may resume it, see auth.py; "": whoever has the
-    token.
+    request_id: name from the client or the server, unique among the client's live requests.
+    prompt_ids: token ids below the vocabulary size; at least one.
+    max_tokens, min_tokens: limits of the whole answer, including output_ids. prompt + max_tokens fits the model's
+        context.
+    arrival: when the front end received it.
+    stop_token_ids, eos_token_ids: tokens that end the answer; the latter are empty under ignore_eos.
+    priority: lower runs earlier.
+    output_ids: tokens generated before, by an earlier engine or before a pause.
+    deadline: when the answer becomes useless; None for never.
+    client: owner for fairness and limits, see access/auth.py.
+    resume_token: "" if the stream cannot be resumed.
+    ask: data for front ends that resume the stream; opaque to the engine.
+    past: progress under earlier engines.
+    client_limit: maximum concurrent requests of the client; 0 for no limit.
+    owner: only caller that may resume it; "" for any caller with the token.
     """
 
     request_id: str
@@ -83,7 +90,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What is served, as the engine knows it once the model is loaded."""
+    """Properties of the served model, known once it is loaded."""
 
     family: str
     vocabulary_size: int
@@ -100,7 +107,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is. free_kv_ratio: 1 is an empty cache, reusable prefixes counting as free."""
+    """Load of the engine. free_kv_ratio is 1 for an empty cache; reusable prefixes count as free."""
 
     running: int = 0
     waiting: int = 0
@@ -109,7 +116,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
-    """How a request ended in the engine. cached_tokens: prompt tokens that the prefix cache held at first."""
+    """End of a request in the engine. cached_tokens: prompt tokens found in the prefix cache at the first admission."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -119,10 +126,12 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What one step made for one request. After `finish` or `error` nothing follows for this key.
+    """Output of one step for one request. Nothing follows `finish` or `error` for this key.
 
-    token_ids: new ones, usually one. logprobs: one per token, where asked for. prompt_logprobs: those of this step's
-    chunk, in order. error: see errors.to_wire.
+    token_ids: new tokens, usually one.
+    error: see errors.to_wire.
+    logprobs: one per token, if requested.
+    prompt_logprobs: log-probabilities of this step's chunk, in order, if requested.
     """
 
     key: int
@@ -134,11 +143,13 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, array_like=True):
-    """An answer so far, from which any engine can go on with it and any front end can tell it anew.
+    """Answer so far, from which any engine can continue it and any front end can send it again.
 
-    request: as it was submitted first, with the deadline of who reads it. logprobs, prompt_logprobs: the reports, where
-    asked for. finish: None while it goes on, and if it was left. ended: when it finished or was left; None while
-    somebody reads it. cached_tokens, timing: see Past.
+    request: first submitted request, with the deadline of the current reader.
+    logprobs, prompt_logprobs: reports so far, if requested.
+    finish: None while it runs, and if its reader left before the end.
+    ended: when it finished or lost its reader; None while it has a reader.
+    cached_tokens, timing: see Past.
     """
 
     request: Request
@@ -151,7 +162,7 @@ class Record(msgspec.Struct, array_like=True):
     timing: Timing | None = None
 
     def add(self, output: Output) -> None:
-        """Take in what a step made, and how it ended."""
+        """Append an output, and apply its finish."""
         self.token_ids += output.token_ids
         if output.logprobs:
             self.logprobs += output.logprobs
@@ -162,7 +173,7 @@ class Record(msgspec.Struct, array_like=True):
             del self.token_ids[self.finish.generated_tokens :], self.logprobs[self.finish.generated_tokens :]
 
     def rest(self, accepted: bool) -> Request:
-        """The request for what is missing."""
+        """Return a request for the remaining tokens."""
         sampling = self.request.sampling
         past = Past(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
         if past.num_reported == len(self.request.prompt_ids) - 1:
@@ -171,7 +182,7 @@ class Record(msgspec.Struct, array_like=True):
             self.request, sampling=sampling, output_ids=list(self.token_ids), past=past)
 
     def whole(self, key: int) -> Output:
-        """All of it, as if it were made in one step."""
+        """Return the record as the output of one step."""
         return Output(key, list(self.token_ids), self.finish, None, list(self.logprobs), list(self.prompt_logprobs))
 
 
@@ -179,17 +190,17 @@ class Record(msgspec.Struct, array_like=True):
 
 
 class Hello(Wire, frozen=True):
-    """The first on every connection; answered by Ready."""
+    """First message on a connection. The reply is Ready."""
 
 
 class EndedRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A record of a stream that finished or was left, as msgpack.
+    """Encoded record of a stream that finished or lost its reader.
 
     token, owner: see Request.
-    is_finished: has a finish.
-    tokens: of the answer.
+    is_finished: whether it has a finish.
+    tokens: number of tokens of the answer.
     ended: see Record.
-    data: the record.
+    data: the Record as msgpack.
     """
 
     token: str
@@ -201,11 +212,11 @@ class EndedRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Restore(Wire, frozen=True):
-    """The answer to Ready: what the front end knows of requests that came before this connection, in several messages.
+    """Reply to Ready: the requests from before this connection, split into several messages.
 
-    live: (key, record) of those that it waits for; they go on as if submitted, in order of their arrival.
-    ended: those that may still be resumed.
-    is_last: nothing follows.
+    live: (key, record) of requests with a reader. They continue as if submitted, in order of arrival.
+    ended: records of streams that may be resumed.
+    is_last: whether this is the last message.
     """
 
     live: list[tuple[int, Record]]
@@ -214,18 +225,21 @@ class Restore(Wire, frozen=True):
 
 
 class Submit(Wire, frozen=True):
-    """A new request; refused at once (an Output with an error) or queued (its key in Outputs.accepted)."""
+    """New request. The engine refuses it at once (an Output with an error) or queues it (its key in Outputs.accepted).
+    """
 
     key: int
     request: Request
 
 
 class Cancel(Wire, frozen=True):
-    """Nobody waits for this request any more, or the front end has found its stop string.
+    """Cancel a request: its client has disconnected, or the front end found a stop string.
 
-    keep: None if the client is gone, and no Output follows. Otherwise the number of tokens of the answer that stand,
-    and an Output with the Finish follows, of that many generated tokens and with reason stop_string. A request that
-    ended in between is not known any more, and its own finish is already on its way. sent: when.
+    keep: None if the client has disconnected; no Output follows. Otherwise the number of tokens of the answer to keep.
+        An Output with a Finish follows, with that number of generated tokens and the reason stop_string.
+    sent: when the message was sent.
+
+    A cancel of a request that has ended meanwhile is ignored; the request's own finish was sent already.
     """
 
     key: int
@@ -234,20 +248,24 @@ class Cancel(Wire, frozen=True):
 
 
 class Pause(Wire, frozen=True):
-    """Its reader is slow: make no more of it until Unpause."""
+    """The reader is slow: generate nothing for this request until Unpause."""
 
     key: int
 
 
 class Unpause(Wire, frozen=True):
-    """Its reader has read on."""
+    """The reader has caught up."""
 
     key: int
 
 
 class Abort(Wire, frozen=True):
-    """AdminService.Abort: end the one request of this id, whichever front end it came from. client: whose; "" for any.
-    Answered by Reply: how many there are; if they are several, none is ended."""
+    """AdminService.Abort: abort the request of this id, from whichever front end.
+
+    client: client of the request; "" for any.
+
+    The Reply is the number of requests with this id. If there are several, none is aborted.
+    """
 
     call: int
     request_id: str
@@ -255,14 +273,19 @@ class Abort(Wire, frozen=True):
 
 
 class FlushPrefixCache(Wire, frozen=True):
-    """Answered by Reply: the number of blocks."""
+    """Free the cached prefixes. The Reply is the number of freed blocks."""
 
     call: int
 
 
 class Resume(Wire, frozen=True):
-    """Somebody wants to read a stream from token_offset on. Answered by Resumed, and Outputs follow under `key`; or by
-    an Output with an error. Who read it so far gets TakenOver. owner: see Caller. deadline: of the new reader."""
+    """Read a stream from token_offset on. The previous reader gets TakenOver.
+
+    owner: see Caller.
+    deadline: deadline of the new reader.
+
+    The reply is Resumed, followed by Outputs under `key`, or an Output with an error.
+    """
 
     key: int
     token: str
@@ -273,7 +296,7 @@ class Resume(Wire, frozen=True):
 
 ToEngine = Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache
 
-# Engine to front end; each carries the engine's epoch, and those of a dead epoch are dropped
+# Engine to front end. Each carries the engine's epoch; messages of an earlier epoch are dropped.
 
 
 class Ready(Wire, frozen=True):
@@ -282,18 +305,20 @@ class Ready(Wire, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request has its first row in the step that is launched next. cached_tokens: prompt tokens that the prefix cache
-    held."""
+    """The first row of a request is in the next step.
+
+    cached_tokens: prompt tokens found in the prefix cache.
+    """
 
     key: int
     cached_tokens: int
 
 
 class Outputs(Wire, frozen=True):
-    """All that a step made for one front end. Without content it is the heartbeat.
+    """Outputs of one step for one front end. Without content it is a heartbeat.
 
-    started: comes in a message of its own, before the launch. accepted: keys of the requests that were queued since the
-    last message; of a request that is refused, an Output with the error comes instead.
+    started: sent in a separate message before the launch.
+    accepted: keys of requests queued since the last message. A refused request gets an Output with an error instead.
     """
 
     epoch: int
@@ -304,7 +329,7 @@ class Outputs(Wire, frozen=True):
 
 
 class Resumed(Wire, frozen=True):
-    """What there is of a stream; without a finish, more follows."""
+    """Record of a resumed stream. Without a finish, Outputs follow."""
 
     epoch: int
     key: int
@@ -321,13 +346,13 @@ ToFrontend = Ready | Outputs | Resumed | Reply
 
 
 class Splitter:
-    """Cuts what comes from the socket into messages; what is of an unfinished one waits for the rest."""
+    """Decoder that splits the socket's byte stream into messages. It buffers an incomplete message."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that `data` completes, without their lengths."""
+        """Append `data` and return the completed messages, without their lengths."""
         self._data += data
         found, start = [], 0
         while len(self._data) >= (body := start + LENGTH_BYTES):
@@ -341,14 +366,15 @@ class Splitter:
 
 
 def encode(message: ToEngine | ToFrontend) -> bytes:
-    """As it goes over the socket."""
+    """Encode a message with its length prefix."""
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 LENGTH_BYTES = 4
 MAX_RESTORE_BYTES = 1 << 16
-"""Of the records of one Restore, unless one record is larger: larger messages would stall both ends."""
+"""Maximum size of the records in one Restore, unless a single record is larger. Larger messages would stall both ends.
+"""
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

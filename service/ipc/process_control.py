@@ -21,8 +21,8 @@ _SET_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4,
 def die_with_parent() -> None:
     """Have the kernel send SIGKILL to this process when the thread that started it ends.
 
-    The parent may have died before this call. The caller must notice that itself, for example by a pipe whose other
-    end only the parent holds.
+    The parent may have died before this call. The caller must detect this itself, for example by a pipe of which only
+    the parent holds the other end.
     """
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -34,25 +34,28 @@ def set_dumpable(dumpable: bool) -> None:
 
 
 def is_dumpable() -> bool:
-    """Return what `set_dumpable` set last; True on systems without it."""
+    """Return the last value of `set_dumpable`; True on systems without it."""
     return _prctl(_GET_DUMPABLE) != 0
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, as process 1 of a container is anyway."""
+    """Become the parent of orphaned descendants, as process 1 of a container is by default."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 class OrphanReaper:
-    """Reaps adopted processes that have ended, and leaves the process's own children to whoever waits for them."""
+    """Reaper of adopted processes that have ended. It leaves the process's own children to their owners."""
 
     def __init__(self) -> None:
         self._zombies: frozenset[int] = frozenset()
 
     def reap(self, own: Collection[int]) -> int:
-        """Reap orphans that were zombies at the last call too, and return their number. Call it every second or so.
+        """Reap orphans that were zombies at the previous call too, and return their number. Call it about once a
+        second.
 
-        A zombie of two calls is not waited for by another thread. own: process ids that are never reaped.
+        own: process ids that are never reaped.
+
+        A process that is still a zombie at the second call is not waited for by another thread.
         """
         before, reaped = self._zombies, 0
         self._zombies = frozenset(_zombie_children()).difference(own)

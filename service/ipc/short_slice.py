@@ -1,11 +1,11 @@
-"""Threads that wake for a moment, beside others that compute for long.
+"""Short scheduler slices for threads that run briefly next to threads that compute for long.
 
-Linux gives a thread that wakes the core at once only if what runs there has had its slice, some 1 to 3 ms, or if the
-thread that wakes has asked for a shorter one (EEVDF, Linux 6.12: sched_setattr(2), sched_runtime of SCHED_OTHER). It
-gets no more of the processor by that, only sooner.
+On Linux, a thread that wakes up does not get the core at once, unless the running thread has used its slice of about 1
+to 3 ms. A thread that has requested a shorter slice gets the core sooner (EEVDF, Linux 6.12: sched_setattr(2),
+sched_runtime of SCHED_OTHER). It gets no more processor time.
 
-With the core a thread gets the rest of its slice undisturbed, unless one with a shorter slice wakes there. So a thread
-asks for as long as what it wakes for takes: if less, those whom it wakes take the core in the midst of it, each time.
+A thread runs its slice undisturbed unless a thread with a shorter slice wakes up on its core. Request a slice as long
+as the thread's own work after a wake-up: with a shorter one, the threads that it wakes would interrupt it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import platform
 import struct
 
 SECONDS = 0.0001
-"""The shortest that Linux takes."""
+"""Minimum slice that Linux accepts."""
 ATTRIBUTES = struct.Struct("=IIQiIQQQ")
-"""size, sched_policy, sched_flags, sched_nice, sched_priority, sched_runtime, sched_deadline, sched_period."""
+"""Layout of struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period."""
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
 
 
 def ask_for_it(seconds: float = SECONDS) -> bool:
-    """For the calling thread, and for those that it starts from now on; 0 for the system's own. False where the system
-    has no such thing; one that is older than it takes the call and changes nothing."""
+    """Request a slice for the calling thread and for threads that it starts later. Return False if the system cannot.
+
+    seconds: length of the slice; 0 restores the system's default.
+
+    Linux before 6.12 accepts the call and ignores it.
+    """
     number = _SET_ATTRIBUTES.get(platform.machine()) if platform.system() == "Linux" else None
     if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False

@@ -1,4 +1,4 @@
-"""One process at a time of one kind, as the supervisor sees it: its start, its events, its orders, its end."""
+"""Child process as the supervisor sees it: its start, events, heartbeats, orders and exit."""
 
 from __future__ import annotations
 
@@ -7,32 +7,42 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from npuserve.service import logs
-from npuserve.service.ipc.heartbeat import Watch
+from npuserve.service.ipc.child import HEARTBEAT
 
 log = logging.getLogger("npuserve.service.supervisor.supervisor")
 
 LAST_LINES_SECONDS = 0.5
-"""Time from a process's exit for its last lines. A helper that has its pipes open must not delay its restart."""
+"""Maximum wait for the last lines of an exited process. A helper that holds its pipes must not delay the restart."""
 START_FILES = 9
-"""Open files that the start of a process takes for a moment."""
+"""Number of files that the start of a process opens temporarily."""
 MAX_LINE_BYTES = 1 << 20
-"""Output without an end of line is passed on in pieces of this size."""
+"""Maximum length of a line of output. Longer output is passed on in pieces."""
 
 
-class Child:
-    """One process at a time of one kind, in a session of its own, so that the terminal's Ctrl-C does not reach it.
+class ChildProcess:
+    """Child process that can be started repeatedly, one run at a time.
 
-    arguments: its first line on stdin, made anew at each start. heard: called with each JSON line of its stdout.
-    pulse: its sign of life. files: open ones that it gets under the same numbers. `starts` counts its lives; `stopping`
-    is set once it must not live again; `age` is the seconds of its life, and `silence` those for which its main loop
-    has stood still; `hung` is whether this life was killed for that, and `dying` the seconds since; `forgiven` is set
-    when the request was found of which its last lives died.
+    Each run has its own session, so that the terminal's Ctrl-C does not reach it.
+
+    arguments: returns the first line for its stdin. Called at each start.
+    on_event: called with each JSON line of its stdout, except heartbeats.
+    files: open descriptors that it inherits under the same numbers.
+
+    starts: number of runs.
+    started_at: start of the current run, time.monotonic() seconds.
+    age: seconds of the current run, as counted by `tick`.
+    silence: seconds without a heartbeat, as counted by `tick`; 0 before the first heartbeat.
+    is_hung: whether the current run was killed because it hung.
+    kill_seconds: seconds since then.
+    is_killer_found: whether the request that crashed the earlier runs was found.
+    stopping: set once it must not be started again.
     """
 
     def __init__(
@@ -41,40 +51,42 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         arguments: Callable[[], Mapping[str, object]],
-        heard: Callable[[Child, dict[str, Any]], None],
-        pulse: Watch,
+        on_event: Callable[[ChildProcess, dict[str, Any]], None],
         files: Sequence[int] = (),
     ):
         self.name = name
         self.starts = 0
+        self.started_at = 0.0
         self.age = 0.0
         self.silence = 0.0
-        self.hung = False
-        self.forgiven = False
-        self.dying = 0.0
-        self.pulse = pulse
+        self.is_hung = False
+        self.is_killer_found = False
+        self.kill_seconds = 0.0
         self.stopping = asyncio.Event()
         self.pid = 0
         self._command = command
         self._environment = environment
         self._arguments = arguments
-        self._heard = heard
+        self._on_event = on_event
         self._files = files
+        self._heartbeats = 0  # of the current run
+        self._counted_heartbeats = 0  # at the last tick
         self._transport: asyncio.SubprocessTransport | None = None
 
-    async def live(self) -> int:
-        """Run one life, from its start to its exit code; negative for a signal.
+    async def run(self) -> int:
+        """Start the process and wait for its exit. Return its exit code; negative for a signal.
 
-        Raises OSError or RuntimeError if the system starts no process now. Processes that it left in its session are
-        killed.
+        Raises OSError or RuntimeError if the system cannot start a process now. Processes that it left in its session
+        are killed.
         """
         self.starts += 1
-        self.age = self.silence = self.dying = 0.0
-        self.hung = False
+        self.started_at = time.monotonic()
+        self.age = self.silence = self.kill_seconds = 0.0
+        self._heartbeats = self._counted_heartbeats = 0
+        self.is_hung = False
         self.pid = 0
-        self.pulse.reset()
         _require_files(START_FILES)
-        output = _Output(self._line)
+        output = _Output(self._on_line)
         pipe = asyncio.subprocess.PIPE
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
             lambda: output, *self._command, env=self._environment, start_new_session=True, pass_fds=self._files,
@@ -97,39 +109,44 @@ class Child:
         return code
 
     def signal(self, number: signal.Signals) -> None:
-        """End it for good: SIGTERM asks, SIGKILL does not. A pause between two lives ends too."""
+        """Send a signal that ends the process for good: SIGTERM or SIGKILL. A pause before a restart ends too."""
         self.stopping.set()
         self._send(number)
 
     def drain(self, seconds: float) -> None:
-        """End it for good, once its requests have ended, or so many seconds are over."""
+        """End the process for good once its requests have ended, at most `seconds` from now."""
         self.stopping.set()
         self.order(drain=seconds)
 
     def order(self, **order: object) -> None:
-        """Write an order on its stdin; lost if it has ended."""
-        if self.lives:
+        """Write an order on its stdin, if it is running."""
+        if self.is_running:
             self._write(order)
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         return self._transport is not None and self._transport.get_returncode() is None
 
-    def look(self, seconds: float) -> None:
-        """Count time. To be called every so many seconds."""
-        if not self.lives:
+    def tick(self, seconds: float) -> None:
+        """Count time. Call it every `seconds`.
+
+        Counted time, unlike a clock, does not advance while the supervisor itself or the whole machine is suspended.
+        """
+        if not self.is_running:
             return
+        is_silent = self._heartbeats == self._counted_heartbeats > 0
+        self._counted_heartbeats = self._heartbeats
         self.age += seconds
-        self.silence = self.silence + seconds if self.pulse.missed() else 0.0
-        self.dying += seconds if self.hung else 0.0
+        self.silence = self.silence + seconds if is_silent else 0.0
+        self.kill_seconds += seconds if self.is_hung else 0.0
 
     def kill_hung(self) -> None:
-        """Kill the process because it hangs; the next life may start."""
-        self.hung = True
+        """Kill the process because it hangs. It may be started again."""
+        self.is_hung = True
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        if self._transport and self.lives:
+        if self._transport and self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self._transport.send_signal(number)
 
@@ -139,19 +156,22 @@ class Child:
             with contextlib.suppress(OSError, RuntimeError):
                 stdin.write(msgspec.json.encode(line) + b"\n")
 
-    def _line(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         try:
             event = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:
             logs.event(log, f"{self.name} said", text=line.decode(errors="replace").rstrip())
         else:
-            self._heard(self, event)
+            if event.get("event") == HEARTBEAT:
+                self._heartbeats += 1
+            else:
+                self._on_event(self, event)
 
 
 def _require_files(count: int) -> None:
-    """Raise OSError if this process may not open so many more files.
+    """Raise OSError if this process cannot open `count` more files.
 
-    subprocess.Popen of Python before 3.13 leaks the pipes that it has got when it gets no further ones.
+    subprocess.Popen of Python before 3.13 leaks the pipes that it has opened when it fails to open further ones.
     """
     with contextlib.ExitStack() as stack:
         for _ in range(count):
@@ -163,16 +183,17 @@ def _forward(line: bytes) -> None:
 
 
 class _Output(asyncio.SubprocessProtocol):
-    """Output of one process. stdout's lines are passed to `said`, stderr's to this process's own log.
+    """Output of one run. Lines of stdout go to `on_line`, lines of stderr to this process's log.
 
-    `exited` is done when the process has ended, whoever else has its pipes open; `closed`, when both are at their end.
+    exited: done when the process has exited, even if other processes hold its pipes.
+    closed: done when both pipes are closed.
     """
 
-    def __init__(self, said: Callable[[bytes], None]):
+    def __init__(self, on_line: Callable[[bytes], None]):
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
-        self._sinks: dict[int, Callable[[bytes], None]] = {1: said, 2: _forward}
+        self._sinks: dict[int, Callable[[bytes], None]] = {1: on_line, 2: _forward}
         self._rest = {1: b"", 2: b""}
         self._open = {1, 2}
 
@@ -194,7 +215,7 @@ class _Output(asyncio.SubprocessProtocol):
             self.exited.set_result(None)
 
     def finish(self) -> None:
-        """Pass on what had no end of line."""
+        """Pass on an incomplete last line."""
         for fd, rest in self._rest.items():
             self._rest[fd] = b""
             if rest:

@@ -1,9 +1,9 @@
-"""/metrics: what all processes of this server count, on one page.
+"""Metrics page: the sums over all processes of this server.
 
-The processes write to memory-mapped files in one folder (see metrics.py); this adds them up at each scrape. It lives
-in the supervisor, so it outlasts every other process. The files of a dead process are added to one file of each type
-and removed, so that the number of files is bounded by the processes that run. A file that cannot be read is skipped,
-counted and logged: it costs its own counts and nothing else.
+Processes write to memory-mapped files in one folder (metrics.py). The page adds them up at each scrape. It runs in the
+supervisor, which outlives the other processes. The files of a dead process are added to one file per type and removed,
+so that the number of files does not grow with restarts. An unreadable file is skipped, counted and logged; only its own
+counts are lost.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
 DEAD = "dead"
-"""In place of the process id in the names of the files that hold the counts of all dead processes."""
+"""Replaces the process id in the names of the files that sum up all dead processes."""
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 for one that is gone."""
+    """Return the resident memory of a process in bytes; 0 if it does not exist."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except OSError:
@@ -43,7 +43,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process; 0 for one that is gone."""
+    """Return the processor time of a process in seconds; 0 if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -52,18 +52,20 @@ def cpu_seconds(pid: int) -> float:
 
 
 class MetricsPage:
-    """Serves `url` from a thread until `close`.
+    """Metrics page, served at `url` by a thread until `close`.
 
-    folder: where the processes' files are, for this whole process's life: prometheus_client reads the variable when
-    it is first imported. processes: returns name -> pid of this server's other living processes. Raises ConfigError if
-    the port cannot be had.
+    folder: folder of the metrics files. It must not change while this process runs, because prometheus_client reads its
+        environment variable at import.
+    processes: returns name -> pid of the server's other live processes.
+
+    Raises ConfigError if the port is not available.
     """
 
     def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
-        # Makes this process's own files, in which every metric without labels is 0.
+        # Creates this process's files, in which every metric without labels is 0.
         from npuserve.service import metrics
 
         for counter, known in metrics.KNOWN.items():
@@ -74,14 +76,14 @@ class MetricsPage:
         metrics.requests_limit.labels("running").set(config.max_num_seqs)
         metrics.requests_limit.labels("waiting").set(config.max_queue)
         self._processes = processes
-        self._measured: set[str] = set()  # names of processes that have a sample of their memory
+        self._measured: set[str] = set()  # names of processes with a sample of their memory
         self._metrics = metrics
         self._vllm = config.metrics_vllm_aliases
         self._model = ""
         self._folder = folder
-        self._files_lock = threading.Lock()  # scrapes have a thread of their own
-        self._unreadable: set[str] = set()  # files that were counted and logged as such
-        self._dead: set[int] = set()  # processes whose files are still there
+        self._files_lock = threading.Lock()  # scrapes run in another thread
+        self._unreadable: set[str] = set()  # broken files that were counted and logged
+        self._dead: set[int] = set()  # dead processes whose files still exist
         self._last_beat = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
@@ -93,14 +95,16 @@ class MetricsPage:
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
     def collect(self) -> Iterator[object]:
-        """For prometheus_client, at each scrape: the sums, and what nobody has counted yet by name alone."""
+        """Yield all metrics for a scrape. A metric without samples is yielded by name alone. Called by
+        prometheus_client.
+        """
         from prometheus_client import REGISTRY
         from prometheus_client.core import GaugeMetricFamily, Metric
 
         self._measure_memory()
         self._metrics.flush()
         if self._dead:
-            self._bury()
+            self._merge_dead()
         found = self._sums()
         if self._vllm and self._model:
             from npuserve.service.supervisor.vllm_metrics import aliases
@@ -110,39 +114,48 @@ class MetricsPage:
             if declared.name.startswith("npuserve_") and declared.name != HEARTBEAT:
                 yield found.get(declared.name) or Metric(declared.name, declared.documentation, declared.type)
         age = max(0.0, time.monotonic() - self._last_beat)
-        yield GaugeMetricFamily(AGE, "Since the engine's last sign of life", value=age)
+        yield GaugeMetricFamily(AGE, "Time since the engine's last heartbeat", value=age)
 
     def engine_restarted(self) -> None:
+        """Count a restart of the engine."""
         self._metrics.engine_restarts_total.inc()
 
     def failed(self, process: str, why: str) -> None:
-        """Count a life of a child that ended. process: engine or frontend. why: of restarts.Why."""
+        """Count a failed child process.
+
+        process: engine or frontend.
+        why: see restart_policy.Why.
+        """
         self._metrics.process_failures_total.labels(process, why).inc()
 
     def loading(self, seconds: float) -> None:
-        """Show for how long the engine has been loading; 0 when it is not."""
+        """Set the time for which the engine has been loading; 0 when it is not."""
         self._metrics.engine_loading_seconds.set(seconds)
 
     def built(self, backend: str, model: str) -> None:
-        """The model is loaded. backend: the one that the engine runs on. model: the name that it is served under."""
+        """Publish the loaded model.
+
+        backend: backend of the engine.
+        model: served name of the model.
+        """
         self._model = model
         self._metrics.build_info.labels(version("npuserve"), version("torch"), backend, model).set(1)
 
     def forget(self, pid: int) -> None:
-        """Keep what a dead process counted, drop its gauges, and remove its files.
+        """Keep the counts of a dead process, drop its gauges, and remove its files.
 
-        Where the system has no file or memory for that now, it is done at a later scrape.
+        If the system has no file or memory for this now, it is done at a later scrape.
         """
         self._dead.add(pid)
         with contextlib.suppress(OSError):
-            self._sums()  # notes its last heartbeat
-            self._bury()
+            self._sums()  # stores its last heartbeat
+            self._merge_dead()
 
-    def _bury(self) -> None:
-        """Add the files of dead processes to those of all the dead, and remove them. Raises OSError."""
+    def _merge_dead(self) -> None:
+        """Add the files of dead processes to the sums of all dead processes, and remove them. Raises OSError."""
         with self._files_lock:
             for pid in self._dead.difference(self._processes().values()):
-                for file in list(self._folder.iterdir()):  # not glob, which may hide an OSError
+                for file in list(self._folder.iterdir()):  # glob may hide an OSError
                     if not file.name.endswith(f"_{pid}.db"):
                         continue
                     kind = file.name.partition("_")[0]
@@ -166,12 +179,12 @@ class MetricsPage:
             self._metrics.resident_memory_bytes.labels(name).set(used)
 
     def _sums(self) -> dict[str, Metric]:
-        """Return all processes' metrics by name; note the latest heartbeat."""
+        """Return the metrics of all processes by name, and store the latest heartbeat."""
         with self._files_lock:
             files = sorted(self._folder.glob("*.db"))
             try:
                 merged = _merge(files)
-            except Exception:  # whatever a broken file makes of the reader
+            except Exception:  # a broken file may raise any exception
                 merged = _merge([file for file in files if self._is_readable(file)])
         found = {metric.name: metric for metric in merged}
         for sample in found[HEARTBEAT].samples if HEARTBEAT in found else ():
@@ -179,8 +192,9 @@ class MetricsPage:
         return found
 
     def _is_readable(self, file: Path) -> bool:
-        """Return False for a broken file, which is counted and logged the first time. Raises OSError if the system has
-        no file or memory for reading it."""
+        """Return False for a broken file, which is counted and logged once. Raises OSError if the system lacks a file
+        or memory.
+        """
         try:
             _merge([file])
         except OSError:
@@ -196,9 +210,9 @@ class MetricsPage:
 
 
 def _merge(files: Sequence[Path]) -> list[Metric]:
-    """Return the sums of files. Raises what prometheus_client raises for a broken one.
+    """Return the sums over the files. Raises prometheus_client's exceptions for a broken file.
 
-    An empty file is one that its process has not sized yet.
+    A file is empty until its process has set its size.
     """
     from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -207,9 +221,9 @@ def _merge(files: Sequence[Path]) -> list[Metric]:
 
 
 def _add(source: Path, total: Path) -> None:
-    """Add each value of a metrics file to the value of the same key in another file, which is made if it is missing.
+    """Add each value of a metrics file to the same key of `total`, which is created if missing.
 
-    Files hold the buckets of a histogram one by one, not cumulated, so that sums by key are exact.
+    Files hold histogram buckets individually, not cumulated, so that sums by key are exact.
     """
     from prometheus_client.mmap_dict import MmapedDict
 

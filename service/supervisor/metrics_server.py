@@ -1,4 +1,4 @@
-"""HTTP server of the metrics page: one thread, a bounded number of connections, and a limit on the time of each."""
+"""HTTP server of the metrics page: one thread, bounded connections, and a time limit per connection."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ log = logging.getLogger(__name__)
 WsgiApp = Callable[[dict[str, Any], Callable[[str, list[tuple[str, str]]], object]], Iterable[bytes]]
 
 MAX_CONNECTIONS = 32
-"""Beyond it the oldest connection is closed: a scraper sends its request at once and has its page soon."""
+"""Maximum connections. Beyond it the oldest is closed; a scraper needs its connection only briefly."""
 MAX_REQUEST_BYTES = 16 << 10
 EXCHANGE_SECONDS = 10.0
-"""Limit of one connection, from its beginning to the last byte of its page."""
+"""Time limit of a connection, from its start to the last byte of the page."""
 BACKLOG = 64
 
 
 class MetricsServer:
-    """Serves a WSGI application on `port` from a thread of its own until `close`. One request a connection.
+    """Server of a WSGI application on `port`, in a thread of its own until `close`. One request per connection.
 
-    port: 0 takes a free one. Raises OSError if there is no listening on the address.
+    port: 0 takes a free one.
+
+    Raises OSError if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, app: WsgiApp):
@@ -43,8 +45,8 @@ class MetricsServer:
             raise
         self.port: int = self._socket.getsockname()[1]
         self._app = app
-        self._broken = ""  # the type of the last error of a page, which is logged once in a row
-        self._exchanges: dict[asyncio.Task[Any], None] = {}  # in the order of their arrival
+        self._broken = ""  # type of the last page error; repetitions are not logged
+        self._exchanges: dict[asyncio.Task[Any], None] = {}  # in order of arrival
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -82,7 +84,7 @@ class MetricsServer:
             writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request and wait until the answer has left."""
+        """Answer one request, and wait until the client has received the answer."""
         writer.transport.set_write_buffer_limits(0)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             try:
@@ -94,10 +96,10 @@ class MetricsServer:
             writer.write(answer)
             await writer.drain()
             writer.write_eof()
-            await reader.read(1)  # its end: an abort before it could take the page back
+            await reader.read(1)  # wait for the client's close: an earlier abort may discard the page
 
     def _page(self, head: bytes) -> bytes:
-        """Return the application's answer to a request's head."""
+        """Return the application's answer to a request head."""
         environ = _environ(head)
         if environ is None:
             return _answer("400 Bad Request", [], b"")
@@ -114,7 +116,7 @@ class MetricsServer:
 
 
 def _environ(head: bytes) -> dict[str, Any] | None:
-    """Return what a WSGI application reads of a request without a body; None if it is not HTTP."""
+    """Return the WSGI environment of a request without a body; None if it is not HTTP."""
     request, *lines = head.decode("latin-1").split("\r\n")
     parts = request.split(" ")
     if len(parts) != 3 or not parts[2].startswith("HTTP/1."):

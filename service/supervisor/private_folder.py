@@ -1,4 +1,4 @@
-"""The supervisor's private folder, and the removal of folders that supervisors left when they were killed."""
+"""Private folder of the supervisor, and removal of the folders of killed supervisors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 PREFIX = "npuserve-"
 LOCK = "supervisor.lock"
-"""A file in the folder that the supervisor has locked for as long as it lives."""
+"""File in the folder that the supervisor locks while it runs."""
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder under TMPDIR for this user alone, and remove it at the end.
+    """Create a folder under TMPDIR with access for this user only, and remove it at the end.
 
-    Folders of this kind whose supervisor is dead are removed first.
+    First, folders of dead supervisors are removed.
     """
     parent = Path(tempfile.gettempdir())
     for folder in parent.glob(f"{PREFIX}*"):
@@ -35,8 +35,10 @@ def private_folder() -> Iterator[Path]:
 
 
 def _lock_new(folder: Path) -> int:
-    """Return the descriptor of the folder's lock, which appears under its name when it is locked already; -1 where the
-    file system has no locks."""
+    """Lock the folder and return the lock's descriptor; -1 if the file system has no locks.
+
+    The lock file appears under its final name only once it is locked.
+    """
     made = folder / f"{LOCK}.new"
     descriptor = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     if not _try_lock(descriptor):
@@ -47,7 +49,7 @@ def _lock_new(folder: Path) -> int:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder of this user that has a lock which nobody holds."""
+    """Remove a folder of this user whose lock nobody holds."""
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -63,7 +65,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Return False if another process holds the lock, or the file system has none."""
+    """Return whether the lock was acquired. False also if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

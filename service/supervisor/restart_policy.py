@@ -1,4 +1,4 @@
-"""When a child of the supervisor that ended is started again, and when the server ends instead."""
+"""Restart policy of the supervisor's children: the pause before each restart, and when to give up."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from typing import Literal
 from npuserve.service.ipc.child import NODE_FAULT, UNUSABLE, is_transient
 
 Why = Literal["died", "hung", "unusable", "not_started"]
-"""Why a life ended: by itself or a signal; killed for standing still; exit code 2; no process could be started."""
+"""Why a run ended: it exited or was killed by a signal; the supervisor killed it for hanging; exit code 2; the system
+could not start a process."""
 MAX_DOUBLINGS = 30
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """Pauses in seconds before a child is started again, by the number of its short lives: a life of `healthy` seconds
-    starts the count anew.
+    """Back-off of restarts, in seconds and in numbers of consecutive short runs.
 
-    Of lives that never were ready, or hung, in a row: `first`, doubling up to `longest`, and after `deaths` there is no
-    further start. Others died at work: most likely of a request, which is found (blame.py), or by somebody's hand.
-    To start again is likely to help, and streams wait for it: `again` times their number, up to `again_longest`, and
-    after `deaths_at_work` there is no further start.
+    A run of at least `healthy` seconds resets the counts.
+
+    A run that was never ready or that hung is a failed start. Its pause is `first`, doubled for each further one up to
+    `longest`. After `deaths` failed starts there is no restart.
+
+    A run that was ready has crashed, most likely because of a request, which the engine finds (blame.py), or because
+    somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `again` times the number of
+    crashes, up to `again_longest`. After `deaths_at_work` crashes there is no restart.
     """
 
     first: float = 0.5
@@ -31,16 +35,19 @@ class Restarts:
     again_longest: float = 5.0
     deaths_at_work: int = 100
 
-    def pause(self, stillborn: int, at_work: int) -> float | None:
-        """None: give up. stillborn: 0 after a life that was ready and did not hang."""
-        if stillborn >= self.deaths or at_work >= self.deaths_at_work:
-            return None
-        if stillborn:
-            return self.pause_of_repair(stillborn)
-        return min(self.again * at_work, self.again_longest)
+    def pause(self, failed_starts: int, crashes: int) -> float | None:
+        """Return the seconds until the restart; None for no restart.
 
-    def pause_of_repair(self, attempts: int) -> float:
-        """Return the pause after so many attempts in a row that only a repair outside the server can end."""
+        failed_starts: 0 if the last run crashed.
+        """
+        if failed_starts >= self.deaths or crashes >= self.deaths_at_work:
+            return None
+        if failed_starts:
+            return self.retry_pause(failed_starts)
+        return min(self.again * crashes, self.again_longest)
+
+    def retry_pause(self, attempts: int) -> float:
+        """Return the pause after consecutive failed attempts, doubled for each, up to `longest`."""
         return float(min(self.first * 2 ** min(attempts - 1, MAX_DOUBLINGS), self.longest))
 
 
@@ -48,61 +55,64 @@ RESTARTS = Restarts()
 
 
 @dataclass(frozen=True)
-class Life:
-    """One life of a child that ended.
+class RunEnd:
+    """End of one run of a child process.
 
-    code: exit code, negative for a signal; an error if no process could be started. seconds: how long it was up and did
-    not hang. hung: whether it was killed for that. worked: whether it was ready and did not hang. forgiven: whether the
-    request was found and ended of which the lives before it died.
+    code: exit code, negative for a signal; the error if no process could be started.
+    seconds: length of the run, without the time for which it hung.
+    is_hung: whether it was killed because it hung.
+    was_ready: whether it was ready and did not hang.
+    is_killer_found: whether the request that crashed the earlier runs was found and ended.
     """
 
     code: int | BaseException
     seconds: float = 0.0
-    hung: bool = False
-    worked: bool = False
-    forgiven: bool = False
+    is_hung: bool = False
+    was_ready: bool = False
+    is_killer_found: bool = False
 
     @property
     def why(self) -> Why:
         if isinstance(self.code, BaseException):
             return "not_started"
-        if self.hung:
+        if self.is_hung:
             return "hung"
         return "unusable" if self.code == UNUSABLE else "died"
 
 
-class ExitPolicy:
-    """Policy for one child: the pause after each of its lives. `deaths` counts the short ones."""
+class RestartPolicy:
+    """Restart policy of one child. It counts failed starts, crashes and attempts during a repair."""
 
     def __init__(self, restarts: Restarts):
         self._restarts = restarts
-        self._stillborn = 0
-        self._at_work = 0
-        self._repairs = 0
+        self._failed_starts = 0
+        self._crashes = 0
+        self._repair_attempts = 0
 
     @property
     def deaths(self) -> int:
-        return self._stillborn + self._at_work
+        """Return the number of consecutive short runs."""
+        return self._failed_starts + self._crashes
 
-    def pause(self, life: Life, was_ready: bool) -> float | None:
-        """Return the seconds until the next start; None if there is none.
+    def pause(self, end: RunEnd, was_server_ready: bool) -> float | None:
+        """Return the seconds until the restart; None for no restart.
 
-        was_ready: whether the server has been ready once. Its configuration and model are good then, so what makes a
-        child unusable now, or keeps the system from starting it, is waited out, however long it takes.
+        was_server_ready: whether the server was ready before, so that its configuration and model are valid. Then a
+            child that is unusable or cannot be started is retried without limit, until the cause is repaired.
         """
-        if life.code == NODE_FAULT:
+        if end.code == NODE_FAULT:
             return None
-        if life.seconds >= self._restarts.healthy or life.forgiven:
-            self._stillborn = self._at_work = self._repairs = 0
-        if life.why in ("unusable", "not_started"):
-            if was_ready:
-                self._repairs += 1
-                return self._restarts.pause_of_repair(self._repairs)
-            if isinstance(life.code, int) or not is_transient(life.code):
+        if end.seconds >= self._restarts.healthy or end.is_killer_found:
+            self._failed_starts = self._crashes = self._repair_attempts = 0
+        if end.why in ("unusable", "not_started"):
+            if was_server_ready:
+                self._repair_attempts += 1
+                return self._restarts.retry_pause(self._repair_attempts)
+            if isinstance(end.code, int) or not is_transient(end.code):
                 return None
-        self._repairs = 0
-        if life.worked:
-            self._stillborn, self._at_work = 0, self._at_work + 1
+        self._repair_attempts = 0
+        if end.was_ready:
+            self._failed_starts, self._crashes = 0, self._crashes + 1
         else:
-            self._stillborn += 1
-        return self._restarts.pause(self._stillborn, self._at_work)
+            self._failed_starts += 1
+        return self._restarts.pause(self._failed_starts, self._crashes)

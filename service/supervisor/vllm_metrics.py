@@ -1,7 +1,7 @@
-"""Our metrics under vLLM's names: dashboards and autoscalers made for it work unchanged (--metrics-vllm-aliases).
+"""Our metrics under vLLM's names, for dashboards and autoscalers made for vLLM (--metrics-vllm-aliases).
 
-Names, types and labels are those of vLLM's V1 engine, and older names where its own dashboards still have them. Labels
-of ours that vLLM does not have are summed over.
+Names, types and labels are those of vLLM's V1 engine, and older names if vLLM's dashboards still use them. Labels that
+vLLM does not have are summed over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-# Ours without npuserve_ -> vLLM's without vllm:, both without _total.
+# Our name without npuserve_ -> vLLM's names without vllm:, all without _total.
 NAMES = {
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
@@ -38,7 +38,11 @@ REASONS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length":
 
 
 def aliases(found: Mapping[str, Metric], model: str) -> Iterator[Metric]:
-    """The same samples again. found: by our names. model: what the label model_name says."""
+    """Yield our samples under vLLM's names.
+
+    found: metrics by our name.
+    model: value of the label model_name.
+    """
     for ours, theirs in NAMES.items():
         metric = found.get(f"npuserve_{ours}")
         for name in theirs if metric else ():

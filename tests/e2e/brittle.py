@@ -40,14 +40,14 @@ PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 def serve(arguments: list[str]) -> int:
     from npuserve.service import logs, settings
-    from npuserve.service.supervisor import supervisor
+    from npuserve.service.supervisor import supervisor, watchdog
 
     parser = argparse.ArgumentParser()
     supervisor.add_arguments(parser)
     config = settings.load(parser.parse_args(arguments), os.environ)
     logs.setup(config, "supervisor")
     if limit := os.environ.get(LOAD_LIMIT):
-        supervisor.MIN_LOAD_SECONDS = supervisor.LOADING_LOG_SECONDS = float(limit)
+        watchdog.MIN_LOAD_SECONDS = watchdog.LOADING_LOG_SECONDS = float(limit)
     restarts = supervisor.Restarts(first=0.01, longest=0.01, again=0.01, again_longest=0.01)
     return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, "engine"), restarts=restarts).run())
 

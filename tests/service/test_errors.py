@@ -1,4 +1,4 @@
-"""Errors and the gRPC status that is made of them."""
+"""Errors and their gRPC status."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def violations(error: InvalidField) -> list[tuple[str, str]]:
     return [(one.field, one.description) for one in found.field_violations]
 
 
-def test_invalid_field_description_does_not_repeat_the_field() -> None:
+def test_invalid_field_description_omits_field() -> None:
     error = InvalidField("n", "must be 1, got 0")
     assert (error.message, violations(error)) == ("n: must be 1, got 0", [("n", "must be 1, got 0")])
 
 
-def test_violations_are_all_in_one_error_up_to_a_limit() -> None:
+def test_violations_are_one_error_up_to_limit() -> None:
     bad = Violations()
     bad.check()
     bad.add("a", "must be 1")
@@ -50,7 +50,7 @@ def test_invalid_field_lists_twenty_usual_violations() -> None:
 
 @pytest.mark.parametrize("letter", ["x", "%", "中", "\ud800", "\0"])
 def test_status_of_long_fields_fits_the_headers(letter: str) -> None:
-    """Percent-encoded as grpc-message, and in base64 as grpc-status-details-bin."""
+    """The message is percent-encoded in grpc-message, and in base64 in grpc-status-details-bin."""
     for length in (10_000, 20):
         field, *others = [(letter * length, letter * length)] * errors.MAX_VIOLATIONS
         error = InvalidField(*field, *others, omitted=7)
@@ -60,12 +60,12 @@ def test_status_of_long_fields_fits_the_headers(letter: str) -> None:
         assert error.message.endswith(f"; and {errors.MAX_VIOLATIONS - len(error.violations) + 7} more")
 
 
-def test_log_has_no_name_of_the_client() -> None:
+def test_invalid_field_logged_omits_client_names() -> None:
     error = InvalidField("chat.template_args.secret", "must be", ("chat.template_args.other", "must be"))
     assert error.logged == "InvalidField: chat.template_args, chat.template_args"
 
 
-def test_missing_chat_template_is_an_error_of_its_own() -> None:
+def test_no_chat_template_is_separate_from_no_tokenizer() -> None:
     assert NoChatTemplate.code == NoTokenizer.code
     assert not issubclass(NoChatTemplate, NoTokenizer)
 

@@ -1,4 +1,4 @@
-"""The bounded queue of log lines: order, what is dropped and counted, and what never blocks."""
+"""Bounded queue of log lines: order, dropped lines, and full or closed pipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_log_queue_full_pipe_drops_and_counts_then_goes_on(monkeypatch: pytest.M
     with open(writing, "w") as stream, open(reading, "rb") as reader:
         queue = LogQueue(stream)
         line = b"x" * 99 + b"\n"
-        while queue.put(line):  # the pipe's own buffer, and ours
+        while queue.put(line):  # fill the pipe's buffer and the queue
             queue.flush(0.01)
         assert not queue.put(line)
         assert queue.take_dropped() == 2
@@ -43,7 +43,7 @@ def test_log_queue_full_pipe_drops_and_counts_then_goes_on(monkeypatch: pytest.M
         assert not read.is_alive()
 
 
-def test_log_queue_reader_gone_counts_the_lines() -> None:
+def test_log_queue_closed_reader_counts_lines() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as stream:
@@ -53,7 +53,7 @@ def test_log_queue_reader_gone_counts_the_lines() -> None:
         assert queue.take_dropped() == 1
 
 
-def test_log_queue_no_thread_to_be_had_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_queue_without_thread_drops_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

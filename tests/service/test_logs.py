@@ -1,4 +1,4 @@
-"""Log lines as people and machines read them."""
+"""Log lines in text and JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines(capsys: Capture) -> list[dict[str, Any]]:
     return [json.loads(line) for line in written(capsys).splitlines()]
 
 
-def test_json_has_the_record_and_its_fields(capsys: Capture) -> None:
+def test_json_formatter_has_record_and_fields(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="json"), "frontend-0")
     logs.event(log, "request done", id="a b", tokens=3, seconds=0.5, none=None)
     (line,) = lines(capsys)
@@ -55,7 +55,7 @@ def test_json_has_the_record_and_its_fields(capsys: Capture) -> None:
     }
 
 
-def test_json_keeps_a_field_that_collides(capsys: Capture) -> None:
+def test_json_formatter_keeps_colliding_field(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="json"), "engine")
     logs.event(log, "x", message="mine", time=7)
     (line,) = lines(capsys)
@@ -63,7 +63,7 @@ def test_json_keeps_a_field_that_collides(capsys: Capture) -> None:
     assert (line["message_"], line["time_"]) == ("mine", 7)
 
 
-def test_exception_is_part_of_the_line(capsys: Capture) -> None:
+def test_json_formatter_includes_exception(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="json"), "engine")
     try:
         raise ValueError("why")
@@ -74,14 +74,14 @@ def test_exception_is_part_of_the_line(capsys: Capture) -> None:
     assert line["exception"].endswith("ValueError: why")
 
 
-def test_text_quotes_what_is_not_plain(capsys: Capture) -> None:
+def test_text_formatter_quotes_special_characters(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="text"), "engine")
     logs.event(log, "done", id="x=1\nINFO forged", plain="a/b:c", seconds=0.123456789, empty="")
     (line,) = written(capsys).splitlines()
     assert line.endswith(r'INFO engine: done id="x=1\nINFO forged" plain=a/b:c seconds=0.123457 empty=""')
 
 
-def test_auto_is_text_on_a_terminal_alone(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_auto_format_is_text_only_on_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     logs.setup(ServerConfig(), "engine")
     logs.event(log, "to a file")
     assert lines(capsys)[0]["message"] == "to a file"
@@ -91,7 +91,7 @@ def test_auto_is_text_on_a_terminal_alone(capsys: Capture, monkeypatch: pytest.M
     assert written(capsys).rstrip().endswith("INFO engine: to a terminal")
 
 
-def test_level(capsys: Capture) -> None:
+def test_setup_level_filters_records(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="json", log_level="warning"), "engine")
     logs.event(log, "quiet")
     logs.event(log, "loud", level=logging.WARNING)

@@ -1,4 +1,4 @@
-"""The metrics by name: the document against the code, and the rules of Prometheus."""
+"""Metric names, types and labels against docs/metrics.md and Prometheus' rules."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 
 
 def defined() -> dict[str, MetricWrapperBase]:
-    """Name as on the page -> metric."""
+    """Return name on the page -> metric."""
     found = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     return {m._name + ("_total" if isinstance(m, Counter) else ""): m for m in found}
 
 
 def documented() -> dict[str, tuple[str, list[str]]]:
-    """Name -> (type, labels)."""
+    """Return name -> (type, labels) of docs/metrics.md."""
     rows = re.findall(r"^\| `(npuserve_\w+)` \| (\w+) \| (.*?)\|", DOCUMENT.read_text(), re.MULTILINE)
     assert len({name for name, *_ in rows}) == len(rows)
     return {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
 
 
-def test_the_document_has_every_metric_with_its_type_and_labels() -> None:
+def test_metrics_document_has_every_metric_with_type_and_labels() -> None:
     kinds = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
     code = {name: (kinds[type(m)], list(m._labelnames)) for name, m in defined().items()}
-    # On the page the heartbeat's time is shown as its age.
+    # The page shows the age of the heartbeat in place of its time.
     code[AGE] = code.pop(HEARTBEAT)
     assert documented() == code
 
 
-def test_names_end_in_their_unit() -> None:
+def test_metric_names_end_in_unit() -> None:
     units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens",
              "_ratio": "0 to 1", "_timestamp_seconds": "Unix time", "_blocks": "blocks", "_running": "requests",
              "_preparing": "requests", "_waiting": "requests", "_paused": "requests", "_info": "1",
@@ -57,7 +57,7 @@ def test_names_end_in_their_unit() -> None:
         assert len(meaning) > 3, name
 
 
-def test_the_document_names_the_values_of_labels() -> None:
+def test_metrics_document_names_label_values() -> None:
     phases, modes = engine_metrics.PHASES, engine_metrics.MODES
     values = {
         "npuserve_request_finish_total": [reason for reason, in metrics.KNOWN[metrics.request_finish_total]],
@@ -71,8 +71,8 @@ def test_the_document_names_the_values_of_labels() -> None:
     assert set(get_args(FinishReason)) == set(values["npuserve_request_finish_total"])
 
 
-def test_a_tally_is_the_histogram_s_own_counting() -> None:
-    """Prometheus' client counts the same samples in a histogram of its own."""
+def test_tally_counts_like_histogram() -> None:
+    """Compare with a histogram that prometheus_client counts itself."""
     registry = CollectorRegistry()
     bounds = (0.001, 0.01, 0.1)
     ours, theirs = (Histogram(name, "", buckets=bounds, registry=registry) for name in ("ours", "theirs"))
@@ -91,13 +91,13 @@ def test_a_tally_is_the_histogram_s_own_counting() -> None:
     assert registry.get_sample_value("ours_count") == len(samples) + 1
 
 
-def test_a_tally_is_one_for_its_labels() -> None:
+def test_tally_is_one_per_labels() -> None:
     first = metrics.tally(metrics.step_tokens, "decode")
     assert metrics.tally(metrics.step_tokens, "decode") is first
     assert metrics.tally(metrics.step_tokens, "mixed") is not first
 
 
-def test_the_device_s_time_of_timed_steps_is_counted() -> None:
+def test_engine_metrics_count_device_time_of_timed_steps() -> None:
     scheduler = Scheduler(BlockManager(4, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=1, aging_seconds=10)
     made, counter = EngineMetrics(scheduler), engine_metrics.TIMED_SECONDS["decode"]
     before = counter._value.get()
@@ -108,17 +108,17 @@ def test_the_device_s_time_of_timed_steps_is_counted() -> None:
 
 
 def meanings() -> dict[str, tuple[str, str]]:
-    """Name -> (unit, meaning), of the document."""
+    """Return name -> (unit, meaning) of docs/metrics.md."""
     rows = re.findall(r"^\| `(npuserve_\w+)` \|[^|]*\|[^|]*\| (.*?) \| (.*?) \|$", DOCUMENT.read_text(), re.MULTILINE)
     return {name: (unit, meaning) for name, unit, meaning in rows}
 
 
-def test_buckets_rise() -> None:
+def test_buckets_ascend() -> None:
     for buckets in (metrics.LATENCY, metrics.GAP, metrics.STEP, metrics.KERNEL, metrics.TOKENS):
         assert list(buckets) == sorted(set(buckets))
 
 
-def test_gauges_are_of_the_living() -> None:
+def test_gauges_cover_live_processes() -> None:
     gauges = [m for m in defined().values() if isinstance(m, Gauge)]
     assert all(gauge._multiprocess_mode.startswith("live") for gauge in gauges)
 
@@ -128,7 +128,7 @@ def test_gauges_are_of_the_living() -> None:
     (DuplicateRequest("again"), "duplicate"),
     (InvalidField("prompt", "too long"), "too_large"),
 ])
-def test_refusals_are_told_apart(error: ServeError, why: str) -> None:
+def test_engine_metrics_refusals_by_reason(error: ServeError, why: str) -> None:
     scheduler = Scheduler(BlockManager(4, 4), max_num_seqs=1, max_num_batched_tokens=4, max_queue=1, aging_seconds=1)
     counter = metrics.queue_rejections_total.labels(why)
     before = counter._value.get()
@@ -153,7 +153,7 @@ ROWS = {"decode": Row(1, [5], 3, [0], True), "prefill": Row(2, [5, 6], 0, [1], T
 
 def stepped(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, float, float], busy: bool = True
             ) -> tuple[list[float], list[float]]:
-    """(launched, device seconds, collected) of each -> (host gaps, seconds of the steps)."""
+    """Run steps of (launched, device seconds, collected). Return the host gaps and the seconds of the steps."""
     clock, gaps, lengths = Clock(), [], []
     monkeypatch.setattr(engine_metrics, "time", clock)
     monkeypatch.setattr(engine_metrics.HOST_GAP, "observe", gaps.append)
@@ -170,13 +170,13 @@ def stepped(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, float, float],
     return gaps, lengths
 
 
-def test_a_host_gap_is_from_the_end_of_a_step_to_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_gap_from_end_of_step_to_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     gaps, lengths = stepped(monkeypatch, (101.0, 0.25, 101.5), (102.0, 0.25, 102.25))
     assert gaps == [0.75]
     assert lengths == [0.5, 0.25]
 
 
-def test_there_is_none_where_a_step_was_launched_before_the_one_before_it_ended(
+def test_host_gap_with_overlapping_steps_is_zero(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gaps, lengths = stepped(monkeypatch, (101.0, 0.5, 101.5), (101.25, 0.5, 102.0), (101.75, 0.5, 102.75))
@@ -184,11 +184,11 @@ def test_there_is_none_where_a_step_was_launched_before_the_one_before_it_ended(
     assert lengths == [0.5, 0.5, 0.75]
 
 
-def test_there_is_none_where_there_was_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_gap_without_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stepped(monkeypatch, (101.0, 0.5, 101.5), (105.0, 0.5, 105.5), busy=False) == ([], [0.5, 0.5])
 
 
-def test_decode_tokens_by_how_they_were_computed() -> None:
+def test_engine_metrics_decode_tokens_by_mode() -> None:
     scheduler = Scheduler(
         BlockManager(4, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=1, aging_seconds=10)
     made, counters = EngineMetrics(scheduler), engine_metrics.DECODE_TOKENS

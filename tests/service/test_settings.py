@@ -1,4 +1,4 @@
-"""Flags, variables and the file: who wins, and how errors read."""
+"""Sources of settings: precedence, conversion and error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuserve.service.config import ConfigError, ServerConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
 
-HUGE = 10**400  # more than a float holds
+HUGE = 10**400  # exceeds the range of a float
 
 
 def load(flags: str = "", environ: dict[str, str] | None = None) -> ServerConfig:
@@ -23,11 +23,11 @@ def load(flags: str = "", environ: dict[str, str] | None = None) -> ServerConfig
     return settings.load(parser.parse_args(flags.split()), environ or {})
 
 
-def test_nothing_said_is_the_defaults() -> None:
+def test_load_without_sources_is_defaults() -> None:
     assert load() == ServerConfig()
 
 
-def test_the_table_has_every_setting_once() -> None:
+def test_settings_table_has_every_field_once() -> None:
     named = [name for group in settings.SETTINGS.values() for name in group]
     assert sorted(named) == sorted(f.name for f in msgspec.structs.fields(ServerConfig))
 
@@ -43,7 +43,9 @@ def test_the_table_has_every_setting_once() -> None:
     ("--max-num-seqs 1", "2", 3, 1),
     ("", "", 3, 3),
 ])
-def test_precedence(tmp_path: Path, flags: str, variable: str | None, in_file: int | None, result: int) -> None:
+def test_load_flag_over_variable_over_file(
+    tmp_path: Path, flags: str, variable: str | None, in_file: int | None, result: int
+) -> None:
     file = tmp_path / "server.toml"
     file.write_text("" if in_file is None else f"max_num_seqs = {in_file}\n")
     environ = {} if variable is None else {"NPUSERVE_MAX_NUM_SEQS": variable}
@@ -51,7 +53,7 @@ def test_precedence(tmp_path: Path, flags: str, variable: str | None, in_file: i
     assert load(flags, environ | {"NPUSERVE_CONFIG": str(file)}).max_num_seqs == result
 
 
-def test_every_type_from_every_source(tmp_path: Path) -> None:
+def test_load_every_type_from_every_source(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text('''
         model = "/m"
@@ -72,7 +74,7 @@ def test_every_type_from_every_source(tmp_path: Path) -> None:
     assert wanted == load("/m --port 1 --drain-seconds 2 --no-prefix-cache --dtype float32 --kv-cache-memory 1k")
 
 
-def test_a_flag_turns_on_again_what_a_variable_turned_off() -> None:
+def test_load_flag_overrides_boolean_variable() -> None:
     off = {"NPUSERVE_PREFIX_CACHE": "0"}
     assert not load("", off).prefix_cache
     assert load("--prefix-cache", off).prefix_cache
@@ -83,17 +85,17 @@ def test_a_flag_turns_on_again_what_a_variable_turned_off() -> None:
     ("1.5g", 3 << 29), ("2TiB", 2 << 40), ("4GB", 4 * 10**9), ("1kb", 1000),
     ("9007199254740993", 2**53 + 1),
 ])
-def test_sizes(text: str, size: int) -> None:
+def test_parse_size_units(text: str, size: int) -> None:
     assert settings.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "4GiBB", "four", "1 2"])
-def test_not_sizes(text: str) -> None:
+def test_parse_size_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         settings.parse_size(text)
 
 
-def test_lists() -> None:
+def test_load_comma_separated_lists() -> None:
     config = load("--emulate --emulate-relax fp32,small_heads --decode-buckets 8,1,4,4", {})
     assert (config.relaxations, config.buckets) == (("fp32", "small_heads"), (1, 4, 8))
     assert (load("", {}).relaxations, load("", {}).buckets) == ((), ())
@@ -119,7 +121,7 @@ def test_lists() -> None:
     ("--kv-cache-dtype int4", {}, "kv_cache_dtype"),
     ("--config /no/such/file.toml", {}, "/no/such/file.toml: cannot be read: No such file or directory"),
 ])
-def test_errors_name_their_source(flags: str, environ: dict[str, str], message: str) -> None:
+def test_load_error_names_source(flags: str, environ: dict[str, str], message: str) -> None:
     devices = re.escape("auto, npu, cuda, cpu")
     pattern = re.escape(message).replace(devices, "auto, .*")
     with pytest.raises(ConfigError, match=f"^{pattern}"):
@@ -138,17 +140,17 @@ def test_errors_name_their_source(flags: str, environ: dict[str, str], message: 
     ("device = []", "device: [] is not one of"),
     ("port = -1", "port: -1 is not in [0, 65535] (from {file}:port)"),
 ])
-def test_errors_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
+def test_load_error_names_file_and_key(tmp_path: Path, toml: str, message: str) -> None:
     file = tmp_path / "server.toml"
     file.write_text(toml)
     with pytest.raises(ConfigError, match=re.escape(message.format(file=file))):
         load(f"--config {file}")
 
 
-def test_variables_of_others_are_let_be() -> None:
+def test_load_ignores_foreign_variables() -> None:
     others = {
         "NPUSERVE_TEST_MODELS": "/models", "PATH": "/bin",
-        # Kubernetes, for services named npuserve and npuserve-canary.
+        # Set by Kubernetes for services named npuserve and npuserve-canary.
         "NPUSERVE_SERVICE_HOST": "10.0.0.1", "NPUSERVE_SERVICE_PORT": "50051", "NPUSERVE_SERVICE_PORT_GRPC": "50051",
         "NPUSERVE_PORT": "tcp://10.0.0.1:50051", "NPUSERVE_PORT_50051_TCP": "tcp://10.0.0.1:50051",
         "NPUSERVE_PORT_50051_TCP_ADDR": "10.0.0.1", "NPUSERVE_CANARY_SERVICE_HOST": "10.0.0.2",
@@ -157,7 +159,7 @@ def test_variables_of_others_are_let_be() -> None:
     assert load("", others) == ServerConfig()
 
 
-def test_the_document_has_every_setting_with_its_default() -> None:
+def test_settings_document_has_every_setting_with_default() -> None:
     cells = [[cell.strip(" `") for cell in line.split("|")] for line in DOCUMENT.read_text().splitlines()]
     rows = {cell[1]: cell[3] for cell in cells if len(cell) == 6 and cell[1] not in ("setting", "---")}
     assert rows == {f.name: settings._show(f.default) for f in msgspec.structs.fields(ServerConfig)}

@@ -1,4 +1,4 @@
-"""The command `npuserve` as a user runs it: a process of its own."""
+"""Runs the command `npuserve` as a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def npuserve(
     *arguments: str | bytes, stdin: bytes = b"", stdout: int | IO[bytes] = subprocess.PIPE,
     environ: Mapping[str, str | bytes] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end. environ: variables to add. Its output is decoded; bytes that cannot be are kept."""
+    """Run a command and wait for its end. Output is decoded; bytes that are not UTF-8 are kept as surrogates.
+
+    environ: variables to add.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "npuserve.service.cli", *arguments], input=stdin, stdout=stdout,
         stderr=subprocess.PIPE, check=False, env={**os.environ, **(environ or {})})

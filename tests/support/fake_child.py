@@ -1,16 +1,22 @@
-"""A child of the supervisor that a reader can follow: NAME JOURNAL BEHAVIOUR...
+"""Fake child process of the supervisor: NAME JOURNAL BEHAVIOUR...
 
-It writes what it lives through to the journal, a JSON array a line. The n-th life takes the n-th behaviour, later
-ones the last: live, live:SECONDS (how long it takes to leave), deaf (to SIGTERM and orders), exit:CODE, killer (reports
-that the request was found of which its last lives died, then exits), hang (after its first beats), step:SECONDS (stands
-still for so long after its first beats, then dies), drain:SECONDS (asks its parent for it, once the engine has been
-started).
+It appends its events to the journal, one JSON array per line. The n-th run takes the n-th behaviour; further runs take
+the last one:
+
+live            run until it is stopped
+live:SECONDS    take so long to stop
+deaf            ignore SIGTERM and orders
+exit:CODE       exit at once
+killer          report that the request which crashed the earlier runs was found, then exit
+hang            stop sending heartbeats after the first ones
+step:SECONDS    send no heartbeats for this time after the first ones, then die
+drain:SECONDS   request a drain from the parent, once the engine has started
+noisy           write 1 MiB of text to stdout, besides its heartbeats
 """
 
 import contextlib
 import itertools
 import json
-import mmap
 import os
 import signal
 import sys
@@ -25,18 +31,18 @@ def note(what: str, **facts: object) -> None:
         file.write(json.dumps([name, what, facts]) + "\n")
 
 
-def leave(*_: object, **order: object) -> None:
-    note("asked", **order)
+def stop(*_: object, **order: object) -> None:
+    note("stopping", **order)
     time.sleep(float(argument or 0))
-    note("left")
+    note("stopped")
     os._exit(0)
 
 
 arguments = json.loads(sys.stdin.readline())
 with open(journal) as file:
-    lives = sum(json.loads(line)[:2] == [name, "started"] for line in file)
-behaviour, _, argument = behaviours[min(lives, len(behaviours) - 1)].partition(":")
-signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
+    runs = sum(json.loads(line)[:2] == [name, "started"] for line in file)
+behaviour, _, argument = behaviours[min(runs, len(behaviours) - 1)].partition(":")
+signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else stop)
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
 note("started", pid=os.getpid(), session=os.getsid(0), arguments=arguments, metrics=folder,
      spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
@@ -49,35 +55,38 @@ if behaviour in ("exit", "killer"):
 def listen() -> None:
     for line in sys.stdin:
         if behaviour != "deaf":
-            leave(**json.loads(line))
+            stop(**json.loads(line))
     note("orphaned")
     os._exit(1)
 
 
 threading.Thread(target=listen, daemon=True).start()
-with open(arguments["pulse"], "r+b") as file:
-    pulse = mmap.mmap(file.fileno(), 8)
 if "port" in arguments:
     print(json.dumps({"event": "listening", "port": arguments["port"] or 4242}), flush=True)
 else:
-    print("a library's chatter", flush=True)
+    print("output of a library", flush=True)
     print(json.dumps({"event": "ready", "seconds": 0.1, "kv_cache_tokens": 77, "backend": "cpu",
-                      "kernels": {"life": lives + 1}}), flush=True)
+                      "kernels": {"run": runs + 1}}), flush=True)
 if behaviour == "drain":
-    said = ""
-    while '["engine", "started"' not in said:
+    written = ""
+    while '["engine", "started"' not in written:
         time.sleep(0.01)
         with open(journal) as file:
-            said = file.read()
+            written = file.read()
     print(json.dumps({"event": "drain", "seconds": float(argument)}), flush=True)
     argument = ""
+if behaviour == "noisy":
+    threading.Thread(target=lambda: [print("x" * 1023, flush=True) for _ in range(1024)], daemon=True).start()
 for turn in itertools.count(1):
     if behaviour == "step" and turn == 10:
         time.sleep(float(argument))
         os._exit(1)
     if behaviour != "hang" or turn < 10:
-        pulse[:8] = turn.to_bytes(8, "little")
-    # A front end is ready again after each start of the engine.
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"event": "heartbeat"}), flush=True)
+    if turn == 1:
+        note("beating")
+    # Front ends report ready again after each start of the engine.
     if "port" in arguments:
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"event": "ready"}), flush=True)

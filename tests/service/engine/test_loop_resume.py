@@ -16,7 +16,7 @@ from npuserve.service.engine import loop as module
 from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
-from npuserve.service.ipc.records import Records
+from npuserve.service.ipc.resumable_streams import Records
 from tests.service.engine.test_loop import MODEL, Peer, Running
 
 

@@ -1,4 +1,4 @@
-"""The client against a fake engine: outputs in order, one end for each request, the engine's death and return."""
+"""Engine client with a fake engine: order of outputs, one end per request, and restarts of the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def ids_of(stream: Stream) -> list[int]:
     return [token async for outputs in stream for output in outputs for token in output.token_ids]
 
 
-async def test_states_and_the_models_facts() -> None:
+async def test_engine_client_states_and_model_info() -> None:
     states: list[str] = []
     async with fake_engine.engine(started=False) as engine:
         client = EngineClient(engine.address, states.append)
@@ -63,7 +63,7 @@ async def test_states_and_the_models_facts() -> None:
         await client.close()
 
 
-async def test_a_silent_engine_is_stalled_until_it_speaks() -> None:
+async def test_engine_client_silent_engine_is_stalled() -> None:
     async with connected() as (client, engine):
         client._stall_seconds = 1
         engine.hold.clear()
@@ -79,7 +79,7 @@ async def test_a_silent_engine_is_stalled_until_it_speaks() -> None:
         await until(lambda: client.state == "down")
 
 
-async def test_many_streams_at_once_each_get_their_own() -> None:
+async def test_engine_client_concurrent_streams_get_own_outputs() -> None:
     async with connected(delay=0.001, info=msgspec.structs.replace(INFO, max_num_seqs=64)) as (client, engine):
         streams = [client.submit(Request(str(i), [i], 10 + i % 7, time.monotonic())) for i in range(50)]
         answers = await asyncio.gather(*map(ids_of, streams))
@@ -91,7 +91,7 @@ async def test_many_streams_at_once_each_get_their_own() -> None:
         assert client._streams == {}
 
 
-async def test_what_piles_up_comes_as_one_list() -> None:
+async def test_stream_unread_outputs_are_one_list() -> None:
     async with connected() as (client, _):
         stream = client.submit(request(8))
         await until(lambda: stream._ended)
@@ -102,7 +102,7 @@ async def test_what_piles_up_comes_as_one_list() -> None:
         assert stream.buffered == 0
 
 
-async def test_death_is_a_pause() -> None:
+async def test_engine_client_engine_death_is_a_pause() -> None:
     async with connected(delay=0.01) as (client, engine):
         stream = client.submit(request(12))
         await until(lambda: stream.buffered >= 3)
@@ -119,7 +119,7 @@ async def test_death_is_a_pause() -> None:
         assert client._streams == {}
 
 
-async def test_leaving_ends_what_is_in_flight() -> None:
+async def test_engine_client_close_ends_streams() -> None:
     async with connected(delay=0.01) as (client, _):
         stream = client.submit(request(1000))
         await until(lambda: stream.buffered >= 1)
@@ -133,10 +133,10 @@ async def test_leaving_ends_what_is_in_flight() -> None:
         assert client._streams == {}
 
 
-async def test_calls_in_flight_end_with_the_engine() -> None:
+async def test_engine_client_engine_death_fails_calls() -> None:
     async with connected() as (client, engine):
         assert engine._task
-        engine._task.cancel()  # it hears nothing any more, and still holds the connection
+        engine._task.cancel()  # it reads nothing any more, but keeps the connection
         await asyncio.sleep(0.02)
         call = asyncio.ensure_future(client.flush_prefix_cache())
         await asyncio.sleep(0.02)
@@ -146,7 +146,7 @@ async def test_calls_in_flight_end_with_the_engine() -> None:
             await call
 
 
-async def test_messages_of_a_dead_epoch_are_dropped() -> None:
+async def test_engine_client_message_of_earlier_epoch_is_dropped() -> None:
     async with connected(epoch=7) as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
@@ -160,7 +160,7 @@ async def test_messages_of_a_dead_epoch_are_dropped() -> None:
         assert await ids_of(stream) == [1, 2, 3, 4, 5]
 
 
-async def test_close_cancels_once() -> None:
+async def test_stream_close_cancels_once() -> None:
     async with connected(delay=0.005) as (client, engine):
         stream = client.submit(request(1000))
         await stream.__anext__()
@@ -171,7 +171,7 @@ async def test_close_cancels_once() -> None:
         assert [(c.key, c.keep) for c in engine.got(Cancel)] == [(stream.key, None)]
 
 
-async def test_stop_waits_for_the_engines_finish() -> None:
+async def test_stream_stop_waits_for_finish() -> None:
     async with connected(delay=0.005) as (client, engine):
         stream = client.submit(request(1000))
         await stream.__anext__()
@@ -181,7 +181,7 @@ async def test_stop_waits_for_the_engines_finish() -> None:
         assert [c.keep for c in engine.got(Cancel)] == [1]
 
 
-async def test_stop_takes_a_finish_that_was_on_its_way() -> None:
+async def test_stream_stop_returns_finish_sent_before() -> None:
     async with connected() as (client, engine):
         stream = client.submit(request(3))
         await until(lambda: stream._ended)
@@ -190,7 +190,7 @@ async def test_stop_takes_a_finish_that_was_on_its_way() -> None:
         assert engine.got(Cancel) == []
 
 
-async def test_refusals_are_the_streams_error() -> None:
+async def test_stream_refusal_is_raised() -> None:
     async with connected() as (client, engine):
         engine.refuse = ("QueueFull", "8 requests wait already", 2.5)
         with pytest.raises(QueueFull, match="8 requests"):
@@ -200,7 +200,7 @@ async def test_refusals_are_the_streams_error() -> None:
             await ids_of(client.submit(request()))
 
 
-async def test_a_front_end_holds_a_bounded_number() -> None:
+async def test_engine_client_too_many_streams_raises_queue_full() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         streams = [client.submit(request(name=str(i))) for i in range(2 * (INFO.max_num_seqs + INFO.max_queue))]
@@ -214,7 +214,7 @@ async def test_a_front_end_holds_a_bounded_number() -> None:
             stream.close()
 
 
-async def test_abort_and_flush() -> None:
+async def test_engine_client_abort_and_flush() -> None:
     async with connected(delay=0.005) as (client, _):
         stream = client.submit(request(1000, "mine"))
         await stream.__anext__()
@@ -225,7 +225,7 @@ async def test_abort_and_flush() -> None:
         assert await client.flush_prefix_cache() == 11
 
 
-async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
+async def test_engine_client_malformed_message_reconnects() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
@@ -239,12 +239,12 @@ async def test_garbage_from_the_engine_is_a_lost_connection() -> None:
 
 
 @pytest.mark.parametrize(("kind", "method", "work"), [
-    (EngineClient, "_take", "engine client"), (EngineClient, "_listen", "engine client"),
+    (EngineClient, "_on_outputs", "engine client"), (EngineClient, "_detect_stall", "engine client"),
     (Stream, "check_reader", "slow readers")])
-async def test_background_work_that_fails_is_logged_and_starts_again(
+async def test_engine_client_failed_background_work_is_logged_and_restarted(
     kind: type, method: str, work: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "FAILED_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01, raising=False)
     calls: list[int] = []
     works = getattr(kind, method)
 
@@ -257,7 +257,7 @@ async def test_background_work_that_fails_is_logged_and_starts_again(
     async def fails_in_its_task(self: EngineClient) -> None:
         await fails(self)  # type: ignore[misc]
 
-    monkeypatch.setattr(kind, method, fails_in_its_task if method == "_listen" else fails)
+    monkeypatch.setattr(kind, method, fails_in_its_task if method == "_detect_stall" else fails)
     async with fake_engine.engine() as engine:
         client = EngineClient(engine.address, slow_reader_seconds=0.04)
         client.start()

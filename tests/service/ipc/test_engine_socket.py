@@ -1,4 +1,4 @@
-"""The engine's end of the local socket, with front ends that read slowly, or not, or leave."""
+"""Engine socket with front ends that read slowly, read nothing, or disconnect."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def first(engine: EngineSocket) -> tuple[bytes, m.ToEngine]:
     for _ in range(100):
         if found := engine.receive(1.0):
             return found[0]
-    raise AssertionError("nothing came")
+    raise AssertionError("no message arrived")
 
 
-def test_each_front_end_hears_its_own(tmp_path: Path, engine: EngineSocket) -> None:
+def test_engine_socket_each_front_end_gets_own_messages(tmp_path: Path, engine: EngineSocket) -> None:
     frontends = [connect(tmp_path) for _ in range(3)]
     names = []
     for number, frontend in enumerate(frontends):
@@ -50,7 +50,7 @@ def test_each_front_end_hears_its_own(tmp_path: Path, engine: EngineSocket) -> N
         frontend.close()
 
 
-def test_what_the_system_has_no_room_for_comes_later_and_in_order(tmp_path: Path, engine: EngineSocket) -> None:
+def test_engine_socket_full_buffer_sends_rest_later_in_order(tmp_path: Path, engine: EngineSocket) -> None:
     with connect(tmp_path) as frontend:
         frontend.sendall(m.encode(m.Hello()))
         name, _ = first(engine)
@@ -66,10 +66,10 @@ def test_what_the_system_has_no_room_for_comes_later_and_in_order(tmp_path: Path
         assert engine.receive(0.05) == []
 
 
-def test_one_that_reads_nothing_is_lost(
+def test_engine_socket_slow_front_end_is_disconnected(
     tmp_path: Path, engine: EngineSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_socket, "MAX_UNSENT", 10_000)
+    monkeypatch.setattr(engine_socket, "MAX_UNSENT_BYTES", 10_000)
     with connect(tmp_path) as frontend:
         frontend.sendall(m.encode(m.Hello()))
         name, _ = first(engine)
@@ -79,7 +79,7 @@ def test_one_that_reads_nothing_is_lost(
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_one_that_has_left_is_lost(tmp_path: Path, engine: EngineSocket, heard: bool) -> None:
+def test_engine_socket_closed_front_end_is_disconnected(tmp_path: Path, engine: EngineSocket, heard: bool) -> None:
     frontend = connect(tmp_path)
     frontend.sendall(m.encode(m.Hello()))
     name, _ = first(engine)
@@ -89,7 +89,7 @@ def test_one_that_has_left_is_lost(tmp_path: Path, engine: EngineSocket, heard: 
     assert not engine.send(name, m.Reply(1, 1, 1))
 
 
-def test_the_address_of_a_dead_engine_is_taken_over(tmp_path: Path) -> None:
+def test_engine_socket_replaces_socket_of_dead_engine(tmp_path: Path) -> None:
     dead, living = EngineSocket(f"{tmp_path}/e"), EngineSocket(f"{tmp_path}/e")
     with connect(tmp_path) as frontend:
         frontend.sendall(m.encode(m.Hello()))

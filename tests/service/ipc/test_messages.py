@@ -1,4 +1,4 @@
-"""Messages on the local socket: whole again however the stream cuts them."""
+"""Messages on the local socket, however the byte stream is split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TO_ENGINE: list[m.ToEngine] = [
 
 
 @given(st.lists(st.integers(1, 400)))
-def test_any_cuts_give_the_same_messages(cuts: list[int]) -> None:
+def test_splitter_any_chunks_give_same_messages(cuts: list[int]) -> None:
     whole, splitter, found, start = b"".join(map(m.encode, TO_ENGINE)), m.Splitter(), [], 0
     for length in [*cuts, len(whole)]:
         found += splitter.feed(whole[start : start + length])
@@ -26,7 +26,7 @@ def test_any_cuts_give_the_same_messages(cuts: list[int]) -> None:
     assert [m.decode_to_engine(data) for data in found] == TO_ENGINE
 
 
-def test_to_the_front_end_and_back() -> None:
+def test_messages_to_front_end_round_trip() -> None:
     timing = m.Timing(0.1, [0.2], 0.3, 0.4, 0.1, 9.0)
     outputs = [m.Output(1, [5], m.Finish("eos", 3, 0, 1, timing)), m.Output(2, error=("QueueFull", "full", 1.0))]
     for message in (m.Outputs(4, m.Load(1, 2, 0.5, 3.0), outputs), m.Reply(4, 1, 0)):

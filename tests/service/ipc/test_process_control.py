@@ -1,4 +1,4 @@
-"""Attributes of processes, each in a process of its own."""
+"""Process attributes, each tested in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.processes import is_running, until
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def run(script: str) -> str:
@@ -27,15 +19,7 @@ def run(script: str) -> str:
                           capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def is_running(pid: int) -> bool:
-    """False for a zombie, too."""
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except FileNotFoundError:
-        return False
-
-
-def test_die_with_parent_a_stopped_child_dies() -> None:
+def test_die_with_parent_kills_stopped_child() -> None:
     child = ("from npuserve.service.ipc.process_control import *; import time; die_with_parent(); "
              "print(os.getpid(), flush=True); time.sleep(600)")
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -48,13 +32,13 @@ def test_die_with_parent_a_stopped_child_dies() -> None:
         until(lambda: not is_running(pid))
 
 
-def test_dumpable_is_what_was_set() -> None:
+def test_dumpable_returns_set_value() -> None:
     assert run("print(is_dumpable()); set_dumpable(False); print(is_dumpable()); set_dumpable(True); "
                "print(is_dumpable())").split() == ["True", "False", "True"]
 
 
 def test_orphan_reaper_reaps_orphans_and_leaves_its_own() -> None:
-    """Forty orphans are reaped by two calls; a child that is waited for, or named, keeps its exit code."""
+    """Two calls reap 40 orphans. A child that is listed as own keeps its exit code."""
     assert run("""
 import subprocess, time
 adopt_orphans()

@@ -1,4 +1,4 @@
-"""What the kernel says of the slices of threads."""
+"""Scheduler slices of threads, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_a_thread(work: object) -> list[object]:
     return found
 
 
-def test_the_thread_and_those_it_starts_and_no_other() -> None:
+def test_short_slice_applies_to_thread_and_its_threads_only() -> None:
     release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
     if platform.system() != "Linux" or platform.machine() not in GET_ATTRIBUTES or release < (6, 12):
         pytest.skip("needs Linux 6.12 on x86_64 or aarch64")
@@ -48,7 +48,7 @@ def test_the_thread_and_those_it_starts_and_no_other() -> None:
     assert slice_and_nice() == before != asked
 
 
-def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_slice_unsupported_system_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_slice.platform, "machine", lambda: "riscv64")
     assert not ask_for_it()
     monkeypatch.undo()

@@ -1,5 +1,7 @@
-"""The page over several processes: what adds up, what goes with the dead. Each page has a process of its own, since
-prometheus_client looks at its environment once."""
+"""Metrics page over several processes: sums, and the files of dead processes.
+
+Each page runs in a process of its own, because prometheus_client reads its environment only once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from npuserve.service.supervisor.metrics_page import AGE, HEARTBEAT
 from tests.service.test_metrics import DOCUMENT, documented
 
-# A server's process: two children write, one dies. Prints its pages before and after.
+# Server process with two children that write metrics; one dies. Prints its pages before and after.
 SERVER = """
 import json, os, subprocess, sys, time, urllib.request
 from pathlib import Path
@@ -69,7 +71,7 @@ print(json.dumps(pages))
 """
 
 
-# A server's process whose children die one after another while a thread scrapes. Prints the number of files after each
+# Server process whose children die one after another while a thread scrapes. Prints the number of files after each
 # death, the scraped sums, and the last page.
 DEATHS = """
 import json, os, subprocess, sys, threading, urllib.request
@@ -104,9 +106,9 @@ for _ in range(deaths):
     child.wait()
     page.forget(child.pid)
     counts.append(len(list(folder.glob("*.db"))))
-(folder / "counter_4000000.db").touch()  # a process was killed before it sized the file
+(folder / "counter_4000000.db").touch()  # a process was killed before it set the file's size
 page.forget(4000000)
-(folder / "counter_4000001.db").touch()  # a process is about to size it
+(folder / "counter_4000001.db").touch()  # a process has not set the file's size yet
 last = scrape()
 over.set()
 watching.join()
@@ -124,12 +126,12 @@ def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The page before anybody wrote, of two children, and with the second one dead."""
-    return served(tmp_path_factory.mktemp("metrics"))
+    """Return the page before any sample, with two children, and after the death of the second child."""
+    return run_server(tmp_path_factory.mktemp("metrics"))
 
 
-def served(folder: Path, *options: str) -> list[str]:
-    # A variable left over from elsewhere must not matter.
+def run_server(folder: Path, *options: str) -> list[str]:
+    # The page overwrites an inherited variable.
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": "/nowhere"}
     command = [sys.executable, "-c", SERVER, str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
@@ -137,7 +139,7 @@ def served(folder: Path, *options: str) -> list[str]:
     return found
 
 
-def test_what_nobody_counted_is_zero(pages: list[str]) -> None:
+def test_metrics_page_uncounted_metric_is_zero(pages: list[str]) -> None:
     first = samples(pages[0])
     for name, (kind, labels) in documented().items():
         if not labels:
@@ -148,13 +150,13 @@ def test_what_nobody_counted_is_zero(pages: list[str]) -> None:
                 assert first[key, ()] == 0, name
 
 
-def test_every_metric_is_named_from_the_start(pages: list[str]) -> None:
+def test_metrics_page_names_every_metric_from_the_start(pages: list[str]) -> None:
     for page in pages:
         named = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")}
         assert named == {name: kind for name, (kind, _) in documented().items()}
 
 
-def test_processes_add_up(pages: list[str]) -> None:
+def test_metrics_page_sums_over_processes(pages: list[str]) -> None:
     second = samples(pages[1])
     assert second["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == 3
     assert second["npuserve_prompt_tokens_total", ()] == 30
@@ -174,7 +176,7 @@ def test_metrics_page_limits_are_the_settings(pages: list[str]) -> None:
     assert first["npuserve_requests_limit", (("state", "waiting"),)] == 96
 
 
-def test_metrics_page_memory_is_of_the_living(pages: list[str]) -> None:
+def test_metrics_page_memory_of_dead_process_is_zero(pages: list[str]) -> None:
     memory = [{process: samples(page).get(("npuserve_resident_memory_bytes", (("process", process),)))
                for process in ("supervisor", "engine")} for page in pages]
     assert [found["engine"] is None for found in memory] == [True, False, False]
@@ -183,27 +185,27 @@ def test_metrics_page_memory_is_of_the_living(pages: list[str]) -> None:
     assert memory[2]["engine"] == 0
 
 
-def test_the_dead_leave_their_counts_and_take_their_gauges(pages: list[str]) -> None:
+def test_metrics_page_dead_process_keeps_counts_and_drops_gauges(pages: list[str]) -> None:
     third = samples(pages[2])
     assert third["npuserve_prompt_tokens_total", ()] == 30
     assert third["npuserve_queue_time_seconds_count", ()] == 2
     assert third["npuserve_requests_running", ()] == 1
     assert third["npuserve_kv_cache_blocks", (("state", "free"),)] == 100
     assert third["npuserve_engine_restarts_total", ()] == 1
-    # Seen before it died: the age goes on from there.
+    # The last heartbeat before its death counts.
     assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
 
 
 def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) -> None:
-    """No scrape, at whatever moment of a merge, misses or repeats a count."""
+    """A scrape at any moment of a merge neither misses nor repeats a count."""
     deaths = 8
     done = subprocess.run([sys.executable, "-c", DEATHS, str(tmp_path), str(deaths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["files"] == [told["files"][0]] * deaths
-    assert told["seen"] == sorted(told["seen"])
-    assert {value % 10 for value in told["seen"]} == {0}
-    last = samples(told["last"])
+    found = json.loads(done.stdout)
+    assert found["files"] == [found["files"][0]] * deaths
+    assert found["seen"] == sorted(found["seen"])
+    assert {value % 10 for value in found["seen"]} == {0}
+    last = samples(found["last"])
     assert last["npuserve_prompt_tokens_total", ()] == 10 * deaths
     assert last["npuserve_requests_total", (("code", "OK"), ("rpc", "Generate"))] == deaths
     assert last["npuserve_queue_time_seconds_count", ()] == deaths
@@ -213,7 +215,7 @@ def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) ->
     assert last["npuserve_requests_running", ()] == 0
 
 
-def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> None:
+def test_metrics_page_alert_series_exist_before_first_event(pages: list[str]) -> None:
     first = samples(pages[0])
     assert first["npuserve_queue_rejections_total", (("why", "queue_full"),)] == 0
     assert first["npuserve_requests_total", (("code", "INTERNAL"), ("rpc", "StreamGenerate"))] == 0
@@ -221,8 +223,8 @@ def test_what_alerts_look_for_is_there_before_it_happens(pages: list[str]) -> No
     assert first["npuserve_target_seconds", (("latency", "itl"),)] == 0.2
 
 
-def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) -> None:
-    before, *_, last = served(tmp_path, "aliases")
+def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[str]) -> None:
+    before, *_, last = run_server(tmp_path, "aliases")
     assert "vllm:" not in before, "vLLM has no page before its model is loaded"
     assert not any("vllm:" in page for page in pages)
     found = samples(last)
@@ -231,7 +233,7 @@ def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) ->
     assert found["vllm:prompt_tokens_total", named] == 30
     assert found["vllm:request_queue_time_seconds_count", named] == 2
     assert found["vllm:request_queue_time_seconds_bucket", (named[0], ("le", "0.5"), named[1])] == 2
-    # Sums over what vLLM does not tell apart.
+    # Sums over labels that vLLM does not have.
     reasons = {dict(labels)["finished_reason"]: value for (name, labels), value in found.items()
                if name == "vllm:request_success_total"}
     assert reasons == {"stop": 5, "length": 0, "abort": 0}
@@ -245,11 +247,11 @@ def test_vllm_s_names_have_the_same_figures(tmp_path: Path, pages: list[str]) ->
     assert {name for name in kinds if not name.startswith("vllm:gpu_prefix")} == described
 
 
-def test_only_the_age_of_the_heartbeat_is_shown(pages: list[str]) -> None:
+def test_metrics_page_shows_heartbeat_age_only(pages: list[str]) -> None:
     assert not any(HEARTBEAT in page for page in pages)
 
 
-def test_promtool_finds_nothing(pages: list[str]) -> None:
+def test_metrics_page_promtool_finds_no_problem(pages: list[str]) -> None:
     promtool = shutil.which("promtool")
     if not promtool:
         pytest.skip("no promtool")
@@ -258,7 +260,7 @@ def test_promtool_finds_nothing(pages: list[str]) -> None:
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
+def test_metrics_page_ipv6_url_has_brackets(tmp_path: Path) -> None:
     script = (
         "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.config import ServerConfig\n"
         "from npuserve.service.supervisor.metrics_page import MetricsPage\n"
@@ -269,7 +271,7 @@ def test_the_address_of_an_ipv6_page_is_one(tmp_path: Path) -> None:
     assert url.stdout.startswith("http://[::1]:")
 
 
-def test_a_taken_port_is_said(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_metrics_page_taken_port_raises_config_error(tmp_path: Path, free_port: Callable[[], int]) -> None:
     script = """
 import sys
 from pathlib import Path
@@ -318,7 +320,7 @@ os._exit(0)
 
 
 def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -> None:
-    """What a death leaves is added up at the next scrape."""
+    """The files of a dead process are merged at the next scrape."""
     done = subprocess.run([sys.executable, "-c", NO_FILES, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, 0, {"npuserve_prompt_tokens": 20, "npuserve_metrics_files_skipped": 0}]

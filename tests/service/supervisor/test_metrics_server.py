@@ -1,4 +1,4 @@
-"""The metrics page's HTTP server: what it answers, and what bounds it."""
+"""HTTP server of the metrics page: answers and limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def raw(server: MetricsServer, sent: bytes) -> bytes:
         return found
 
 
-def test_metrics_server_page_and_its_encodings(server: MetricsServer) -> None:
+def test_metrics_server_page_in_all_encodings(server: MetricsServer) -> None:
     assert b"\nanswer 42.0\n" in get(server)
     assert b"\nanswer 42.0\n" in gzip.decompress(get(server, **{"Accept-Encoding": "gzip"}))
     assert get(server, Accept="application/openmetrics-text; version=1.0.0").endswith(b"# EOF\n")
@@ -82,7 +82,7 @@ def test_metrics_server_oldest_connection_gives_way(monkeypatch: pytest.MonkeyPa
                 connection.recv(1)
 
 
-def test_metrics_server_reader_that_takes_nothing_blocks_no_other(server: MetricsServer) -> None:
+def test_metrics_server_slow_reader_blocks_no_other(server: MetricsServer) -> None:
     big = b"x" * (64 << 20)
 
     def app(environ: dict[str, Any], start: Any) -> list[bytes]:
@@ -96,7 +96,7 @@ def test_metrics_server_reader_that_takes_nothing_blocks_no_other(server: Metric
         assert get(server) == b"small"
 
 
-def test_metrics_server_error_of_the_page_is_500_and_logged_once(
+def test_metrics_server_page_error_is_500_and_logged_once(
     server: MetricsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def app(environ: object, start: object) -> list[bytes]:
@@ -109,7 +109,7 @@ def test_metrics_server_error_of_the_page_is_500_and_logged_once(
     assert [record.message for record in caplog.records].count("no metrics page could be made") == 1
 
 
-def test_metrics_server_close_with_open_connections_ends_its_thread() -> None:
+def test_metrics_server_close_with_open_connections_ends_thread() -> None:
     server = MetricsServer("127.0.0.1", 0, make_wsgi_app(CollectorRegistry()))
     with socket.create_connection(("127.0.0.1", server.port)):
         began, threads = time.monotonic(), threading.active_count()

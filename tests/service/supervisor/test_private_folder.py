@@ -1,4 +1,4 @@
-"""The supervisor's folder: private, removed at the end or by the next start, and never while its owner lives."""
+"""Private folder of the supervisor: access, removal at the end, and removal of abandoned folders at the next start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_private_folder_is_for_its_owner_and_ends(parent: Path) -> None:
+def test_private_folder_has_mode_0700_and_is_removed(parent: Path) -> None:
     with private_folder() as folder:
         assert folder.parent == parent
         assert folder.stat().st_mode & 0o777 == 0o700

@@ -1,4 +1,4 @@
-"""Streams across the deaths of engines: nothing is lost, nothing comes twice."""
+"""Streams across restarts of the engine: no token is lost or repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
-from npuserve.service.ipc import stream as stream_module
+from npuserve.service.ipc import engine_stream as stream_module
+from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     Cancel,
@@ -26,14 +28,13 @@ from npuserve.service.ipc.messages import (
     Timing,
     encode,
 )
-from npuserve.service.ipc.stream import Stream
 from tests.service.ipc.test_engine_client import connected, ids_of, request
 from tests.support import fake_engine
 from tests.support.fake_engine import FakeEngine, until
 
 
-async def reborn(engine: FakeEngine, client: object) -> None:
-    """The engine dies, and the next one has got what it is to go on with."""
+async def restart_engine(engine: FakeEngine, client: object) -> None:
+    """Stop the engine, start the next one, and wait until it has received the Restore message."""
     lives = len(engine.got(Restore))
     await engine.die()
     await until(lambda: client.state == "down")  # type: ignore[attr-defined]
@@ -43,21 +44,22 @@ async def reborn(engine: FakeEngine, client: object) -> None:
     await until(lambda: len(engine.got(Restore)) > lives)
 
 
-def asked(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: object) -> Request:
+def build_request(name: str, prompt: int, max_tokens: int, token: str = "", **sampling: object) -> Request:
     return Request(name, [prompt, prompt + 1], max_tokens, time.monotonic(), SamplingParams(**sampling),  # type: ignore[arg-type]
                    resume_token=token, owner="me")
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(deaths=st.lists(st.integers(0, 25), max_size=4), batch=st.integers(1, 3), count=st.integers(1, 6))
-def test_whenever_engines_die_each_stream_is_whole(deaths: list[int], batch: int, count: int) -> None:
+def test_stream_engine_deaths_lose_and_repeat_nothing(deaths: list[int], batch: int, count: int) -> None:
     async def run() -> None:
         async with connected(delay=0.001, batch=batch) as (client, engine):
-            streams = [client.submit(asked(str(i), i, 20 + i, logprobs=1, prompt_logprobs=0)) for i in range(count)]
-            reading = [asyncio.ensure_future(whole(stream)) for stream in streams]
+            streams = [client.submit(build_request(str(i), i, 20 + i, logprobs=1, prompt_logprobs=0))
+                       for i in range(count)]
+            reading = [asyncio.ensure_future(all_outputs(stream)) for stream in streams]
             for pause in deaths:
                 await asyncio.sleep(pause / 1000)
-                await reborn(engine, client)
+                await restart_engine(engine, client)
             for i, task in enumerate(reading):
                 outputs = await task
                 ids = [token for output in outputs for token in output.token_ids]
@@ -73,22 +75,22 @@ def test_whenever_engines_die_each_stream_is_whole(deaths: list[int], batch: int
     asyncio.run(run())
 
 
-async def whole(stream: Stream) -> list[Output]:
+async def all_outputs(stream: Stream) -> list[Output]:
     return [output async for outputs in stream for output in outputs]
 
 
-async def test_they_go_on_in_order_of_arrival() -> None:
+async def test_engine_client_restore_is_in_order_of_arrival() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         late, early = time.monotonic(), time.monotonic() - 10
         for name, arrival in (("late", late), ("early", early)):
             client.submit(Request(name, [0], 3, arrival))
-        await reborn(engine, client)
+        await restart_engine(engine, client)
         assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
 
 
-class Desk:
-    """A line to no engine."""
+class FakeClient:
+    """Engine client without an engine."""
 
     def __init__(self, stream_interval: int, max_buffered_tokens: int):
         self.stream_interval, self.max_buffered_tokens = stream_interval, max_buffered_tokens
@@ -96,18 +98,20 @@ class Desk:
     def send(self, message: object) -> bool:
         return True
 
-    def forget(self, stream: Stream) -> None:
+    def remove(self, stream: Stream) -> None:
         return
 
 
 @pytest.mark.parametrize(("interval", "most", "sizes"), [
     (1, 512, [1] * 11), (4, 512, [1, 4, 4, 2]), (4, 3, [1, 3, 3, 3, 1]), (20, 512, [1, 10])])
-async def test_messages_of_several_tokens(
+async def test_stream_interval_sets_tokens_per_message(
     interval: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first token at once, then so many at a time, and the rest with the end; no more wait than may be unread."""
+    """The first token is read at once, then `interval` tokens at a time, and the rest at the end. No more than `most`
+    tokens wait.
+    """
     monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
-    stream = Stream(Desk(interval, most), 0, Record(request(11)))
+    stream = Stream(FakeClient(interval, most), 0, Record(request(11)))
     taken: list[list[int]] = []
 
     async def read() -> None:
@@ -125,10 +129,10 @@ async def test_messages_of_several_tokens(
     assert [len(tokens) for tokens in taken] == sizes
 
 
-async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_wakes_reader_after_max_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
-    stream = Stream(Desk(100, 512), 0, Record(request(11)))
+    stream = Stream(FakeClient(100, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
     async def read() -> None:
@@ -145,11 +149,11 @@ async def test_stream_wakes_its_reader_after_a_quarter_of_a_second(monkeypatch: 
     reading.cancel()
 
 
-async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the_engine_is_gone(
+async def test_stream_interval_first_token_and_disconnect_wake_reader(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
-    stream = Stream(Desk(4, 512), 0, Record(request(11)))
+    stream = Stream(FakeClient(4, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
     async def read() -> None:
@@ -163,14 +167,14 @@ async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the
 
     reading = asyncio.ensure_future(read())
     await asyncio.sleep(0)
-    for tokens in ((), (), (1,), (2,), (3,)):  # a prompt's chunks, for their log-probabilities
+    for tokens in ((), (), (1,), (2,), (3,)):  # outputs without tokens report log-probabilities of the prompt
         await push(*tokens)
     assert taken == [[], [], [1]]
-    stream.cut()
+    stream.on_disconnect()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert taken == [[], [], [1], [2, 3]]
-    for token in (4, 5, 6):  # of the next engine
+    for token in (4, 5, 6):  # from the next engine
         await push(token)
     assert len(taken) == 4
     await push(7)
@@ -180,25 +184,25 @@ async def test_the_first_token_goes_at_once_after_what_has_none_and_all_when_the
         await reading
 
 
-async def test_a_lost_connection_keeps_what_is_known() -> None:
+async def test_stream_lost_connection_keeps_cached_tokens() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
         stream.started(fake_engine.Started(stream.key, 4), time.monotonic())
         await engine.die()
         await until(lambda: client.state == "down")
-        engine.start()  # of the same epoch
+        engine.start()  # same epoch
         await until(lambda: client.state == "ready")
         assert stream.record.cached_tokens == 4
 
 
-async def test_a_stop_string_found_as_the_engine_dies_ends_the_answer() -> None:
+async def test_stream_stop_during_engine_death_ends_answer() -> None:
     async with connected(delay=0.002) as (client, engine):
         stream = client.submit(request(1000))
         await until(lambda: len(stream.record.token_ids) >= 5)
         await stream.__anext__()
         assert engine._task
-        engine._task.cancel()  # it hears nothing any more
+        engine._task.cancel()  # it reads nothing any more
         await asyncio.sleep(0.01)
         stopping = asyncio.ensure_future(stream.stop(4))
         await asyncio.sleep(0.01)
@@ -216,35 +220,31 @@ async def test_a_stop_string_found_as_the_engine_dies_ends_the_answer() -> None:
         assert engine.got(Cancel) == []
 
 
-async def test_what_may_be_resumed_is_handed_to_the_next_engine() -> None:
+async def test_engine_client_restores_resumable_streams() -> None:
     async with fake_engine.engine(delay=0.001) as engine:
-        from npuserve.service.ipc.engine_client import EngineClient
-
         client = EngineClient(engine.address, resume_seconds=60.0)
         client.start()
         await until(lambda: client.state == "ready")
-        done, left = client.submit(asked("done", 0, 3, "d")), client.submit(asked("left", 0, 500, "l"))
-        plain = client.submit(asked("plain", 0, 500))
+        done, left = client.submit(build_request("done", 0, 3, "d")), client.submit(build_request("left", 0, 500, "l"))
+        plain = client.submit(build_request("plain", 0, 500))
         assert len(await ids_of(done)) == 3
         await until(lambda: len(left.record.token_ids) > 3)
         for stream in (done, left, plain):
             stream.close()
-        await reborn(engine, client)
+        await restart_engine(engine, client)
         ended = engine.got(Restore)[-1].ended
         assert [(record.token, record.is_finished) for record in ended] == [("d", True), ("l", False)]
         assert msgspec.msgpack.decode(ended[1].data, type=Record).token_ids == left.record.token_ids
         await client.close()
 
 
-async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
+async def test_engine_client_restore_is_split_and_new_requests_follow() -> None:
     async with fake_engine.engine() as engine:
-        from npuserve.service.ipc.engine_client import EngineClient
-
         old: list[Stream] = []
         new: list[Stream] = []
 
         def changed(state: str) -> None:
-            """With the second engine, before anything is handed over."""
+            """Submit and close requests when the second engine is ready, before the restore."""
             if state == "ready" and old:
                 new.append(client.submit(request(5, "new")))
                 old[11].close()
@@ -255,7 +255,7 @@ async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
         await until(lambda: client.state == "ready")
         old += [client.submit(Request(f"old {i}", [0] * 9000, 3, float(i))) for i in range(12)]
         for i in range(40):
-            client._records.end(Record(asked(f"ended {i}", 0, 3, f"t{i}"), [1] * 9000), time.monotonic())
+            client._records.end(Record(build_request(f"ended {i}", 0, 3, f"t{i}"), [1] * 9000), time.monotonic())
         await until(lambda: engine.live == 12)
         await engine.die()
         await until(lambda: client.state == "down")
@@ -277,9 +277,9 @@ async def test_much_is_handed_over_in_pieces_and_what_is_new_follows() -> None:
         await client.close()
 
 
-async def test_resuming() -> None:
+async def test_engine_client_resume_continues_stream() -> None:
     async with connected(delay=0.001) as (client, engine):
-        record = Record(asked("r", 0, 10, "t"))
+        record = Record(build_request("r", 0, 10, "t"))
         record.add(Output(1, [2, 3, 4]))
         engine.records["t"] = record
         stream = await client.resume("t", 1, "me", None)
@@ -292,38 +292,38 @@ async def test_resuming() -> None:
         assert client._streams == {}
 
 
-async def test_a_taken_over_stream_is_not_kept() -> None:
+async def test_stream_taken_over_is_not_resumable() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
-        stream = client.submit(asked("r", 0, 10, "t"))
+        stream = client.submit(build_request("r", 0, 10, "t"))
         stream.push(Output(stream.key, error=("TakenOver", "elsewhere", 0.0)), 0.0)
         with pytest.raises(TakenOver):
             await stream.__anext__()
-        assert not stream.resumable
+        assert not stream.is_resumable
 
 
-async def test_who_leaves_before_the_answer_cancels() -> None:
+async def test_engine_client_cancelled_resume_cancels_request() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
-        record = Record(asked("r", 0, 10, "t"))
+        record = Record(build_request("r", 0, 10, "t"))
         engine.records["t"] = record
-        asking = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
         await asyncio.sleep(0)
-        asking.cancel()
+        resuming.cancel()
         await until(lambda: engine.got(Cancel))
         assert engine.live == 0
         assert client._streams == {}
 
 
-async def test_resuming_fails_with_the_engine() -> None:
+async def test_engine_client_engine_death_fails_resume() -> None:
     async with connected() as (client, engine):
         assert engine._task
         engine._task.cancel()
         await asyncio.sleep(0.01)
-        asking = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
         await asyncio.sleep(0.01)
         await engine.die()
         with pytest.raises(Unavailable):
-            await asking
+            await resuming
         with pytest.raises(Unavailable, match="restarting"):
             await client.resume("t", 0, "me", None)

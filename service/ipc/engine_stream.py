@@ -1,9 +1,9 @@
-"""What the engine makes for one request, as its front end reads it: across the engine's death, if need be.
+"""Stream of one request's outputs in its front end. It survives a restart of the engine.
 
-What the reader has not taken yet comes to it as one list. A slow one is no burden to others: with more than
-max_buffered_tokens unread its request pauses in the engine, and goes on when it reads; when it takes nothing for
-slow_reader_seconds it is treated as one that has left. After the first token it is woken for every stream_interval
-tokens, after MAX_INTERVAL_SECONDS, and at the end: a message has a price, whatever it carries.
+Unread outputs are delivered as one list. With more than max_buffered_tokens unread, the request pauses in the engine
+until the reader catches up. A reader that takes nothing for slow_reader_seconds is cancelled. After the first token the
+reader is woken for every stream_interval tokens, after MAX_INTERVAL_SECONDS, and at the end, because each message has a
+fixed cost.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from npuserve.service.ipc.messages import (
 )
 
 MAX_INTERVAL_SECONDS = 0.25
-"""Time after the reader took tokens at which the next token wakes it, whatever stream_interval is."""
+"""Time after the last read at which the next token wakes the reader, whatever stream_interval is."""
 INTER_TOKEN = metrics.tally(metrics.inter_token_latency_seconds)
 
 
-class Line(Protocol):
-    """What a stream needs of its engine client. send: False where there is no engine."""
+class StreamClient(Protocol):
+    """Interface to the engine client. send: returns False without an engine."""
 
     max_buffered_tokens: int
     stream_interval: int
 
     def send(self, message: ToEngine) -> bool: ...
 
-    def forget(self, stream: Stream) -> None: ...
+    def remove(self, stream: Stream) -> None: ...
 
 
 class Stream:
-    """Iterate for lists of outputs, each of all that came since the last. Raises the error that ended it, if one did.
-    `close` it in any case.
+    """Async iterator over lists of outputs, each holding everything since the last. Raises the error that ended the
+    stream. `close` it in any case.
 
-    record: all that came so far; that of a stream that is resumed is the first that is read. buffered: tokens not yet
-    read. first_token, last_token: when they came, time.monotonic() seconds, None before; first_token stays None in a
-    resumed stream, whose first token another call has seen. resumable: what it has is of use to a later call. slow: why
-    its reader was cancelled, None unless it was. is_accepted: the engine has queued it, so that its resume token is
-    known to somebody.
+    record: all outputs so far. The first read of a resumed stream returns the record's outputs.
+    buffered: number of unread tokens.
+    first_token, last_token: arrival times, time.monotonic() seconds; None before. first_token stays None in a resumed
+        stream, whose first token went to another call.
+    slow: error of a reader that was cancelled for being slow; None otherwise.
+    is_accepted: whether the engine has queued the request, so that the client knows its resume token.
     """
 
-    def __init__(self, client: Line, key: int, record: Record, resumed: bool = False):
+    def __init__(self, client: StreamClient, key: int, record: Record, resumed: bool = False):
         self.key = key
         self.record = record
         self.first_token: float | None = None
@@ -64,9 +65,9 @@ class Stream:
         self.slow: SlowReader | None = None
         self.is_accepted = resumed
         self._reader: asyncio.Task[object] | None = None
-        self._took: float | None = None  # when the reader took what it has not dealt with yet
-        self._read: float | None = None  # when the reader was given tokens last
-        self._is_cut = False  # from its engine: what is here is all for now
+        self._taken_at: float | None = None  # when the reader took the outputs that it is processing
+        self._last_read: float | None = None  # when the reader last took tokens
+        self._is_disconnected = False  # from its engine: no output follows until the next engine
         self._paused = False
         self._client = client
         self._resumed = resumed
@@ -76,21 +77,22 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._keep: int | None = None
         self._closed = False
-        # In this life of the engine: when it was in a step first, and when its first token came.
-        self._began: float | None = None
-        self._token: float | None = None
+        # Under the current engine: launch of its first step, arrival of its first token.
+        self._first_step: float | None = None
+        self._first_arrival: float | None = None
 
     @property
     def request(self) -> Request:
         return self.record.request
 
     @property
-    def live(self) -> bool:
-        """More is to come."""
+    def is_live(self) -> bool:
+        """Return whether further outputs may arrive."""
         return not self._ended
 
     @property
-    def resumable(self) -> bool:
+    def is_resumable(self) -> bool:
+        """Return whether a later call can resume the stream."""
         return bool(self.request.resume_token) and self.is_accepted and (self._error is None or self._closed)
 
     def __aiter__(self) -> AsyncIterator[list[Output]]:
@@ -98,7 +100,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Output]:
-        self._took = None
+        self._taken_at = None
         while not self._due(time.monotonic()):
             if self._error:
                 raise self._error
@@ -106,9 +108,9 @@ class Stream:
                 raise StopAsyncIteration
             await self._wait()
         outputs, self._outputs = self._outputs, []
-        self._took = time.monotonic()
+        self._taken_at = time.monotonic()
         if self.buffered:
-            self._read = self._took
+            self._last_read = self._taken_at
             self.buffered = 0
         if self._paused:
             self._paused = False
@@ -117,15 +119,15 @@ class Stream:
         return outputs
 
     async def accepted(self) -> None:
-        """Wait until the engine has queued the request. Raises the error if it refused it."""
+        """Wait until the engine has queued the request. Raises the engine's refusal."""
         while not self.is_accepted:
             if self._error:
                 raise self._error
             await self._wait()
 
     def check_reader(self, now: float, seconds: float) -> None:
-        """Give up a reader that has been busy with what it took for so long: its task is cancelled."""
-        if self._took is None or now - self._took < seconds or self.slow or self._reader is None:
+        """Cancel the reader's task if it has processed its last outputs for `seconds` or longer."""
+        if self._taken_at is None or now - self._taken_at < seconds or self.slow or self._reader is None:
             return
         self.slow = SlowReader(f"the client took nothing for {seconds:g} s")
         if not self._ended:
@@ -135,8 +137,10 @@ class Stream:
         self._reader.cancel()
 
     async def stop(self, keep: int) -> Finish:
-        """End the answer at its `keep`-th token, where a stop string was found. The engine's finish; what else comes
-        is dropped. Call at most once, and not after a finish was taken."""
+        """End the answer after `keep` tokens, at a stop string. Return the engine's finish; later outputs are dropped.
+
+        Call it at most once, and not after the finish was read.
+        """
         if not self._ended:
             self._keep = keep
             if not self._client.send(Cancel(self.key, keep)):
@@ -147,35 +151,35 @@ class Stream:
         raise Unavailable("the request was closed")
 
     def close(self) -> None:
-        """Nobody reads any more: cancels the request unless it has ended."""
+        """Cancel the request unless it has ended. Call it when nobody reads the stream any more."""
         if not self._ended:
             self._client.send(Cancel(self.key))
             self._closed = True
             self.end(Unavailable("the request was closed"))
-        self._client.forget(self)
+        self._client.remove(self)
 
     def end(self, error: ServeError | None) -> None:
-        """The engine has nothing more for it. What came before is still there to be read."""
+        """End the stream. Outputs that arrived before can still be read."""
         if not self._ended:
             self._ended, self._error = True, error
             self._wake()
 
     def accept(self) -> None:
-        """The engine has queued the request."""
+        """Record that the engine has queued the request."""
         self.is_accepted = True
         self._wake()
 
     def started(self, message: Started, now: float) -> None:
-        """It is in the step that is launched now."""
-        self._began = now
+        """Record that the request is in the step being launched."""
+        self._first_step = now
         if self.record.cached_tokens is None:
             self.record.cached_tokens = message.cached_tokens
 
     def push(self, output: Output, now: float) -> None:
-        """An output from the socket; it came at `now`."""
+        """Add an output that arrived at `now`."""
         if self._ended:
             return
-        self._is_cut = False
+        self._is_disconnected = False
         if output.token_ids:
             if self.last_token is not None:
                 INTER_TOKEN.observe(now - self.last_token)
@@ -183,8 +187,8 @@ class Stream:
                 self.first_token = now
                 metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
             self.last_token = now
-            if self._token is None:
-                self._token = now
+            if self._first_arrival is None:
+                self._first_arrival = now
             self.buffered += len(output.token_ids)
         if output.error:
             self.end(from_wire(output.error))
@@ -199,22 +203,22 @@ class Stream:
         if self.buffered > self._client.max_buffered_tokens and not self._paused:
             self._paused = self._client.send(Pause(self.key))
 
-    def cut(self) -> None:
-        """There is no engine any more. A stop string that was found ends the answer here."""
-        self._is_cut = True
+    def on_disconnect(self) -> None:
+        """Handle the loss of the engine. If a stop string was found, the answer ends here."""
+        self._is_disconnected = True
         if not self._ended and self._keep is not None:
             self._finish()
         elif self._due(time.monotonic()):
             self._wake()
 
     def resubmit(self) -> None:
-        """Prepare the record for an engine that is there again."""
+        """Prepare the record for the next engine."""
         self.record.timing = self._timing()
-        self._began = self._token = None
+        self._first_step = self._first_arrival = None
         self._paused = False
 
     def _finish(self) -> None:
-        """As the engine would do it."""
+        """Finish the answer at the stop string, in place of the engine."""
         assert self._keep is not None
         request = self.request
         self.push(Output(self.key, finish=Finish(
@@ -222,22 +226,23 @@ class Stream:
             time.monotonic())
 
     def _timing(self) -> Timing:
-        """The phases up to the last token, as they are seen from here."""
+        """Return the phases up to the last token, as measured in the front end."""
         past = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
-        if self._began is None or self._token is None or self.last_token is None:
+        if self._first_step is None or self._first_arrival is None or self.last_token is None:
             return past
         return Timing(
-            past.queue + self._began - past.last_step_end, [*past.prefill_chunks, self._token - self._began],
-            past.decode + self.last_token - self._token, past.device, past.host, self.last_token)
+            past.queue + self._first_step - past.last_step_end,
+            [*past.prefill_chunks, self._first_arrival - self._first_step],
+            past.decode + self.last_token - self._first_arrival, past.device, past.host, self.last_token)
 
     def _due(self, now: float) -> bool:
-        """Return whether to give the reader the outputs that there are."""
+        """Return whether to deliver the available outputs to the reader."""
         if not self._outputs:
             return False
         enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
-        more_comes = not (self._ended or self._is_cut)
-        return (self.buffered >= enough or not more_comes or self._read is None
-                or now - self._read >= MAX_INTERVAL_SECONDS)
+        more_comes = not (self._ended or self._is_disconnected)
+        return (self.buffered >= enough or not more_comes or self._last_read is None
+                or now - self._last_read >= MAX_INTERVAL_SECONDS)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

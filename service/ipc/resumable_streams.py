@@ -1,7 +1,7 @@
-"""What is kept of streams that may be resumed, and the file in which it outlasts a drain.
+"""Store of resumable streams, and the file that keeps them across a restart of the server.
 
-The engine has a record of each from its start; a front end has those that ended or were left there, to hand them to the
-next engine when one dies. A token says nothing of a request: it is random and long enough that nobody guesses it.
+The engine holds a record of each stream from its start. A front end holds the records of streams that ended, to send
+them to the next engine. A resume token is random, cannot be guessed, and contains nothing of the request.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from npuserve.service.ipc.messages import MAX_RESTORE_BYTES, EndedRecord, ModelI
 
 MAX_RECORDS = 4096
 MAX_BYTES = 64 << 20
-"""Limits of the records that ended, however many end within resume_seconds. The oldest are dropped first."""
+"""Limits of the ended records, whatever resume_seconds is. The oldest are dropped first."""
 MAX_RECORD_BYTES = 8 << 20
-"""Limit of one record. A stream whose record may exceed it has no resume token."""
+"""Maximum size of one record. A stream whose record may exceed it gets no resume token."""
 FILE = "streams.msgpack"
-# msgpack's largest forms: of a token id, of a floating-point number, and of a list's or string's head.
+# Largest msgpack encodings: token id, floating-point number, head of a list or string.
 _ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
 _RECORD_BYTES = 4096
-"""For the fields that hold no list: names are at most 128 characters, keys' names and the fields' heads beside them."""
+"""Maximum size of the fields that hold no list: names have at most 128 characters, and there are field heads."""
 _OVERHEAD_BYTES = 512
-"""Memory that a record takes beside its data."""
+"""Memory of a record besides its data."""
 
 
 def new_token() -> str:
-    """192 random bits, safe in metadata and URLs."""
+    """Return 192 random bits as text, safe in metadata and URLs."""
     return secrets.token_urlsafe(24)
 
 
 def max_size(request: Request, tokens: int, reports: int, prompt_reports: int) -> int:
-    """Return a bound of the encoded bytes of a record.
+    """Return an upper bound of a record's encoded size in bytes.
 
-    tokens: of the answer.
-    reports, prompt_reports: positions with log-probabilities, of the answer and of the prompt.
+    tokens: number of tokens of the answer.
+    reports, prompt_reports: number of positions with log-probabilities, in the answer and in the prompt.
     """
     sampling = request.sampling
     ids = (len(request.prompt_ids) + len(sampling.allowed_token_ids) + len(sampling.ending_ids)
@@ -51,11 +51,12 @@ def max_size(request: Request, tokens: int, reports: int, prompt_reports: int) -
 
 
 def _report_size(top: int | None) -> int:
+    """Return an upper bound of the encoded log-probabilities of one position, in bytes."""
     return 4 * _HEAD_BYTES + 2 * _ID_BYTES + _FLOAT_BYTES + (_ID_BYTES + _FLOAT_BYTES) * (top or 0)
 
 
 def is_resumable(request: Request) -> bool:
-    """Return whether the largest record that the request may come to can be kept."""
+    """Return whether the request's largest possible record fits MAX_RECORD_BYTES."""
     sampling = request.sampling
     reports = 0 if sampling.logprobs is None else request.max_tokens
     prompt_reports = 0 if sampling.prompt_logprobs is None else len(request.prompt_ids)
@@ -63,10 +64,10 @@ def is_resumable(request: Request) -> bool:
 
 
 def restore_messages(live: Iterable[tuple[int, Record]], ended: Callable[[], list[EndedRecord]]) -> Iterator[Restore]:
-    """Yield what a front end hands over, in messages of about MAX_RESTORE_BYTES or of one record.
+    """Yield the Restore messages of a front end, each of about MAX_RESTORE_BYTES or of one record.
 
-    live: read as the messages are made, so that a stream that ends meanwhile may be left out.
-    ended: called when all of `live` were read.
+    live: read while the messages are built, so that streams that end meanwhile may be left out.
+    ended: called after all of `live` is read.
     """
     some: list[tuple[int, Record]] = []
     size = 0
@@ -87,20 +88,22 @@ def restore_messages(live: Iterable[tuple[int, Record]], ended: Callable[[], lis
 
 
 class Records:
-    """Records by resume token: the live ones, and for `seconds` the ones that ended or were left. 0: none at all.
+    """Records by resume token: live ones, and ended ones for `seconds`. With 0 nothing is kept.
 
-    Records that ended are kept encoded, so that their size is known. `now` is time.monotonic() seconds.
+    max_records, max_bytes: limits of the ended records. They are kept encoded, so that their size is known.
+
+    `now` is time.monotonic() seconds in all methods.
     """
 
-    def __init__(self, seconds: float, most: int = MAX_RECORDS, most_bytes: int = MAX_BYTES):
+    def __init__(self, seconds: float, max_records: int = MAX_RECORDS, max_bytes: int = MAX_BYTES):
         self.live: dict[str, Record] = {}
         self._seconds = seconds
-        self._limits = most, most_bytes
+        self._limits = max_records, max_bytes
         self._ended: dict[str, EndedRecord] = {}
         self._bytes = 0
 
     def begin(self, record: Record) -> None:
-        """Somebody reads it."""
+        """Register the record of a stream that has a reader."""
         token = record.request.resume_token
         if token and self._seconds:
             self._drop(token)
@@ -108,7 +111,7 @@ class Records:
             self.live[token] = record
 
     def end(self, record: Record, now: float) -> None:
-        """It finished, or nobody reads it any more."""
+        """Keep the record of a stream that finished or lost its reader."""
         token = record.request.resume_token
         self.live.pop(token, None)
         if token and self._seconds:
@@ -118,12 +121,12 @@ class Records:
             self.expire(now)
 
     def drop(self, token: str) -> None:
-        """Nobody may resume it."""
+        """Remove the record of a stream that cannot be resumed any more."""
         self.live.pop(token, None)
         self._drop(token)
 
     def restore(self, kept: EndedRecord, now: float) -> None:
-        """What a front end knows of one that ended: it counts unless more is known here."""
+        """Add a front end's copy of an ended record, unless the known record is more complete."""
         known = self._ended.get(kept.token)
         more = known and (known.is_finished, known.tokens) >= (kept.is_finished, kept.tokens)
         if kept.token and self._seconds and kept.token not in self.live and not more:
@@ -131,7 +134,7 @@ class Records:
             self.expire(now)
 
     def find(self, token: str, owner: str, now: float) -> Record | None:
-        """Return the record of that token. One that has an owner is found by its owner alone."""
+        """Return the record of a token; None if there is none, or if it belongs to another owner."""
         self.expire(now)
         record = self.live.get(token)
         kept = None if record else self._ended.get(token)
@@ -141,20 +144,22 @@ class Records:
         return _decode(kept.data) if kept else record
 
     def expire(self, now: float) -> None:
-        most, most_bytes = self._limits
+        """Drop ended records that are too old or exceed the limits, oldest first."""
+        max_records, max_bytes = self._limits
         while self._ended:
             oldest = next(iter(self._ended.values()))
             late = now - oldest.ended >= self._seconds
-            if not late and len(self._ended) <= most and self._bytes <= most_bytes:
+            if not late and len(self._ended) <= max_records and self._bytes <= max_bytes:
                 return
             self._drop(oldest.token)
 
     def ended(self, now: float) -> list[EndedRecord]:
+        """Return the ended records that are still valid, oldest first."""
         self.expire(now)
         return list(self._ended.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each token is in one place and the bytes add up."""
+        """Raise AssertionError unless each token is stored once and the byte count is right."""
         assert not self.live.keys() & self._ended.keys(), "a record is live and ended"
         assert self._bytes == sum(map(_memory, self._ended.values())), "bytes of records do not add up"
         assert all(record.ended is None for record in self.live.values()), "a live record has ended"
@@ -171,6 +176,7 @@ class Records:
 
 
 def _memory(kept: EndedRecord) -> int:
+    """Return the memory of an ended record in bytes."""
     return _OVERHEAD_BYTES + len(kept.data)
 
 
@@ -179,15 +185,23 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class _File(msgspec.Struct, array_like=True):
-    """model: whose token ids these are. records: each a Record."""
+    """Content of the file.
+
+    model: identity of the model, whose token ids the records hold.
+    records: encoded Records.
+    """
 
     model: str
     records: list[msgspec.Raw]
 
 
 def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
-    """Write what there is to the folder, all or nothing, for its owner alone, since it holds prompts. How many. name:
-    of the model's folder. OSError where that fails; then nothing is left there."""
+    """Write all records to the folder atomically and return their number. Nothing is written for 0.
+
+    name: name of the model's folder.
+
+    The file is readable by its owner only, because it holds prompts. Raises OSError; no partial file remains.
+    """
     now = time.monotonic()
     for record in list(records.live.values()):
         records.end(record, now)
@@ -210,8 +224,11 @@ def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
 
 
 def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
-    """Take in what was saved, for `seconds` from now, and remove it. How many: 0 if there is none, or of another model.
-    OSError where it cannot be read or removed, msgspec.MsgspecError where it is no such file; it is removed then."""
+    """Read the saved records into `records`, valid for `seconds` from now, remove the file, and return their number.
+
+    Returns 0 if there is no file or it is of another model. Raises OSError if the file cannot be read or removed, and
+    msgspec.MsgspecError if it is malformed; it is removed then too.
+    """
     path = folder / FILE
     try:
         data = path.read_bytes()
@@ -224,7 +241,7 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     now = time.monotonic()
     for data in saved.records:
         record = _decode(data)
-        if record.request.arrival > now:  # the machine was started anew, and its clock with it
+        if record.request.arrival > now:  # after a reboot the clock starts at 0
             record.request = msgspec.structs.replace(record.request, arrival=now)
             record.timing = None
         records.end(record, now)
@@ -232,4 +249,5 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
 
 
 def _identity(model: ModelInfo, name: str) -> str:
+    """Return a text that identifies the model."""
     return f"{name} {model.family} {model.vocabulary_size} {model.parameters}"

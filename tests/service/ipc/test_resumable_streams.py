@@ -1,4 +1,4 @@
-"""What is kept of streams: bounded, for its time, for its owner, and across a stop."""
+"""Store of resumable streams: limits, expiry, owners, and the file across a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
-from npuserve.service.ipc import records as module
+from npuserve.service.ipc import resumable_streams as module
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     EndedRecord,
@@ -27,7 +27,16 @@ from npuserve.service.ipc.messages import (
     decode_to_engine,
     encode,
 )
-from npuserve.service.ipc.records import FILE, Records, is_resumable, load, max_size, new_token, restore_messages, save
+from npuserve.service.ipc.resumable_streams import (
+    FILE,
+    Records,
+    is_resumable,
+    load,
+    max_size,
+    new_token,
+    restore_messages,
+    save,
+)
 from tests.support.fake_engine import INFO
 
 TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
@@ -39,24 +48,24 @@ def record(token: str, tokens: int = 3, owner: str = "me", finish: bool = False)
     return made
 
 
-def handed_over(one: Record) -> EndedRecord:
-    """As a front end has it of a stream that was left at second 0.5."""
+def encoded(one: Record) -> EndedRecord:
+    """Return the ended record of a front end whose stream lost its reader at second 0.5."""
     of_front_end = Records(1e9)
     of_front_end.end(one, 0.5)
     return of_front_end.ended(0.5)[0]
 
 
-def test_tokens_are_long_random_and_fit_metadata() -> None:
+def test_new_token_is_long_random_and_fits_metadata() -> None:
     tokens = {new_token() for _ in range(1000)}
     assert len(tokens) == 1000
     assert all(len(token) >= 32 and token.replace("-", "a").replace("_", "a").isalnum() for token in tokens)
 
 
-def test_a_record_is_its_owner_s_alone_and_for_its_time() -> None:
+def test_records_find_only_for_owner_until_expiry() -> None:
     kept = Records(10.0)
     one = record("t")
     kept.begin(one)
-    assert kept.find("t", "me", 1e9) is one  # however long it lives
+    assert kept.find("t", "me", 1e9) is one  # live records do not expire
     assert kept.find("t", "other", 0.0) is None
     assert kept.find("t", "", 0.0) is None
     assert kept.find("", "me", 0.0) is None
@@ -66,7 +75,7 @@ def test_a_record_is_its_owner_s_alone_and_for_its_time() -> None:
     kept.check_integrity()
 
 
-def test_a_record_of_an_anonymous_caller_is_found_by_whoever_has_its_token() -> None:
+def test_records_find_without_owner_for_any_caller() -> None:
     kept = Records(10.0)
     kept.begin(one := record("t", owner=""))
     assert kept.find("t", "", 0.0) is one
@@ -74,7 +83,7 @@ def test_a_record_of_an_anonymous_caller_is_found_by_whoever_has_its_token() -> 
     assert kept.find("u", "", 0.0) is None
 
 
-def test_without_a_time_nothing_is_kept() -> None:
+def test_records_zero_seconds_keeps_nothing() -> None:
     kept = Records(0.0)
     one = record("t")
     kept.begin(one)
@@ -83,15 +92,15 @@ def test_without_a_time_nothing_is_kept() -> None:
     assert kept.ended(0.0) == []
 
 
-def test_without_a_token_nothing_is_kept() -> None:
+def test_records_without_token_keeps_nothing() -> None:
     kept = Records(10.0)
     kept.begin(record(""))
     kept.end(record(""), 0.0)
     assert (kept.live, kept.ended(0.0)) == ({}, [])
 
 
-def test_the_oldest_go_first() -> None:
-    kept = Records(10.0, most=3)
+def test_records_too_many_drops_oldest() -> None:
+    kept = Records(10.0, max_records=3)
     for number in range(5):
         kept.end(record(str(number)), float(number))
     assert [one.token for one in kept.ended(5.0)] == ["2", "3", "4"]
@@ -100,8 +109,8 @@ def test_the_oldest_go_first() -> None:
     kept.check_integrity()
 
 
-def test_bytes_are_bounded_and_the_live_stay() -> None:
-    kept = Records(10.0, most_bytes=3 * 800)
+def test_records_too_many_bytes_drops_ended_only() -> None:
+    kept = Records(10.0, max_bytes=3 * 800)
     kept.begin(live := record("live", 10_000))
     for number in range(5):
         kept.end(record(str(number), 100), float(number))
@@ -117,7 +126,7 @@ IDS = st.lists(st.integers(0, (1 << 32) - 1), max_size=50)
 
 @given(prompt=IDS, allowed=IDS, ending=IDS, stop=IDS, bias=IDS, made=IDS, reports=st.integers(0, 30),
        top=st.integers(0, 20))
-def test_max_size_bounds_what_a_record_takes(
+def test_max_size_bounds_encoded_record(
     prompt: list[int], allowed: list[int], ending: list[int], stop: list[int], bias: list[int], made: list[int],
     reports: int, top: int,
 ) -> None:
@@ -133,17 +142,17 @@ def test_max_size_bounds_what_a_record_takes(
 
 
 def large(token: str, ids: int = 4000) -> Record:
-    """A record whose request names many tokens."""
+    """Return a record whose request has many token ids."""
     sampling = SamplingParams(
         logit_bias={1000 + i: 0.5 for i in range(1024)}, allowed_token_ids=tuple(range(1000, 1000 + ids)),
         ending_ids=tuple(range(2000, 2100)))
     return Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, sampling, owner="me", resume_token=token), [5, 6])
 
 
-def test_records_of_requests_with_many_ids_take_what_is_counted() -> None:
+def test_records_memory_is_counted() -> None:
     import tracemalloc
 
-    kept, most = Records(1e9, most=100_000, most_bytes=2 << 20), 0
+    kept, most = Records(1e9, max_records=100_000, max_bytes=2 << 20), 0
     tracemalloc.start()
     for number in range(300):
         kept.end(large(str(number)), 0.0)
@@ -161,7 +170,7 @@ def test_records_of_requests_with_many_ids_take_what_is_counted() -> None:
     ({"max_tokens": 32_768, "sampling": SamplingParams(logprobs=20)}, False),
     ({"prompt_ids": [1] * 40_000, "sampling": SamplingParams(prompt_logprobs=20)}, False),
     ({"prompt_ids": [1] * 2_000_000}, False)])
-def test_is_resumable_as_far_as_the_largest_record_fits(change: dict[str, Any], fits: bool) -> None:
+def test_is_resumable_if_largest_record_fits(change: dict[str, Any], fits: bool) -> None:
     assert is_resumable(msgspec.structs.replace(record("t").request, **change)) is fits
 
 
@@ -181,7 +190,7 @@ def test_restore_messages_are_bounded_and_whole() -> None:
         assert decode_to_engine(encode(part)[4:]) == part
 
 
-def test_restore_messages_leave_out_what_ends_meanwhile() -> None:
+def test_restore_messages_omit_streams_that_end_meanwhile() -> None:
     gone: set[int] = set()
     live = ((key, large(str(key))) for key in range(50) if key not in gone)
     parts = restore_messages(live, lambda: [])
@@ -192,14 +201,14 @@ def test_restore_messages_leave_out_what_ends_meanwhile() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "restore", "find"]), st.sampled_from("abcd"),
                           st.integers(0, 5)), max_size=40))
-def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
-    kept = Records(5.0, most=3, most_bytes=6000)
+def test_records_token_is_stored_once(doings: list[tuple[str, str, int]]) -> None:
+    kept = Records(5.0, max_records=3, max_bytes=6000)
     for now, (what, token, tokens) in enumerate(doings):
         if what in ("begin", "end", "restore"):
             one = kept.live.get(token) if what == "end" else None
             one = one or record(token, tokens)
             if what == "restore":
-                kept.restore(handed_over(one), float(now))
+                kept.restore(encoded(one), float(now))
             else:
                 kept.begin(one) if what == "begin" else kept.end(one, float(now))
         elif what == "drop":
@@ -210,20 +219,20 @@ def test_each_token_is_in_one_place(doings: list[tuple[str, str, int]]) -> None:
         assert len(kept.ended(float(now))) <= 3
 
 
-def test_of_two_the_one_that_tells_more_counts() -> None:
+def test_records_restore_keeps_more_complete_record() -> None:
     kept = Records(10.0)
-    kept.restore(handed_over(record("t", 5)), 1.0)
-    kept.restore(handed_over(record("t", 3)), 1.0)
-    kept.restore(handed_over(record("u", 3, finish=True)), 1.0)
-    kept.restore(handed_over(record("u", 5)), 1.0)
+    kept.restore(encoded(record("t", 5)), 1.0)
+    kept.restore(encoded(record("t", 3)), 1.0)
+    kept.restore(encoded(record("u", 3, finish=True)), 1.0)
+    kept.restore(encoded(record("u", 5)), 1.0)
     kept.begin(live := record("v", 1))
-    kept.restore(handed_over(record("v", 9, finish=True)), 1.0)
+    kept.restore(encoded(record("v", 9, finish=True)), 1.0)
     found = {token: kept.find(token, "me", 1.0) for token in "tuv"}
     assert [len(found[token].token_ids) for token in "tu"] == [5, 3]  # type: ignore[union-attr]
     assert found["v"] is live
 
 
-def test_saved_and_loaded_once(tmp_path: Path) -> None:
+def test_load_restores_saved_records_once(tmp_path: Path) -> None:
     folder, kept = tmp_path / "deep" / "state", Records(10.0)
     kept.begin(record("live", 4))
     kept.end(record("done", 2, finish=True), time.monotonic())
@@ -241,7 +250,7 @@ def test_saved_and_loaded_once(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_of_another_model_it_is_dropped(tmp_path: Path) -> None:
+def test_load_of_another_model_drops_records(tmp_path: Path) -> None:
     for name, model in (("/other", INFO), ("/m", msgspec.structs.replace(INFO, vocabulary_size=5))):
         kept = Records(10.0)
         kept.end(record("t"), time.monotonic())
@@ -250,12 +259,12 @@ def test_of_another_model_it_is_dropped(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_to_keep_leaves_no_file(tmp_path: Path) -> None:
+def test_save_without_records_writes_no_file(tmp_path: Path) -> None:
     assert save(tmp_path / "state", INFO, "/m", Records(10.0)) == 0
     assert not (tmp_path / "state").exists()
 
 
-def test_garbage_is_removed_and_said(tmp_path: Path) -> None:
+def test_load_malformed_file_is_removed_and_raises(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"\xc1 no msgpack")
     with pytest.raises(msgspec.MsgspecError):
         load(tmp_path, INFO, "/m", Records(10.0))
@@ -279,7 +288,7 @@ def test_a_full_disk_leaves_what_there_was(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_after_a_reboot_clocks_begin_anew(tmp_path: Path) -> None:
+def test_load_after_reboot_resets_clocks(tmp_path: Path) -> None:
     kept = Records(10.0)
     one = record("t")
     one.request = msgspec.structs.replace(one.request, arrival=time.monotonic() + 1e6)
@@ -294,7 +303,7 @@ def test_after_a_reboot_clocks_begin_anew(tmp_path: Path) -> None:
     assert found.timing is None
 
 
-def test_what_is_left_of_a_request() -> None:
+def test_record_rest_of_request() -> None:
     report = TokenLogprobs(1, -1.0, 1, [], [])
     one = record("t", 4)
     one.request = msgspec.structs.replace(
@@ -305,7 +314,7 @@ def test_what_is_left_of_a_request() -> None:
     assert (rest.output_ids, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1)
     assert (rest.past.num_reported, rest.past.cached_tokens, rest.past.timing) == (1, 2, TIMING)
     one.add(Output(1, prompt_logprobs=[report]))
-    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all are reported
+    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all positions were reported
     assert one.request.sampling.prompt_logprobs == 1
     one.add(Output(1, [9, 9], Finish("stop_string", 3, 0, 5, TIMING)))
     assert one.token_ids == [0, 1, 2, 3, 9]

@@ -1,0 +1,62 @@
+"""Front end's end of one connection to the engine: an asyncio protocol that sends and receives messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from npuserve.service.ipc import messages
+
+
+class EngineConnection(asyncio.Protocol):
+    """Protocol that passes each received message, with itself, to `on_message`.
+
+    ended: done when the connection has ended; holds the error if `on_message` raised one.
+    """
+
+    def __init__(self, on_message: Callable[[bytes, EngineConnection], None]):
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_message = on_message
+        self._received = messages.Splitter()
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def write(self, message: messages.ToEngine) -> None:
+        """Write a message without waiting."""
+        self._transport.write(messages.encode(message))
+
+    async def drained(self) -> None:
+        """Yield to other tasks, and wait until the engine has read most of what was written."""
+        await asyncio.sleep(0)
+        await self._writable.wait()
+
+    def failed(self, task: asyncio.Task[None]) -> None:
+        """End the connection if a task that uses it failed."""
+        if not task.cancelled() and (error := task.exception()):
+            self._fail(error)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._received.feed(data):
+                self._on_message(message, self)
+        except Exception as error:
+            self._fail(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._transport.abort()
+        if not self.ended.done():
+            self.ended.set_exception(error)

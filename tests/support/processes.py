@@ -1,0 +1,28 @@
+"""Waiting for conditions and for the ends of processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda: "") -> Any:
+    """Poll the condition for at most 30 s and return its first true value.
+
+    describe: returns what the failure shows.
+    """
+    deadline = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.01)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except FileNotFoundError:
+        return False
