@@ -1,13 +1,13 @@
-"""The real scheduler and a real runner, as the engine's loop has them, for tests that cannot import transformers."""
+"""The step loop with the real scheduler and a real runner, for tests that cannot import transformers."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from npuserve.npu.execution.in_flight import Launched
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -16,7 +16,7 @@ from npuserve.service.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class Ask:
-    """tick: of its arrival. cancel: ticks after it, or None."""
+    """A request. tick: of its arrival. cancel: ticks from the arrival to its cancel; None for no cancel."""
 
     tick: int
     cancel: int | None
@@ -34,18 +34,17 @@ class Answer:
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int
 ) -> tuple[list[Answer], Scheduler]:
-    """The engine's loop without its socket."""
+    """Answer all requests, as the engine does without a socket. Return the answers and the scheduler."""
     blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(
         blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0)
     answers = [Answer() for _ in all_asks]
     live: dict[int, Sequence] = {}
-    flying: deque[tuple[Step, Launched]] = deque()
-    pending = 0
+    tick = pending = 0
+    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick))
 
-    def collect(now: float) -> None:
-        step, handle = flying.popleft()
-        for progress in scheduler.apply(step, runner.collect(handle), now):
+    def collect() -> None:
+        for progress in pipeline.collect().progress:
             answer = answers[progress.sequence.id]
             assert answer.reason is None
             answer.tokens += progress.token_ids
@@ -62,7 +61,7 @@ def serve(
         while order and all_asks[order[0]].tick <= tick:
             index = order.pop(0)
             request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
-            sequence = scheduler.add(request, (b"", 0), float(tick))
+            sequence = scheduler.add(request, (b"", 0), float(tick)).sequence
             ids[sequence.id] = index
             live[sequence.id] = sequence
             if (after := all_asks[index].cancel) is not None:
@@ -71,18 +70,18 @@ def serve(
             if live.pop(sequence_id, None):
                 scheduler.cancel(sequence_id)
                 answers[sequence_id].reason = "cancelled"
-        step = scheduler.schedule(float(tick))
+        step = pipeline.plan().step
         scheduler.check_integrity()
         if step.rows:
             pending += sum(row.token_ids == [PENDING] for row in step.rows)
-            flying.append((step, runner.launch(step)))
-        if flying and (not step.rows or len(flying) == depth):
-            collect(float(tick))
-        if not (live or order or flying):
+            pipeline.launch(step)
+        if pipeline.must_collect:
+            collect()
+        if not (live or order or pipeline):
             break
-    assert not live, "it never ends"
+    assert not live, "requests never end"
     assert blocks.counts.used == 0, "blocks leaked"
-    runner.launch(Step([], ended=scheduler._ended))
+    runner.launch(Step([], ended=scheduler.take_ended()))
     assert not runner._sampler._states
     assert (pending > 0) <= (depth == 2)
     return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler

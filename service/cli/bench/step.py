@@ -16,18 +16,18 @@ import random
 import resource
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npuserve.npu.step import SamplingParams, Step
+from npuserve.npu.step import SamplingParams
 from npuserve.service import settings
 from npuserve.service.arguments import number
 from npuserve.service.cli.bench import trace as bench_trace
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.engine.process import load_model
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -36,7 +36,6 @@ from npuserve.service.text.model_folder import resolve
 
 if TYPE_CHECKING:
     from npuserve.kernels.bench.ceilings import Ceilings
-    from npuserve.npu.execution.in_flight import Launched
     from npuserve.npu.execution.runner import Runner
 
 WARM_UP = 3
@@ -174,18 +173,16 @@ class Bench:
 
     runner, scheduler: as in the engine process, but without a prefix cache, so that each prompt is computed.
     budget: maximum tokens of a step.
-    depth: maximum number of steps in flight.
+    pipeline: steps in flight.
     calls: seconds of the current step's kernel calls, if timed.
-    flying: steps in flight, each with its planning time and the runner's handle.
     collected: time of the last collection.
     """
 
     runner: Runner
     scheduler: Scheduler
     budget: int
-    depth: int
+    pipeline: StepPipeline
     calls: list[float]
-    flying: deque[tuple[Step, float, Launched]] = field(default_factory=deque)
     collected: float = 0.0
 
     @classmethod
@@ -211,7 +208,8 @@ class Bench:
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
-        return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
+        pipeline = StepPipeline(scheduler, runner, 2 if config.double_buffering else 1)
+        return cls(runner, scheduler, budget, pipeline, calls)
 
     def decode_bytes(self, context: int) -> int:
         """Return the bytes that a decode step must read: all weights once, and the keys and values of `context` tokens.
@@ -232,23 +230,17 @@ class Bench:
         now, vocabulary = time.monotonic(), self.runner.config.vocab_size
         prompt = [random.randrange(vocabulary) for _ in range(tokens)]
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
-        return self.scheduler.add(request, (b"", 0), now).id
+        return self.scheduler.add(request, (b"", 0), now).sequence.id
 
     def step(self) -> Timed:
-        """Launch steps up to `depth`, and collect the oldest step in flight."""
-        while len(self.flying) < self.depth:
-            began = time.perf_counter()
-            step = self.scheduler.schedule(time.monotonic())
-            if not step.rows:
-                break
-            self.flying.append((step, began, self.runner.launch(step)))
-        step, began, handle = self.flying.popleft()
+        """Launch steps up to the pipeline's depth, and collect the oldest step in flight."""
         self.calls.clear()
-        result = self.runner.collect(handle)
-        self.scheduler.apply(step, result, time.monotonic())
-        began, self.collected = max(began, self.collected), time.perf_counter()
-        context = sum(row.start + len(row.token_ids) for row in step.rows)
-        return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls), result.device_seconds)
+        while (done := self.pipeline.advance()) is None:
+            assert self.pipeline, "nothing to compute"
+        began, self.collected = max(done.planned, self.collected), time.monotonic()
+        context = sum(row.start + len(row.token_ids) for row in done.step.rows)
+        return Timed(self.collected - began, len(done.result.token_ids), context, sum(self.calls),
+                     done.result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from the request to its first token."""
@@ -266,7 +258,7 @@ class Bench:
         timed = [self.step() for _ in range(WARM_UP + steps)]
         for sequence_id in ids:
             self.scheduler.cancel(sequence_id)
-        while self.flying:
+        while self.pipeline:
             self.step()
         return timed[WARM_UP:]
 

@@ -1,4 +1,4 @@
-"""The engine's loop under pressure: cancels, deadlines, pauses and refusals, also while a long step runs."""
+"""Cancels, deadlines, pauses and refusals in the engine's loop, also during a long step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.counting_runner import FakeRunner
 
 
 class Gated(FakeRunner):
-    """The step numbered `stuck` ends when `gate` is set; all others at once. launched: how many steps were."""
+    """Runner whose step number `stuck` ends when `gate` is set. All other steps end at once."""
 
     def __init__(self, stuck: int):
         super().__init__(block_size=4)
@@ -47,7 +47,7 @@ class Gated(FakeRunner):
 
 
 class Gate:
-    """An engine that stands in its third step, which is expected to take long."""
+    """An engine in its third step, whose expected duration is long."""
 
     def __init__(self, tmp_path: Path, **options: int):
         self.runner = Gated(3)
@@ -55,9 +55,9 @@ class Gate:
         self.scheduler = Scheduler(
             self.blocks, max_num_batched_tokens=64, aging_seconds=10,
             **{"max_num_seqs": 2, "max_queue": 1, **options})
-        for _ in range(500):  # nobody knows better
-            self.scheduler._pace.step(0, 1, 9.0)
-        self.scheduler._pace.step = lambda *sample: None  # type: ignore[method-assign]
+        for _ in range(500):  # the only samples that it has
+            self.scheduler._pace.record_step(0, 1, 9.0)
+        self.scheduler._pace.record_step = lambda *sample: None  # type: ignore[method-assign]
         self.address = f"{tmp_path}/engine"
         self.engine = Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
@@ -78,7 +78,7 @@ class Gate:
         self.scheduler.check_integrity()
 
 
-def test_a_cancel_frees_before_the_step_that_runs_has_ended(tmp_path: Path) -> None:
+def test_cancel_during_a_step_frees_before_its_end(tmp_path: Path) -> None:
     with Gate(tmp_path) as stuck:
         assert stuck.blocks.counts.used
         stuck.peer.send(m.Cancel(1))
@@ -111,7 +111,7 @@ def test_deadlines_do_not_wait_for_a_step(tmp_path: Path) -> None:
         assert stuck.runner.launched == 4
 
 
-def test_a_deadline_keeps_what_was_made(tmp_path: Path) -> None:
+def test_deadline_keeps_the_generated_tokens(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.01) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [5, 6], 240, deadline=time.monotonic() + 0.4)
@@ -125,7 +125,7 @@ def test_a_deadline_keeps_what_was_made(tmp_path: Path) -> None:
 def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's clock is the test's: each step takes 0.3 s of it."""
+    """The test controls the engine's clock: each step takes 0.3 s of it."""
     now = time.monotonic()
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
     with running(tmp_path) as engine:
@@ -153,8 +153,8 @@ def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(
         assert deadline - 1.0 < sent[0] < deadline
 
 
-def test_an_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
-    """All it has is paused: nothing is launched, and no message comes."""
+def test_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
+    """All requests are paused: nothing is launched, and no message arrives."""
     with running(tmp_path, delay=0.002) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [5, 6], 240, deadline=time.monotonic() + 0.5)
@@ -167,7 +167,7 @@ def test_an_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
 
 
 class Stepped(FakeRunner):
-    """A step ends only when the test releases it."""
+    """Runner whose steps end only when the test releases them."""
 
     def __init__(self) -> None:
         super().__init__(block_size=4)
@@ -195,7 +195,7 @@ class Stepped(FakeRunner):
         return super().collect(handle)
 
 
-def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) -> None:
+def test_paused_request_gets_no_tokens_while_others_do(tmp_path: Path) -> None:
     runner = Stepped()
     with running(tmp_path, runner=runner) as engine:
         peer = Peer(engine.address)
@@ -216,7 +216,7 @@ def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_cancel_frees_within_two_steps(tmp_path: Path, paused: bool) -> None:
+def test_cancel_frees_within_two_steps(tmp_path: Path, paused: bool) -> None:
     runner = Stepped()
     with running(tmp_path, runner=runner) as engine:
         peer = Peer(engine.address)

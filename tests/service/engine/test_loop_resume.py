@@ -1,5 +1,5 @@
-"""Streams that go on in the engine: for another reader, after a front end's loss, and from the engine before. The
-runner's tokens count upwards: prompt [5, 6] gives 7, 8, 9, ..."""
+"""Streams that continue: with another reader, after the loss of a front end, and after a restart of the engine. The
+runner counts upwards: prompt [5, 6] gives 7, 8, 9, ..."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service.engine.test_loop import MODEL, Peer, Running
 
 
 class Resuming(Running):
-    """With records, and front ends to wait for."""
+    """An engine with records, which waits for `frontends` front ends."""
 
     def __init__(self, tmp_path: Path, delay: float, seconds: float, frontends: int):
         self._extra = Records(seconds), frontends
@@ -34,7 +34,7 @@ class Resuming(Running):
 
     def stop(self) -> None:
         super().stop()
-        self.engine.ledger.check_integrity()
+        self.engine.registry.check_integrity()
 
 
 @contextmanager
@@ -49,7 +49,7 @@ class Reader(Peer):
         self.send(m.Resume(key, token, offset, owner, None))
 
     def record(self, key: int) -> m.Record:
-        """The answer to `resume`."""
+        """Receive the answer to `resume`."""
         while True:
             message = self.receive()
             if isinstance(message, m.Resumed) and message.key == key:
@@ -67,7 +67,7 @@ class Reader(Peer):
             self.keep(message)
 
 
-def test_who_starts_is_said_before_its_first_token(tmp_path: Path) -> None:
+def test_started_is_sent_before_the_first_token(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.submit(1, list(range(20)), 40)
@@ -80,7 +80,7 @@ def test_who_starts_is_said_before_its_first_token(tmp_path: Path) -> None:
         peer.until_end(2)
 
 
-def test_a_live_stream_is_taken_over(tmp_path: Path) -> None:
+def test_resume_takes_over_a_live_stream(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
         first.begin(1, [5, 6], 60)
@@ -100,7 +100,7 @@ def test_a_live_stream_is_taken_over(tmp_path: Path) -> None:
         assert first.tokens(1) == record.token_ids
 
 
-def test_a_left_stream_frees_its_blocks_and_goes_on(tmp_path: Path) -> None:
+def test_resume_continues_a_stream_that_was_left(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.begin(1, [5, 6], 50, sampling=SamplingParams(logprobs=0))
@@ -124,14 +124,14 @@ def test_a_left_stream_frees_its_blocks_and_goes_on(tmp_path: Path) -> None:
             sum(finish.timing.prefill_chunks) + finish.timing.decode)
 
 
-def test_a_lost_front_end_s_streams_go_on_elsewhere(tmp_path: Path) -> None:
+def test_resume_continues_streams_of_a_lost_front_end(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         lost, other = Reader(engine.address), Reader(engine.address)
         lost.begin(1, [5, 6], 80)
         lost.until_tokens(1, 5)
         lost.socket.close()
         deadline = time.monotonic() + 10
-        while engine.scheduler.num_running:  # within a turn of the loop, not with the next heartbeat
+        while engine.scheduler.num_running:  # within one iteration of the loop, before the next heartbeat
             assert time.monotonic() < deadline
             time.sleep(0.002)
         other.resume(1, "token 1", 5)
@@ -140,7 +140,7 @@ def test_a_lost_front_end_s_streams_go_on_elsewhere(tmp_path: Path) -> None:
         assert record.token_ids + other.tokens(1) == [7 + i for i in range(80)]
 
 
-def test_a_finished_stream_is_told_again(tmp_path: Path) -> None:
+def test_resume_repeats_a_finished_stream(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.begin(1, [5, 6], 5)
@@ -160,7 +160,7 @@ def test_a_finished_stream_is_told_again(tmp_path: Path) -> None:
         assert (record.finish.reason, record.finish.generated_tokens) == ("stop_string", 3)
 
 
-def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+def test_resume_refuses_unknown_streams(tmp_path: Path) -> None:
     with running(tmp_path, seconds=0.3) as engine:
         peer = Reader(engine.address)
         peer.begin(1, [5, 6], 5)
@@ -190,13 +190,13 @@ def restored(key: int, tokens: int, **fields: object) -> tuple[int, m.Record]:
 
 
 def left(key: int, tokens: int) -> m.EndedRecord:
-    """Of a stream whose reader is gone."""
+    """Return the record of a stream whose reader has left."""
     records = Records(60.0)
     records.end(restored(key, tokens)[1], time.monotonic())
     return records.ended(time.monotonic())[0]
 
 
-def test_what_another_engine_left_goes_on(tmp_path: Path) -> None:
+def test_restore_continues_streams_of_an_earlier_engine(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.send(m.Restore([restored(key, key) for key in (0, 1, 2)], [left(4, 3)]))
@@ -214,8 +214,8 @@ def test_what_another_engine_left_goes_on(tmp_path: Path) -> None:
         assert peer.record(6).token_ids == [7 + i for i in range(30)]
 
 
-def test_more_than_the_queue_holds_go_on(tmp_path: Path) -> None:
-    """What an engine had accepted is not refused by the next, though others came first; 4 run and 3 wait here."""
+def test_restore_accepts_more_than_the_queue_holds(tmp_path: Path) -> None:
+    """Requests that an earlier engine accepted are not refused, even if the queue is full; 4 run and 3 wait here."""
     with running(tmp_path, delay=0.005) as engine:
         peer, other = Reader(engine.address), Reader(engine.address)
         for key in range(7):
@@ -227,7 +227,7 @@ def test_more_than_the_queue_holds_go_on(tmp_path: Path) -> None:
         other.until_end(*range(7))
 
 
-def test_prompt_reports_go_on_and_are_never_repeated(tmp_path: Path) -> None:
+def test_restore_repeats_no_prompt_logprobs(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         report = TokenLogprobs(6, -1.0, 1, [], [])
@@ -238,7 +238,7 @@ def test_prompt_reports_go_on_and_are_never_repeated(tmp_path: Path) -> None:
         assert not any(output.prompt_logprobs for output in peer.outputs[1])
 
 
-def test_two_front_ends_that_read_one_stream(tmp_path: Path) -> None:
+def test_restore_by_two_front_ends_ends_the_first_reader(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
         first.send(m.Restore([restored(1, 3)], []))
@@ -251,14 +251,14 @@ def test_two_front_ends_that_read_one_stream(tmp_path: Path) -> None:
         assert error[0] == "TakenOver"
 
 
-def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_SECONDS", 30.0)
+def test_restore_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTORE_SECONDS", 30.0)
     with running(tmp_path, frontends=2) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
         first.send(m.Restore([], [left(9, 1)], is_last=False))
         first.send(m.Restore([restored(1, 3)], []))
         first.submit(2, [9], 3)
-        first.resume(3, "token 7", 0)  # what the second front end knows of
+        first.resume(3, "token 7", 0)  # the second front end has its record
         time.sleep(0.1)
         assert engine.scheduler.num_running == 0
         assert engine.runner._known == {}
@@ -267,8 +267,8 @@ def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch
         first.until_end(1, 2, 3)
 
 
-def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_SECONDS", 0.1)
+def test_restore_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTORE_SECONDS", 0.1)
     with running(tmp_path, frontends=2) as engine:
         peer = Reader(engine.address)
         peer.send(m.Restore([restored(1, 3)], []))
@@ -276,8 +276,8 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert peer.tokens(1) == [7 + i for i in range(3, 30)]
 
 
-def test_what_ran_before_is_not_displaced(tmp_path: Path) -> None:
-    """A newcomer of a client with less than its share takes the place of none that has made tokens already."""
+def test_restored_requests_are_not_displaced(tmp_path: Path) -> None:
+    """A new request displaces no request that has generated tokens, even if its client has fewer requests."""
     with running(tmp_path, delay=0.005) as engine:
         peer = Reader(engine.address)
         peer.send(m.Restore([restored(key, 1) for key in range(7)], []))
