@@ -15,7 +15,8 @@ import torch
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.ascend.backend import AscendBackend
-from npuserve.npu.backends.ascend.graphs import AscendGraphs, Lengths
+from npuserve.npu.backends.ascend.graphs import AscendGraphs
+from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.execution.runner import Runner, load_runner
@@ -178,8 +179,8 @@ def test_each_replay_has_its_own_lengths() -> None:
 def test_lengths_that_do_not_wait_for_the_replay_before_are_wrong() -> None:
     """The emulated device shows what the wait is for: the first replay meets the lengths of the second, which then
     waits for its own in vain."""
-    attention, put = Attention(started()), Lengths.put
-    Lengths.put = lambda self, graph, lengths, after: put(self, graph, lengths, None)  # type: ignore[method-assign]
+    attention, put = Attention(started()), LengthThread.put
+    LengthThread.put = lambda self, graph, lengths, after: put(self, graph, lengths, None)  # type: ignore[method-assign]
     assert next(attention.of(1, 3)) == 1.0
     attention.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [3]}])  # and lets go of it
 

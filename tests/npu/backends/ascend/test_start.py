@@ -22,7 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_npu, as far as one looks without importing it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "torch_npu" else find(name))
-    monkeypatch.setattr(ascend.emulator, "active", lambda: False)
+    monkeypatch.setattr(backends, "_emulated", {})
 
 
 def without(name: str) -> Any:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from npuserve.kernels import triton
+from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
+from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
@@ -26,9 +28,9 @@ from tests.support.real_models import model_folder
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
         pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton_ascend")
-    monkeypatch.setattr(cuda_emulated, "_active", False)  # and so it is again at the end
+    monkeypatch.setattr(backends, "_emulated", {})  # restores the device's backend at the end
     monkeypatch.setattr(triton, "DEVICE", "cpu")
-    cuda_emulated.activate()
+    emulated_backend.emulate()
 
 
 def load(folder: Path, backend: str = "cuda", **settings: Any) -> Runner:
@@ -66,7 +68,7 @@ def test_tokens_are_those_of_the_cpu(tmp_path: Path, sampling: dict[str, Any]) -
 
 def test_a_step_of_more_tokens_than_are_captured_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode rows and a chunk, kernel by kernel."""
-    monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", 4)
+    monkeypatch.setattr(cuda_graphs, "MAX_TOKENS", 4)
     saved(tmp_path, layers=1)
     prompt = ids_of(9)
     found = []
@@ -215,7 +217,7 @@ def test_what_it_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = started()
     assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("cuda", "cuda", "emulated", False)
     assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (32, 16, 1)
-    assert 0 < backend.memory_available() <= cuda_emulated.MOST_BYTES
+    assert 0 < backend.memory_available() <= cuda_emulated.MAX_BYTES
     assert backend.kv_cache_share(1000) == 900
     for asked, checkpoint, dtype in (("auto", "bfloat16", "bfloat16"), ("auto", "float16", "float16"),
                                      ("auto", "float32", "bfloat16"), ("float32", "bfloat16", "float32")):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from npuserve.kernels import triton
-from npuserve.npu.backends import BackendError, select
+from npuserve.npu import backends
+from npuserve.npu.backends import BackendError, backend_class, select
 from npuserve.npu.backends.cuda import backend as cuda
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
@@ -22,7 +23,7 @@ from npuserve.npu.backends.cuda.graphs import token_buckets
 
 @pytest.fixture(autouse=True)
 def not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_emulated, "_active", False)
+    monkeypatch.setattr(backends, "_emulated", {})
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_gpu_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_nothing_to_relax() -> None:
     with pytest.raises(BackendError, match=r"^emulate_relax: fp32: cuda takes none"):
         select("cuda", ["fp32"])
-    assert not cuda_emulated.active()
+    assert backend_class("cuda") is CudaBackend
 
 
 def test_the_stand_in_takes_what_torch_takes() -> None:
