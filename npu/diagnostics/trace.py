@@ -192,7 +192,7 @@ class Trace:
     def _argmax(self, step: str, index: int, hidden: Tensor) -> Call:
         """The fused LM head against the backend's own logits: two that are nearly equal are none of its faults."""
         ids = self.model.kernels.greedy(self.model.logits(hidden), self.model.config.vocab_size)[:, :1]
-        others = _relative(self.model.likeliest(hidden)[:, :1], ids)
+        others = _relative(self.model.argmax(hidden)[:, :1], ids)
         return Call(step, index, "linear_argmax", tuple(ids.shape), 0.0, others, 0.0, others > 0)
 
     def _compared(self, step: str, expected: list[Results], calls: list[Call]) -> _Tap:

@@ -205,7 +205,7 @@ def test_what_is_put_beside_a_batch_travels_with_it():
 def test_what_is_too_large_for_the_memory(rows):
     buffers = BatchBuffers(4, 2, 2, 16, None, CPU)
     buffers.fill([([Row(0, [1], 31, [0, 1], True)] * 2, 2)])
-    with pytest.raises(ValueError, match="where there is room for 4, 2, 2"):
+    with pytest.raises(ValueError, match="while the buffers hold at most 4, 2, 2"):
         buffers.fill([(rows, len(rows))])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from npuserve.kernels import native
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution import runner as runner_module
+from npuserve.npu.execution import load as load_module
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.execution.test_runner import Driver, ids_of, load
@@ -62,7 +62,7 @@ def pair(tmp_path, monkeypatch) -> Iterator[tuple[Runner, Runner]]:
     before = native.library().threads
     folder = saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
     plain = load(folder, max_num_seqs=8)
-    monkeypatch.setattr(runner_module, "select", lambda *_: Bucketed())
+    monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
     yield load(folder, max_num_seqs=8), plain
     native.library().set_threads(before)
 
@@ -97,7 +97,7 @@ def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
         if runner is pair[1]:
             assert captured == decodes
     assert seen[0] == seen[1]
-    graphs = [pair[0]._likeliest, pair[0]._decoding]
+    graphs = [pair[0]._dispatch.greedy, pair[0]._dispatch.decode]
     assert {rows for graph in graphs for rows in graph.replays} == {1, 2, 3, 4}
     assert len(graphs[0].replays) > 0
 
@@ -110,7 +110,7 @@ def test_nobodys_cache_is_touched_by_padding(pair):
         [Row(0, prompt, 0, [3], True)], [NewRequest(0, prompt, [], SAMPLING[0])])))
     before = [tensor.clone() for tensor in caches]
     runner.collect(runner.launch(Step([Row(0, [1], 5, [3], True)])))
-    assert runner._likeliest.replays[-1] == 1
+    assert runner._dispatch.greedy.replays[-1] == 1
     for tensor, was in zip(caches, before, strict=True):
         changed = [block for block in range(len(tensor)) if not torch.equal(tensor[block], was[block])]
         assert set(changed) <= {3, runner.num_blocks}
@@ -138,7 +138,7 @@ def test_a_chunk_does_not_end_the_captured_decode(pair):
 
 
 def test_a_step_whose_kernels_are_timed_runs_them_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner_module, "select", lambda *_: Bucketed())
+    monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
     calls: list[str] = []
     folder = saved(random_model("qwen3"), tmp_path)
     runner = load(folder, kernel_sampling=2, observe=lambda name, *_: calls.append(name))

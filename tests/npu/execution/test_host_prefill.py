@@ -16,8 +16,8 @@ from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, select_prefill
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution import runner as runner_module
-from npuserve.npu.execution.host_prefill import HostPrefill, Run, _portions
+from npuserve.npu.execution import load as load_module
+from npuserve.npu.execution.host_prefill import HostPrefill, SlotRange, _portions
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
@@ -67,7 +67,7 @@ class Bucketed(Device):
 
 def load(folder: Path, **settings: Any) -> Runner:
     defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 48, "threads": 1}
-    runner = runner_module.load_runner(
+    runner = load_module.load_runner(
         folder, **{"kv_cache_memory": 16 << 20, **defaults, **settings}, progress=lambda done, total: None)
     assert (runner._prefill is not None) == (settings.get("prefill_device") == "cpu")
     return runner
@@ -76,7 +76,7 @@ def load(folder: Path, **settings: Any) -> Runner:
 @pytest.fixture(params=[Device, Bucketed])
 def pair(request, tmp_path, monkeypatch, restored_threads) -> tuple[Runner, Runner]:
     """(all on the device, prompts on the host), of one model."""
-    monkeypatch.setattr(runner_module, "select", lambda *_: request.param())
+    monkeypatch.setattr(load_module, "select", lambda *_: request.param())
     folder = small.saved(tmp_path, head_dim=16)
     return load(folder), load(folder, prefill_device="cpu")
 
@@ -94,7 +94,7 @@ def check_mirror(runner: Runner) -> int:
     prefill, size = runner._prefill, runner.block_size
     assert prefill is not None
     runner._backend.synchronize()
-    runs = [Run(block, 0, held) for block, held in enumerate(prefill._held) if held]
+    runs = [SlotRange(block, 0, held) for block, held in enumerate(prefill._held) if held]
     assert all(run.last <= size for run in runs)
     slots = prefill._slots(runs)
     for own, cached in zip(prefill._mirror.layers, runner._cache.layers, strict=True):
@@ -275,7 +275,7 @@ def test_what_goes_wrong_on_the_host_is_told(pair, monkeypatch):
 
 
 def test_kernels_of_both_are_timed(tmp_path, monkeypatch, restored_threads):
-    monkeypatch.setattr(runner_module, "select", lambda *_: Device())
+    monkeypatch.setattr(load_module, "select", lambda *_: Device())
     calls: list[tuple[str, ...]] = []
     runner = load(small.saved(tmp_path, head_dim=16), prefill_device="cpu", kernel_sampling=1,
                   observe=lambda *call: calls.append(call[:3]))
@@ -354,7 +354,7 @@ def test_check_shows_both(tmp_path, monkeypatch):
 
 
 def test_portions_of_what_is_copied():
-    runs = [Run(1, 0, 16), Run(2, 4, 16), Run(5, 0, 16), Run(6, 0, 3)]
+    runs = [SlotRange(1, 0, 16), SlotRange(2, 4, 16), SlotRange(5, 0, 16), SlotRange(6, 0, 3)]
     assert list(_portions(runs, 28)) == [runs[:2], runs[2:]]
     assert list(_portions(runs, 1)) == [[run] for run in runs]
     assert list(_portions([], 9)) == []

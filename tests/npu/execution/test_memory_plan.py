@@ -14,8 +14,8 @@ from npuserve.kernels.native.packed import compacts, packed_words
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
+from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.memory_plan import predict
-from npuserve.npu.execution.runner import load_runner
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
@@ -175,7 +175,7 @@ def test_a_block_size_that_the_kernels_cannot_have(cpu):
 PROCESS = """
 import sys
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.runner import load_runner
+from npuserve.npu.execution.load import load_runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from npuserve.npu.execution import memory_plan as memory, runner as module
 

@@ -14,7 +14,8 @@ from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import runner as runner_module
-from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
 from tests.npu.backends.small import ids_of

@@ -54,7 +54,7 @@ class Whole(Sampler):
 
     def choose(self, logits: Tensor, rows: list[tuple[int, int]]) -> Chosen:
         plan = self.plan(rows, torch.from_numpy)
-        if plan.likeliest:  # whoever runs the step has the LM head choose
+        if plan.argmax:  # whoever runs the step has the LM head choose
             return Chosen(plan, SampledIds(self._k.greedy(logits, self._vocabulary)))
         return Chosen(plan, self.sample(logits, plan))
 

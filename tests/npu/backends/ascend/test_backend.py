@@ -19,7 +19,8 @@ from npuserve.npu.backends.ascend.graphs import AscendGraphs
 from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
-from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from tests.npu.backends.small import GREEDY, answers, asks, saved

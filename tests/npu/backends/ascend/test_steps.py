@@ -140,7 +140,7 @@ def test_what_is_no_decode_batch_is_refused_and_not_cut(tmp_path: Path) -> None:
     prefill(runner, 2)
     with pytest.raises(ValueError, match="request 1: a token that is being sampled must be alone in its row"):
         runner.launch(Step([Row(0, [PENDING], 3, [0], True), Row(1, [PENDING, 5], 3, [1], True)]))
-    graphs = runner._likeliest
+    graphs = runner._dispatch.greedy
     assert graphs is not None
     for rows, lengths in ((2, [1]), (2, [1, 1, 1]), (3, [1, 1, 1])):
         with pytest.raises(ValueError, match=f"{len(lengths)} context lengths for a graph of {graphs.size(rows)} rows"):

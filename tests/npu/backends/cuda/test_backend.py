@@ -17,7 +17,8 @@ from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
-from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved, saved_w8a8
 from tests.support.loop import Ask, serve
@@ -108,8 +109,9 @@ def test_padding_touches_nobodys_cache(tmp_path: Path) -> None:
     ((keys, values),) = runner._cache.plain
     news = [NewRequest(q, ids_of(5, q), [], GREEDY) for q in range(3)]
     runner.collect(runner.launch(Step([Row(q, ids_of(5, q), 0, [q], True) for q in range(3)], news)))
-    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._any),  # 3 tokens of 4
-                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._likeliest)):  # 2 rows of 3
+    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._dispatch.mixed),  # 3 tokens of 4
+                        # 2 rows of 3
+                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._dispatch.greedy)):
         assert graph is not None
         assert graph.size(sum(len(row.token_ids) for row in rows)) > sum(len(row.token_ids) for row in rows)
         before = [tensor.clone() for tensor in (keys, values)]
