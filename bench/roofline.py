@@ -26,8 +26,8 @@ from npuserve.kernels.bench.costs import Cost, cost, nbytes
 from npuserve.kernels.quantized import Int8, Scheme, Weight
 from npuserve.npu.backends.ascend.backend import BACKEND
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.model.allocation import allocate
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.weights import allocate
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
 
 PAGE = Path(__file__).parents[1] / "docs" / "ascend-roofline.md"

@@ -35,7 +35,7 @@ from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.weights import choose_kernels
+from npuserve.npu.model.storage import choose_kernels
 from npuserve.npu.step import Row
 
 LmHead = Literal["full", "skip", "single"]

@@ -14,7 +14,7 @@ from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.quantized import Int8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.loader import reporting
+from npuserve.npu.model.progress import reporting
 
 SCALE = torch.bfloat16
 """Dtype of the scales of an int8 cache."""

@@ -17,7 +17,8 @@ from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.shared_weights import SharedMemory, describe
 from npuserve.npu.model.config import HeadDtype, ModelConfig
-from npuserve.npu.model.loader import Progress, load_weights
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.progress import Progress
 from npuserve.npu.model.storage import choose_kernels
 
 

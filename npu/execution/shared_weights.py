@@ -16,7 +16,7 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.npu.execution.memory_plan import MemoryPlan
-from npuserve.npu.model.loader import weight_files
+from npuserve.npu.model.folder import weight_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelError
-from npuserve.npu.model.loader import PIECE, weight_files
+from npuserve.npu.model.folder import weight_files
+from npuserve.npu.model.loader import PIECE
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8"}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.weights import linears
+from npuserve.npu.model.storage import linears
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
 from npuserve.npu.quantize.balance import Layer, balance, to_int8
 from npuserve.npu.quantize.checkpoint import Source, Spec, Writer, appearing, write_json

@@ -20,7 +20,7 @@ from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.weights import read_bytes, stored_bytes
+from npuserve.npu.model.storage import read_bytes, stored_bytes
 from tests.npu.model.test_weights import storage
 from tests.support.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from npuserve.npu.model.config import ModelConfig, ModelError, RopeConfig
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.rope_config import RopeConfig
 from tests.support.models import FAMILIES, random_model
 
 QWEN3_06B = {

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from npuserve.kernels.native.packed import dense
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
+from npuserve.npu.model import progress as progress_module
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from tests.support.models import FAMILIES, edit_config, random_model, saved
@@ -262,7 +263,7 @@ def test_the_mapped_file_is_never_resident_as_a_whole(tmp_path, monkeypatch, cpu
 
 def test_progress_is_logged_where_there_is_no_terminal(tmp_path, monkeypatch, caplog):
     clock = iter(range(0, 10000, 2))
-    monkeypatch.setattr("npuserve.npu.model.loader.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("npuserve.npu.model.progress.time.monotonic", lambda: next(clock))
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     folder = saved(random_model("llama"), tmp_path / "a model")
     with caplog.at_level("INFO"):
@@ -273,7 +274,7 @@ def test_progress_is_logged_where_there_is_no_terminal(tmp_path, monkeypatch, ca
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with loader.reporting("loading a model") as progress:
+    with progress_module.reporting("loading a model") as progress:
         progress(1 << 20, 2 << 20)
     captured = capsys.readouterr()
     assert "loading a model" in captured.err

@@ -15,7 +15,8 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights, compared_inputs, read_bytes, stored_bytes
+from npuserve.npu.model.storage import compared_inputs, read_bytes, stored_bytes
+from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
 from npuserve.npu.quantization import W8A8, Quantization
 from tests.support.models import SIZES, edit_config, random_model, saved, saved_w8a8
 

@@ -19,7 +19,7 @@ from npuserve.npu.backends import BackendError, select
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.weights import stored_bytes
+from npuserve.npu.model.storage import stored_bytes
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import load
