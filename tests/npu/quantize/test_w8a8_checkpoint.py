@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantization import Quantization
-from npuserve.npu.quantize.balance import PLACES, Layer, balance, to_int8
+from npuserve.npu.quantize.balance import balance
+from npuserve.npu.quantize.layer import MAPPINGS, Layer, to_int8
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
@@ -100,12 +101,12 @@ def test_factors_change_no_number_that_a_layer_computes(kind, dtype):
     before = dict(layer.weights)
     x = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1))
     exact = layer.attention(x), layer.mlp(x)
-    names = {name for place in PLACES for name in (place.before, *place.after) if name.endswith("proj")}
+    names = {name for mapping in MAPPINGS for name in (mapping.before, *mapping.after) if name.endswith("proj")}
     hidden = [x.clone()]
     strengths = balance(layer, hidden, names, strength=0.5)
-    assert strengths == dict.fromkeys((place.before for place in PLACES), 0.5)
-    for place in PLACES:
-        assert not torch.equal(layer.weights[f"{place.before}.weight"], before[f"{place.before}.weight"])
+    assert strengths == dict.fromkeys((mapping.before for mapping in MAPPINGS), 0.5)
+    for mapping in MAPPINGS:
+        assert not torch.equal(layer.weights[f"{mapping.before}.weight"], before[f"{mapping.before}.weight"])
     for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         assert torch.equal(layer.weights[norm].to(dtype).float(), layer.weights[norm])
     for made, was in zip((layer.attention(x), layer.mlp(x)), exact, strict=True):
