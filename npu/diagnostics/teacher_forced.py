@@ -1,5 +1,5 @@
-"""What a model says of every position of given sequences, computed as the engine computes it: in chunks, several
-sequences in one step, over a paged cache. For comparisons of a device, or of a dtype, with another."""
+"""Logits of a model at every position of given sequences, computed as the engine does: in chunks, several sequences per
+step, over a paged cache. Used to compare devices or dtypes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.step import Row
 
 TOGETHER = 4
-"""Sequences in one step, and their cache."""
+"""Number of sequences per step, and in the cache."""
 
 
 def forced_logits(
     model: Model, backend: Backend, sequences: Sequence[Sequence[int]], budget: int, block_size: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Tensor]:
-    """[tokens, vocabulary] float32 on the host of each sequence, in their order; at most `budget` tokens a step.
+    """Yield the logits of each sequence in order, [tokens, vocabulary] float32 on the host.
 
-    block_size: of the cache; 0 takes the backend's. cache_dtype: its own; None takes the
-    weights'.
+    budget: maximum tokens per step.
+    block_size: of the cache; 0 for the backend's default.
+    cache_dtype: of the cache; None for the weights' dtype.
     """
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)

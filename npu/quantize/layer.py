@@ -123,8 +123,8 @@ class Layer:
         if strength == 0:
             return torch.ones(len(self.weights[f"{mapping.before}.weight"]))
         columns = torch.stack([self.weights[f"{name}.weight"].abs().amax(dim=0) for name in mapping.after]).amax(dim=0)
-        inputs, outputs = (self._column_maximum(mapping, sizes) for sizes in (power, columns))
-        logs = strength / 2 * _log(inputs) - (1 - strength) * _log(outputs)
+        inputs, weights = (self._column_maximum(mapping, sizes) for sizes in (power, columns))
+        logs = strength / 2 * _log(inputs) - (1 - strength) * _log(weights)
         return (logs - logs.mean()).exp()
 
     def _column_maximum(self, mapping: SmoothMapping, columns: Tensor) -> Tensor:
