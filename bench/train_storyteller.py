@@ -311,7 +311,7 @@ def main() -> None:
     fit.add_argument("--stories", required=True)
     fit.add_argument("--out", required=True)
     fit.add_argument("--base", help="model to continue from")
-    fit.add_argument("--decay", type=float, default=0.5, help="fraction of the time at the end in which learning rates decay to 0")
+    fit.add_argument("--decay", type=float, default=0.5, help="fraction of the time in which the rates decay to 0")
     fit.add_argument("--minutes", type=float, default=60)
     fit.add_argument("--rows", type=int, default=16, help="windows per step")
     fit.add_argument("--length", type=int, default=400, help="tokens per window")
