@@ -1,4 +1,4 @@
-"""What is measured for a device's acceptance, on an emulated one."""
+"""Acceptance measurements on the emulated NPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RELAX = ("fp32", "small_heads")
 
 
 @emulated(relax=RELAX)
-def test_graphs_whose_lengths_are_off_by_one() -> None:
+def test_buckets_on_ascend_report_wrong_lengths() -> None:
     from npuserve.npu.backends.ascend.lengths import LengthThread
 
     backend, put = select("npu", RELAX), LengthThread.put
@@ -35,5 +35,5 @@ def test_graphs_whose_lengths_are_off_by_one() -> None:
 
 
 @emulated(relax=RELAX)
-def test_bandwidth() -> None:
+def test_bandwidth_on_ascend() -> None:
     assert acceptance.bandwidth(select("npu", RELAX)) > 0

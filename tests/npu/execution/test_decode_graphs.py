@@ -1,5 +1,5 @@
-"""A backend that captures decode steps alone, in buckets, as graphs on a device are: on the CPU's kernels, so that what
-comes out can be compared bit by bit with a backend that captures every step."""
+"""Backend that captures only decode steps, in buckets, as a device with graphs does. It uses the CPU's kernels, so that
+results can be compared bit by bit with a backend that captures every step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BUCKETS = (2, 4)
 
 
 class Graph:
-    """Computes whole buckets, and cannot be taken apart. replays: rows of each."""
+    """Captured step that computes whole buckets and cannot be split into kernels. replays: rows of each replay."""
 
     largest = BUCKETS[-1]
 
     def __init__(self, step: Callable[[int], Tensor]):
         self._step = step
         self.replays: list[int] = []
-        for rows in BUCKETS:  # as a graph is warmed up: on what lies in the buffers then
+        for rows in BUCKETS:  # graphs are warmed up on the padding in the buffers
             step(rows)
 
     def size(self, rows: int) -> int:
@@ -58,7 +58,7 @@ class Bucketed(CpuBackend):
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch) -> Iterator[tuple[Runner, Runner]]:
-    """(buckets, every step captured), of one model."""
+    """Return runners of one model: decode buckets captured, every step captured."""
     before = native.library().threads
     folder = saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
     plain = load(folder, max_num_seqs=8)
@@ -75,7 +75,7 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
+def test_bucketed_steps_are_bit_identical(pair, greedy):
     seen = []
     for runner in pair:
         r, driver = random.Random(4), Driver(runner, seed=3)
@@ -102,7 +102,7 @@ def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
     assert len(graphs[0].replays) > 0
 
 
-def test_nobodys_cache_is_touched_by_padding(pair):
+def test_bucketed_padding_does_not_change_cache(pair):
     runner, _ = pair
     caches = [tensor for layer in runner._cache.layers for tensor in layer]
     prompt = ids_of(5)
@@ -117,7 +117,7 @@ def test_nobodys_cache_is_touched_by_padding(pair):
         assert 3 in changed
 
 
-def test_a_chunk_does_not_end_the_captured_decode(pair):
+def test_mixed_step_still_replays_decode_rows(pair):
     runner, _ = pair
     news = [NewRequest(q, ids_of(4, q), [], SAMPLING[0]) for q in range(6)]
     runner.collect(runner.launch(Step(
@@ -130,14 +130,14 @@ def test_a_chunk_does_not_end_the_captured_decode(pair):
     mixed = step(*decodes[:3], Row(5, ids_of(3, 5), 0, [5], False))
     assert (mixed.captured, mixed.captured_decodes) == (True, 3)
     assert set(mixed.token_ids) == {0, 1, 2}
-    beyond = step(*decodes)  # more than the largest bucket: each row gets its token all the same
+    beyond = step(*decodes)  # more rows than the largest bucket: each row still gets its token
     assert (beyond.captured, beyond.captured_decodes) == (False, 0)
     assert set(beyond.token_ids) == set(range(5))
     chunk = step(Row(5, ids_of(4, 5)[3:], 3, [5], True))
-    assert chunk.captured_decodes == 1  # a prompt's last token is a decode row like any other
+    assert chunk.captured_decodes == 1  # a prompt's last token counts as a decode row
 
 
-def test_a_step_whose_kernels_are_timed_runs_them_one_by_one(tmp_path, monkeypatch):
+def test_timed_step_runs_kernel_by_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
     calls: list[str] = []
     folder = saved(random_model("qwen3"), tmp_path)

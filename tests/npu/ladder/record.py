@@ -1,8 +1,8 @@
-"""Every operator that our kernels call on the emulated device, with its arguments, and what CANN is asked for it.
+"""Record of the operators that our kernels call on the emulated device: arguments, and functions of CANN.
 
     TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m tests.npu.ladder.record     prints it as JSON
 
-In a process of its own, since the emulator stands in for CANN from the import of torch_npu on.
+It runs in a process of its own, since the emulator replaces CANN when torch_npu is imported.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 WORKSPACE = "GetWorkspaceSize"
 RULE = re.compile(r"\[[a-z0-9_]+\.[a-z0-9_]+; .*\]")
-"""How the emulator names the constraint that forbids a call."""
+"""Constraint that forbids a call, as the emulator names it."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """operators: by path, as in `names`, or aten::... operators of plain torch. kernels: by ours, those that it calls.
-    failed: a kernel's case -> why it did not run, which is no documented constraint of the device; or a kernel, none of
-    whose cases ran. emulated: what the emulator's library says of itself. registered: the schemas of npu:: that torch's
-    dispatcher has."""
+    """Operators and kernels.
+
+    operators: by path as in `names`, or aten::... for operators of plain torch.
+    kernels: our kernels -> operators that they call.
+    failed: case of a kernel -> why it did not run, other than a documented constraint of the device; or a kernel none
+        of whose cases ran.
+    emulated: description of the emulator's library.
+    registered: schemas of npu:: in torch's dispatcher.
+    """
 
     operators: dict[str, Calls] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
@@ -40,7 +45,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Calls:
-    """aclnn: functions of CANN that ran for it. calls: (kinds of the positional arguments, of those by keyword)."""
+    """Calls of an operator. aclnn: functions of CANN that ran. calls: (kinds of positional, of keyword arguments)."""
 
     aclnn: list[str] = field(default_factory=list)
     calls: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
@@ -52,7 +57,7 @@ def kind(value: Any) -> str:
 
 
 def record() -> Recorded:
-    """Needs torch_npu, and a process that has not imported it."""
+    """Run all kernels' cases. Needs torch_npu, and a process that has not imported it."""
     from npuserve.npu import emulator
 
     emulator.activate(relax=("small_heads",))
@@ -63,9 +68,9 @@ def record() -> Recorded:
     from npuserve.kernels.quantized import with_levels
     from npuserve.kernels.registry import KERNELS, Implementation
 
-    synchronize = ascend.torch_npu.npu.synchronize  # which imports torch_npu
+    synchronize = ascend.torch_npu.npu.synchronize  # imports torch_npu
     found = Recorded()
-    table = ctypes.CDLL(None).emuOperators  # of libopapi, that the emulator has loaded
+    table = ctypes.CDLL(None).emuOperators  # of libopapi, which the emulator has loaded
     table.restype = ctypes.c_char_p
     found.emulated = json.loads(table())
     found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
@@ -118,7 +123,7 @@ def record() -> Recorded:
 
 
 def recorded() -> Recorded:
-    """`record` in another process. Raises RuntimeError with what that said."""
+    """Run `record` in another process. Raises RuntimeError with its output if it fails."""
     done = subprocess.run([sys.executable, "-m", "tests.npu.ladder.record"], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     if done.returncode:

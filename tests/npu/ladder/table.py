@@ -1,9 +1,9 @@
-"""docs/ascend-operators.md: what npuserve calls on Ascend, and what has been shown of each call.
+"""Generator of docs/ascend-operators.md: calls of npuserve on Ascend, and what is verified about each.
 
-    python -m tests.npu.ladder.table --check     the page is what the sources make
-    python -m tests.npu.ladder.table --write     makes it anew
+    python -m tests.npu.ladder.table --check     compares the page with the sources
+    python -m tests.npu.ladder.table --write     writes it
 
-Needs torch_npu for the emulator. Run it in the repository's folder.
+It needs torch_npu for the emulator. Run it in the repository's root.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release]) -> str:
-    """Markdown."""
+    """Return the page in Markdown."""
     emulated = next(release for release in releases if release.version == EMULATED)
 
     def fits(group: Sequence[Use]) -> str:
@@ -96,7 +96,7 @@ def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release]) -> st
 
 
 def fresh() -> str:
-    """The page as it should be. Raises RuntimeError if a kernel does not run on the emulated device."""
+    """Return the current page. Raises RuntimeError if a kernel does not run on the emulated device."""
     run = recorded()
     if run.failed:
         raise RuntimeError("\n".join(f"{case}: {why}" for case, why in run.failed.items()))

@@ -1,4 +1,4 @@
-"""A wheel made here is read as a published one would be."""
+"""A wheel made by the test is read as a published one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make(folder: Path, version: str = "2.13.0", schemas: tuple[str, ...] = SCHEM
     return file
 
 
-def test_operators(tmp_path: Path) -> None:
+def test_wheel_operators(tmp_path: Path) -> None:
     wheel = Wheel(make(tmp_path))
     assert wheel.version == "2.13.0"
     assert wheel.operators == {"npu_a": list(SCHEMAS[:2]), "_npu_b": [SCHEMAS[2]]}
@@ -93,18 +93,18 @@ def test_operators(tmp_path: Path) -> None:
     ("torch_npu.npu.no_such_name", None),
     ("torch_npu.no_such_module.name", None),
 ])
-def test_python(tmp_path: Path, path: str, arguments: str | None) -> None:
+def test_wheel_python_signatures(tmp_path: Path, path: str, arguments: str | None) -> None:
     assert Wheel(make(tmp_path)).signature(path) == arguments
 
 
-def test_a_schema_that_cannot_be_read_is_no_absent_operator(tmp_path: Path) -> None:
+def test_wheel_unreadable_schema_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WheelError, match=r"holds no schema of _npu_b$"):
         _ = Wheel(make(tmp_path, schemas=SCHEMAS[:2])).operators
     with pytest.raises(WheelError, match="holds no schema of any operator"):
         _ = Wheel(make(tmp_path, listing="backend: NPU\n")).operators
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_wheel_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "torch_npu-2.13.0-cp311-cp311-any.whl").write_text("text")
     for name in ("torch_npu-2.13.0-cp311-cp311-any.whl", "torch-2.13.0-cp311-cp311-any.whl"):
         with pytest.raises(WheelError, match="is not a wheel of torch_npu"):
@@ -115,7 +115,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         _ = Wheel(empty).operators
 
 
-def test_check_fails_on_other_data_and_on_calls_that_do_not_fit(
+def test_check_fails_on_other_data_and_wrong_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NPUSERVE_WHEELS", str(tmp_path))
