@@ -23,7 +23,8 @@ from torch import Tensor
 
 from npuserve.kernels.ascend import BLOCK, LABEL
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
-from npuserve.npu.backends.ascend.lengths import MARKS, CapturedGraph, LengthThread
+from npuserve.npu.backends.ascend.captured_graph import CapturedGraph, capture
+from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.graphs import Graphs
 
 
@@ -34,26 +35,18 @@ class AscendGraphs(Graphs[CapturedGraph]):
         self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthThread, stream: Any, pool: Any
     ):
         self._lengths, self._stream, self._pool = lengths, stream, pool
-        self._last: dict[int, int] = {}
         super().__init__(torch.npu, step, buckets)
 
     def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
         made = self._graph(rows)
         if len(context_lens) != made.rows:
             raise ValueError(f"{len(context_lens)} context lengths for a graph of {made.rows} rows")
-        count = self._last.get(made.rows)
-        self._lengths.put(made, list(context_lens), None if count is None else made.ends[count % MARKS])
-        made.graph.replay()
-        self._last[made.rows] = count = 0 if count is None else count + 1
-        made.ends[count % MARKS].record(self._stream)
+        self._lengths.put(made, list(context_lens), made.last_end)
+        made.replay(self._stream)
         return made.output[:rows]
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> CapturedGraph:
-        step(rows)  # operators that initialize at their first call do so before the capture
-        graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True):
-            output = step(rows)
-        return CapturedGraph(graph, rows, output, [torch.npu.Event() for _ in range(MARKS)])
+        return capture(step, rows, self._stream, self._pool)
 
 
 def takes_lengths(lengths: LengthThread, stream: Any, pool: Any, device: torch.device) -> bool:

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
 
-MARKS = 4
-"""End events kept per graph: more than the replays that can be launched before their lengths are updated."""
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedGraph:
-    """Captured decode step of one bucket.
-
-    output: of all rows of the bucket, valid until the next replay.
-    ends: events recorded after the replays, in rotation.
-    free: limits the updates that wait, so that an end event is not recorded again while an update needs it.
-    """
-
-    graph: Any
-    rows: int
-    output: Tensor
-    ends: list[Any]
-    free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MARKS - 1))
+from npuserve.npu.backends.ascend.captured_graph import CapturedGraph
 
 
 class LengthThread:
@@ -47,7 +28,7 @@ class LengthThread:
         self._thread.start()
 
     def put(self, graph: CapturedGraph, lengths: list[int], after: Any) -> None:
-        """Request the lengths of the graph's next replay. Blocks only if the thread is MARKS - 1 updates behind.
+        """Request the lengths of the graph's next replay. Blocks only if MARKS - 1 of its updates wait.
 
         after: end event of the graph's last replay; None if there was none.
         """
@@ -76,9 +57,7 @@ class LengthThread:
         while (item := self._queue.get()) is not None:
             graph, lengths, after = item
             try:
-                if after is not None:
-                    graph.graph.graph_dispatch_mode.update_stream.wait_event(after)
-                graph.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+                graph.update_lengths(lengths, after)
             except BaseException as error:  # `check` raises it
                 self._error = error
             graph.free.release()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.npu.ladder.names import Instance, Names
+from tests.npu.compatibility.names import Instance, Names
 
 ROOT = Path(__file__).parents[3]
 WHOLE = ("torch_npu", "torch_npu.npu", "torch.ops.npu")
@@ -45,8 +45,8 @@ class Use:
 def sources(root: Path = ROOT) -> dict[str, Path]:
     """Return module -> file for all files that may use torch_npu."""
     files = {}
-    for room in ("npu", "kernels"):
-        for file in sorted((root / room).rglob("*.py")):
+    for folder in ("npu", "kernels"):
+        for file in sorted((root / folder).rglob("*.py")):
             name = ".".join(["npuserve", *file.relative_to(root).with_suffix("").parts])
             files[name.removesuffix(".__init__")] = file
     return files

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.npu.ladder.__main__ import TAG, wheel_file
-from tests.npu.ladder.calls import Use, our_uses
-from tests.npu.ladder.release import EMULATED, VERSIONS, Release, problems
-from tests.npu.ladder.wheel import Wheel
+from tests.npu.compatibility.__main__ import TAG, wheel_file
+from tests.npu.compatibility.calls import Use, our_uses
+from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, problems
+from tests.npu.compatibility.wheel import Wheel
 
 RELEASES = {version: Release.load(version) for version in VERSIONS}
 SCORE = "npu::npu_score"
@@ -30,7 +30,7 @@ def test_our_calls_fit_every_version() -> None:
 def test_data_contain_only_used_names() -> None:
     used = {use.path.split(".")[0] if use.path.startswith("npu::") else use.path for use in our_uses()}
     for release in RELEASES.values():
-        assert {*release.operators, *release.python} == used, "run python -m tests.npu.ladder write"
+        assert {*release.operators, *release.python} == used, "run python -m tests.npu.compatibility write"
         assert release.wheel == f"torch_npu-{release.version}-{TAG}.whl"
         assert len(release.sha256) == 64
 
@@ -38,7 +38,7 @@ def test_data_contain_only_used_names() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_data_equal_wheel(version: str) -> None:
     if not wheel_file(version).exists():
-        pytest.skip(f"{wheel_file(version).name} is not there; python -m tests.npu.ladder check downloads it")
+        pytest.skip(f"{wheel_file(version).name} is not there; python -m tests.npu.compatibility check downloads it")
     assert Release.of(Wheel(wheel_file(version)), (use.path for use in our_uses())) == RELEASES[version]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.ladder.calls import UnseenCall, Use, uses
+from tests.npu.compatibility.calls import UnseenCall, Use, uses
 
 HELPER = """
 def device_api():

@@ -1,6 +1,6 @@
 """Schemas and signatures of the names that we use in a released version of torch_npu, and whether our calls fit them.
 
-The folder `versions` holds them as data, so that the tests need no wheel; `python -m tests.npu.ladder` writes the data
+The folder `versions` holds them as data, so that the tests need no wheel; `python -m tests.npu.compatibility` writes the data
 from the wheels and compares it with them.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tests.npu.ladder.calls import Use
-from tests.npu.ladder.wheel import NATIVE, Wheel
+from tests.npu.compatibility.calls import Use
+from tests.npu.compatibility.wheel import NATIVE, Wheel
 
 VERSIONS = ("2.10.0.post4", "2.13.0", "2.14.0")
 """The version pinned by vllm-ascend, ours, and the next one."""
@@ -92,7 +92,7 @@ def problems(
 def _operator(use: Use, release: Release, emulated: Release) -> list[str]:
     name = operator(use.path)
     if name not in release.operators:
-        return ["is not in the data: run python -m tests.npu.ladder write"]
+        return ["is not in the data: run python -m tests.npu.compatibility write"]
     schemas = [torch._C.parse_schema(text) for text in release.operators[name]]
     if overload := use.path.partition(".")[2]:
         schemas = [s for s in schemas if (s.overload_name or "default") == overload]
@@ -157,7 +157,7 @@ def _takes(argument: str, kind: str) -> bool:
 
 def _python(use: Use, release: Release, emulated: Release) -> list[str]:
     if use.path not in release.python:
-        return ["is not in the data: run python -m tests.npu.ladder write"]
+        return ["is not in the data: run python -m tests.npu.compatibility write"]
     arguments, reference = release.python[use.path], emulated.python.get(use.path)
     if arguments is None:
         return ["there is no such name"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.ladder import __main__ as ladder
-from tests.npu.ladder.calls import Use
-from tests.npu.ladder.release import VERSIONS
-from tests.npu.ladder.wheel import LIBRARY, LISTING, NATIVE, Wheel, WheelError
+from tests.npu.compatibility import __main__ as program
+from tests.npu.compatibility.calls import Use
+from tests.npu.compatibility.release import VERSIONS
+from tests.npu.compatibility.wheel import LIBRARY, LISTING, NATIVE, Wheel, WheelError
 
 SCHEMAS = ("npu_a(Tensor input, *, float eps=1e-06) -> Tensor", "npu_a.out(Tensor input, Tensor(a!) out) -> Tensor(a!)",
            "_npu_b(int n) -> (Tensor, int[])", "wrap_c(Tensor x) -> Tensor")
@@ -56,7 +56,7 @@ class Mode:
 
 
 def make(folder: Path, version: str = "2.13.0", schemas: tuple[str, ...] = SCHEMAS, listing: str = LISTED) -> Path:
-    file = folder / f"torch_npu-{version}-{ladder.TAG}.whl"
+    file = folder / f"torch_npu-{version}-{program.TAG}.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(LIBRARY, b"\x7fELF\0junk(\0native_method\0" + "\0".join(schemas).encode() + b"\0tail -> x\0")
         archive.writestr(LISTING, listing)
@@ -119,18 +119,18 @@ def test_check_fails_on_other_data_and_wrong_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NPUSERVE_WHEELS", str(tmp_path))
-    monkeypatch.setattr(ladder, "FOLDER", tmp_path / "versions")
+    monkeypatch.setattr(program, "FOLDER", tmp_path / "versions")
     for version in VERSIONS:
         make(tmp_path, version)
-    monkeypatch.setattr(ladder, "sources", lambda: {"kernel": tmp_path / "kernel.py"})
-    monkeypatch.setattr(ladder, "uses", lambda files: [])
-    assert ladder.main(["check"]) == 1
+    monkeypatch.setattr(program, "sources", lambda: {"kernel": tmp_path / "kernel.py"})
+    monkeypatch.setattr(program, "uses", lambda files: [])
+    assert program.main(["check"]) == 1
     assert "+++ torch_npu-2.14.0" in capsys.readouterr().out
-    assert ladder.main(["write"]) == 0
-    assert ladder.main(["check"]) == 0
+    assert program.main(["write"]) == 0
+    assert program.main(["check"]) == 0
     assert "all fit" in capsys.readouterr().out
     wrong = Use("k.py:1", "npu::npu_a", True, ("",), (("epsilon", ""),))
-    monkeypatch.setattr(ladder, "uses", lambda files: [wrong])
-    assert ladder.main(["write"]) == 1
+    monkeypatch.setattr(program, "uses", lambda files: [wrong])
+    assert program.main(["write"]) == 1
     assert "k.py:1: npu::npu_a, torch_npu 2.14.0: has no argument epsilon" in capsys.readouterr().out
-    assert ladder.main(["now"]) == 2
+    assert program.main(["now"]) == 2

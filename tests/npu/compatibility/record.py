@@ -1,6 +1,6 @@
 """Record of the operators that our kernels call on the emulated device: arguments, and functions of CANN.
 
-    TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m tests.npu.ladder.record     prints it as JSON
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m tests.npu.compatibility.record     prints it as JSON
 
 It runs in a process of its own, since the emulator replaces CANN when torch_npu is imported.
 """
@@ -124,7 +124,7 @@ def record() -> Recorded:
 
 def recorded() -> Recorded:
     """Run `record` in another process. Raises RuntimeError with its output if it fails."""
-    done = subprocess.run([sys.executable, "-m", "tests.npu.ladder.record"], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "tests.npu.compatibility.record"], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])

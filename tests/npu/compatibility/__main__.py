@@ -1,7 +1,7 @@
 """Compatibility data of torch_npu versions, compared with the published wheels, which are read and not installed.
 
-    python -m tests.npu.ladder check    the data in versions/ equal the wheels', and all our calls fit them
-    python -m tests.npu.ladder write    writes the data, after a name of torch_npu is used for the first time
+    python -m tests.npu.compatibility check    the data in versions/ equal the wheels', and all our calls fit them
+    python -m tests.npu.compatibility write    writes the data, after a name of torch_npu is used for the first time
 
 Wheels that are not in the folder $NPUSERVE_WHEELS (default: npuserve/wheels in the user's cache) are downloaded to it
 by pip, about 42 MB each. Run it in the repository's root.
@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.npu.ladder.calls import Use, sources, uses
-from tests.npu.ladder.release import EMULATED, FOLDER, VERSIONS, Release, problems
-from tests.npu.ladder.wheel import Wheel
+from tests.npu.compatibility.calls import Use, sources, uses
+from tests.npu.compatibility.release import EMULATED, FOLDER, VERSIONS, Release, problems
+from tests.npu.compatibility.wheel import Wheel
 
 TAG = "cp311-cp311-manylinux_2_28_x86_64"
 

@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from tests.npu.ladder.calls import Use, our_uses
-from tests.npu.ladder.record import Calls, Recorded, recorded
-from tests.npu.ladder.release import EMULATED, VERSIONS, Release, operator, problems
-from tests.npu.ladder.table import PAGE, page
+from tests.npu.compatibility.calls import Use, our_uses
+from tests.npu.compatibility.record import Calls, Recorded, recorded
+from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, operator, problems
+from tests.npu.compatibility.table import PAGE, page
 
 RELEASES = [Release.load(version) for version in VERSIONS]
 
@@ -56,7 +56,7 @@ def test_record_calls_fit_every_version(run: Recorded) -> None:
 
 def test_page_is_up_to_date(run: Recorded) -> None:
     new = page(our_uses(), run, RELEASES)
-    assert PAGE.read_text() == new, "run python -m tests.npu.ladder.table --write"
+    assert PAGE.read_text() == new, "run python -m tests.npu.compatibility.table --write"
 
 
 def test_page_shows_missing_values() -> None:
