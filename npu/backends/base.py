@@ -168,10 +168,10 @@ class Backend(ABC):
         """Return the default size of the KV cache in bytes if `free` bytes are free."""
 
     @abstractmethod
-    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         """Return the name of one of `dtypes`.
 
-        asked: "auto" or a name.
+        requested: "auto" or a name.
         checkpoint: dtype of the checkpoint.
         Raises BackendError if the dtype is not supported.
         """
@@ -213,16 +213,16 @@ class Backend(ABC):
         """
         return nullcontext(False)
 
-    def cache_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+    def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or int8 for "int8".
 
         Raises BackendError if it is not supported.
         """
-        if asked == "auto":
+        if requested == "auto":
             return dtype
-        if asked != "int8" or not self.int8_cache:
+        if requested != "int8" or not self.int8_cache:
             raise BackendError(
-                f"kv_cache_dtype: {asked!r} is not possible on {self.name}; possible are auto"
+                f"kv_cache_dtype: {requested!r} is not possible on {self.name}; possible are auto"
                 f"{', int8' if self.int8_cache else ' alone'}")
         return torch.int8
 

@@ -29,7 +29,7 @@ from npuserve.npu.step import Row
 REPEATS = 5
 READ_BYTES = 1 << 30
 
-LONGEST_PROMPT = 8
+MAX_PROMPT_TOKENS = 8
 """Maximum tokens of the prompts of the rows on which captures are compared: neighbouring rows differ in length."""
 
 
@@ -166,10 +166,10 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
 
 
 def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> list[Row]:
-    """Return decode rows after prompts of 1 to LONGEST_PROMPT tokens, whose keys and values are in the cache."""
+    """Return decode rows after prompts of 1 to MAX_PROMPT_TOKENS tokens, whose keys and values are in the cache."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (count, LONGEST_PROMPT + 1), generator=generator).tolist()
-    lengths = [1 + row % LONGEST_PROMPT for row in range(count)]
+    ids = torch.randint(model.config.vocab_size, (count, MAX_PROMPT_TOKENS + 1), generator=generator).tolist()
+    lengths = [1 + row % MAX_PROMPT_TOKENS for row in range(count)]
     prompts = [Row(row, ids[row][: lengths[row]], 0, [row], True) for row in range(count)]
 
     def prefill() -> None:

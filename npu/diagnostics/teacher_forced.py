@@ -15,7 +15,7 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.step import Row
 
-TOGETHER = 4
+SEQUENCES_PER_STEP = 4
 """Number of sequences per step, and in the cache."""
 
 
@@ -32,9 +32,9 @@ def forced_logits(
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)
     cache = KVCache.allocate(
-        model.config, per_row * TOGETHER, size, cache_dtype or model.weights.norm.dtype, backend)
-    for first in range(0, len(sequences), TOGETHER):
-        group = sequences[first : first + TOGETHER]
+        model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.norm.dtype, backend)
+    for first in range(0, len(sequences), SEQUENCES_PER_STEP):
+        group = sequences[first : first + SEQUENCES_PER_STEP]
         found: list[list[Tensor]] = [[] for _ in group]
         done = [0] * len(group)
         while rows := _rows(group, done, budget, per_row, size):

@@ -41,7 +41,7 @@ STUBS = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_td
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DFUNC_VISIBILITY", "-fvisibility=hidden", "-Wno-deprecated-declarations",
          "-Wno-psabi", "-pthread")
 
-KEPT_SECONDS = 30 * 24 * 3600
+MAX_AGE_SECONDS = 30 * 24 * 3600
 """Older build results are deleted after a build."""
 
 
@@ -207,7 +207,7 @@ def _build(
     shutil.rmtree(libraries, ignore_errors=True)
     part.rename(libraries)
     for old in [*home.glob("*/built"), *home.glob("objects/*.o")]:
-        if time.time() - old.stat().st_mtime > KEPT_SECONDS:
+        if time.time() - old.stat().st_mtime > MAX_AGE_SECONDS:
             old.unlink(missing_ok=True)
             if old.name == "built":
                 shutil.rmtree(old.parent, ignore_errors=True)

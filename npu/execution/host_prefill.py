@@ -117,7 +117,7 @@ class HostPrefill:
             for _ in range(BUFFERS)]
         self._hidden = [
             device.host_buffer(max_tokens, config.hidden_size, dtype=dtype) for _ in range(BUFFERS)]
-        self._turn = 0
+        self._next_buffer = 0
         with torch.inference_mode():
             self._captured = host.capture(
                 lambda tokens: self._model.hidden(self._buffers.tokens(tokens), self._mirror), max_tokens, decode=False)
@@ -144,8 +144,8 @@ class HostPrefill:
         runs = [run for row in rows for run in self._runs(row, row.start, row.start + len(row.token_ids))]
         for run in runs:
             self._held[run.block] = run.last
-        self._turn = (self._turn + 1) % BUFFERS
-        work = partial(self._compute, staged, staged.parts[0], runs, all_hidden, phase, self._turn)
+        self._next_buffer = (self._next_buffer + 1) % BUFFERS
+        work = partial(self._compute, staged, staged.parts[0], runs, all_hidden, phase, self._next_buffer)
         return self._host.enqueue(work)
 
     def _runs(self, row: Row, begin: int, end: int) -> Iterator[SlotRange]:
@@ -191,7 +191,7 @@ class HostPrefill:
         return fetched, events
 
     def _compute(
-        self, staged: Staged, part: Part, runs: list[SlotRange], all_hidden: bool, phase: Phase | None, turn: int
+        self, staged: Staged, part: Part, runs: list[SlotRange], all_hidden: bool, phase: Phase | None, buffer: int
     ) -> Chunk:
         staged.upload()
         timings: list[Timings] = []
@@ -203,8 +203,8 @@ class HostPrefill:
             timings.append(timed)
         if not all_hidden:
             computed = computed[self._buffers.batch(part).sample_tokens]
-        hidden = self._hidden[turn][: len(computed)].copy_(computed)
-        to, slots = self._staged[turn][:, :, : part.tokens], self._slots(runs)
+        hidden = self._hidden[buffer][: len(computed)].copy_(computed)
+        to, slots = self._staged[buffer][:, :, : part.tokens], self._slots(runs)
         for target, layer in zip(to, self._mirror.plain, strict=True):
             for into, own in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
                 into[..., : self._head_dim] = own

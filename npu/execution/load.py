@@ -71,7 +71,7 @@ def load_runner(
         if plan is not left:
             plan.require_fit()
         made: torch.dtype = getattr(torch, plan.dtype)
-        weights = load_weights(folder, config, made, device, progress, there=plan is left)
+        weights = load_weights(folder, config, made, device, progress, loaded=plan is left)
     if weights.unplanned_bytes:
         cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
         plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))

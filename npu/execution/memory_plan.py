@@ -21,10 +21,10 @@ from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.storage import StoredMatrix, linears, stored_bytes, tables
 
-SCRATCH = 1 << 20
+MAX_SCRATCH_BYTES = 1 << 20
 """Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
 
-WARM_UP, GOLDEN_WARM_UP = 28 << 20, 44 << 20
+WARM_UP_BYTES, GOLDEN_WARM_UP_BYTES = 28 << 20, 44 << 20
 """Bytes that torch and its libraries allocate at their first work, in addition to those at import; the second value
 applies if they also compute the GEMMs."""
 
@@ -180,7 +180,7 @@ def predict(
         kv_cache=(num_blocks + backend.padding_blocks) * block,
         activations=activations,
         logits=logits,
-        base=_resident() + (WARM_UP if _has_own(backend, linear) else GOLDEN_WARM_UP),
+        base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
         available=available,
         dtype=str(made).removeprefix("torch."),
         kv_cache_dtype=str(cached).removeprefix("torch."),
@@ -248,7 +248,7 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
     parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
     panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
-    return tokens * row * itemsize + parts + backend.threads * max(SCRATCH, panels)
+    return tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
 
 
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:

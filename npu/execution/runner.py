@@ -46,7 +46,7 @@ from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Step, StepResult
 
-LOGITS_BYTES = 32 << 20
+MAX_LOGITS_BYTES = 32 << 20
 """Bytes of one slice of prompt logits in float32. Slicing bounds the memory for the logits of a long chunk."""
 
 
@@ -102,7 +102,7 @@ class Runner:
         self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
-        self._prompt_slice = max(1, LOGITS_BYTES // (4 * weights.padded_vocabulary))
+        self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
         rows = min(max_num_seqs, max_num_batched_tokens)

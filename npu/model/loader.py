@@ -31,34 +31,34 @@ from npuserve.npu.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
 
-PIECE = 8 << 20
+MAX_PIECE_BYTES = 8 << 20
 """Maximum resident bytes of a mapped file."""
 
 
 def load_weights(
     folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend, progress: Progress | None = None,
-    *, there: bool = False,
+    *, loaded: bool = False,
 ) -> ModelWeights:
     """Load the weights in `folder` as `dtype` to the backend's device.
 
-    there: the backend's storage contains the weights already (`Backend.sharing`).
+    loaded: the backend's storage contains the weights already (`Backend.sharing`).
 
     Raises ModelError for tensors that are missing, unknown, or of the wrong shape or type, and for invalid numbers.
     """
     made = allocate(config, dtype, backend)
-    if there:
+    if loaded:
         return made.weights
     with ExitStack() as stack:
-        places, targets = _places(weight_files(Path(folder)), stack), made.targets
-        _remove_ignored(places, config)
-        _check(places, targets, Path(folder))
+        files, targets = _open_files(weight_files(Path(folder)), stack), made.targets
+        _remove_ignored(files, config)
+        _check(files, targets, Path(folder))
         if progress is None:
             progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
-        total, done = sum(targets[name].nbytes for name in places), 0
-        for name, file in places.items():
+        total, done = sum(targets[name].nbytes for name in files), 0
+        for name, file in files.items():
             target, row = targets[name], 0
             source = file.get_tensor(name).reshape(target.shapes[0])
-            for piece in source.split(max(LANES, PIECE // max(1, source[:1].nbytes) // LANES * LANES)):
+            for piece in source.split(max(LANES, MAX_PIECE_BYTES // max(1, source[:1].nbytes) // LANES * LANES)):
                 try:
                     if target.dtypes is FLOATS:
                         _check_finite(piece, dtype)
@@ -76,46 +76,46 @@ def load_weights(
     return made.weights
 
 
-def _places(files: list[Path], stack: ExitStack) -> dict[str, Any]:
+def _open_files(paths: list[Path], stack: ExitStack) -> dict[str, Any]:
     """Return tensor name -> open file, in the order of the tensors in the files."""
-    places: dict[str, Any] = {}
-    for path in files:
+    files: dict[str, Any] = {}
+    for path in paths:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a whole safetensors file: {error}") from None
         for name in file.offset_keys():
-            if name in places:
+            if name in files:
                 raise ModelError(f"{path}: tensor {name} is in another file too")
-            places[name] = file
-    return places
+            files[name] = file
+    return files
 
 
 _CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))")
 
 
-def _remove_ignored(places: dict[str, Any], config: ModelConfig) -> None:
+def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
     """Remove tensors that are ignored without effect on the model."""
-    scales = [name for name in places if config.quantization and _CACHE_SCALES.fullmatch(name)]
+    scales = [name for name in files if config.quantization and _CACHE_SCALES.fullmatch(name)]
     if scales:
         log.warning("%d scales of a quantized KV cache, as %s, are ignored: kv_cache_dtype defines the cache",
                     len(scales), scales[0])
-    for name in list(places):
+    for name in list(files):
         # Old checkpoints contain frequencies, which the configuration determines.
         if (name.endswith("rotary_emb.inv_freq") or name in scales
                 or (config.tie_word_embeddings and name.startswith("lm_head."))):
-            del places[name]
+            del files[name]
 
 
-def _check(places: dict[str, Any], targets: Targets, folder: Path) -> None:
+def _check(files: dict[str, Any], targets: Targets, folder: Path) -> None:
     problems: dict[str, list[str]] = {
-        "missing": [name for name, target in targets.items() if target.required and name not in places],
-        "unknown": [name for name in places if name not in targets],
+        "missing": [name for name, target in targets.items() if target.required and name not in files],
+        "unknown": [name for name in files if name not in targets],
         "of the wrong shape": [],
         "not of a float type": [],
         "not int8": [],
     }
-    for name, file in places.items():
+    for name, file in files.items():
         if name in targets:
             header, target = file.get_slice(name), targets[name]
             if tuple(header.get_shape()) not in target.shapes:
@@ -125,8 +125,8 @@ def _check(places: dict[str, Any], targets: Targets, folder: Path) -> None:
                 kind = "not of a float type" if target.dtypes is FLOATS else "not int8"
                 problems[kind].append(f"{name} {header.get_dtype()}")
     found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
-    if (configured := _layers(targets)) != (there := _layers(places)):
-        found.append(f"config.json has {configured} layers, the files have {there}")
+    if (configured := _layers(targets)) != (found_layers := _layers(files)):
+        found.append(f"config.json has {configured} layers, the files have {found_layers}")
     if found:
         raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
 

@@ -68,14 +68,15 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
     c = config
     padding = c.padded_vocabulary(vocabulary_tile) - c.vocab_size
-    asked = W8A8() if c.lm_head_dtype == "int8" else None
+    requested = W8A8() if c.lm_head_dtype == "int8" else None
 
     embedding, head = ({name: c.vocab_size} for name in ("model.embed_tokens", "lm_head"))
     if c.tie_word_embeddings:
-        return [StoredMatrix(embedding, c.hidden_size, padding, scheme=asked, rounded=bool(asked))]
+        return [StoredMatrix(embedding, c.hidden_size, padding, scheme=requested, rounded=bool(requested))]
     stored = _scheme(c, head, c.hidden_size)
     return [StoredMatrix(embedding, c.hidden_size, padding),
-            StoredMatrix(head, c.hidden_size, padding, scheme=stored or asked, rounded=bool(asked and not stored))]
+            StoredMatrix(head, c.hidden_size, padding, scheme=stored or requested,
+                         rounded=bool(requested and not stored))]
 
 
 def _scheme(config: ModelConfig, parts: dict[str, int], inputs: int) -> W8A8 | None:

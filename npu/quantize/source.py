@@ -15,7 +15,7 @@ from torch import Tensor
 
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.model.folder import weight_files
-from npuserve.npu.model.loader import PIECE
+from npuserve.npu.model.loader import MAX_PIECE_BYTES
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of dtypes."""
@@ -63,9 +63,9 @@ class Source:
             return _finite(file.get_tensor(name)[ids].to(torch.float32, copy=True), name)
 
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the tensor as (first row, rows), at most PIECE bytes at a time, or one row."""
+        """Yield the tensor as (first row, rows), at most MAX_PIECE_BYTES bytes at a time, or one row."""
         spec = self._spec(name)
-        step = max(1, PIECE // max(1, spec.nbytes // max(1, spec.shape[0])))
+        step = max(1, MAX_PIECE_BYTES // max(1, spec.nbytes // max(1, spec.shape[0])))
         for first in range(0, spec.shape[0], step):
             with self._open(spec.file) as file:
                 yield first, file.get_slice(name)[first : first + step]

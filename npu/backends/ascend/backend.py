@@ -110,13 +110,13 @@ class AscendBackend(StreamBackend):
     def fault(cls, error: BaseException) -> Fault | None:
         return acl_errors.fault_of(error)
 
-    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        if asked == "auto":
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        if requested == "auto":
             return checkpoint if checkpoint in self.dtypes else "bfloat16"
         possible = self.possible_dtypes()
-        if asked not in possible:
-            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(possible)}")
-        return asked
+        if requested not in possible:
+            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
+        return requested
 
     def arrange(self, weight: Int8Weight, *, table: bool) -> None:
         """Lay the weight out as [K, N] in place, so that it is never in memory twice.
@@ -126,17 +126,17 @@ class AscendBackend(StreamBackend):
         assert isinstance(weight.values, torch.Tensor)
         weight.values.data = weight.values.t() if table else ascend.fractal_nz(weight.values)
 
-    def cache_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+    def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache; int8 is refused.
 
         Fused attention reads an int8 cache in blocks, with scales per token and head, only for rows of one query
         (documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2), and so not for prompt chunks.
         """
-        if asked == "int8":
+        if requested == "int8":
             raise BackendError(
                 f"kv_cache_dtype: 'int8' is not possible on {self.name}, whose fused attention reads an int8 cache in "
                 "blocks for rows of one token alone, and not for chunks of prompts; possible is auto")
-        return super().cache_dtype(asked, dtype)
+        return super().cache_dtype(requested, dtype)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

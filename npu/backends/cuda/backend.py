@@ -79,13 +79,13 @@ class CudaBackend(StreamBackend):
     def fault(cls, error: BaseException) -> Fault | None:
         return cuda_errors.fault_of(error)
 
-    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         """Return float32 only if requested: its GEMMs are many times slower."""
-        if asked == "auto":
+        if requested == "auto":
             return checkpoint if checkpoint in ("bfloat16", "float16") else "bfloat16"
-        if asked not in self.dtypes:
-            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(self.dtypes)}")
-        return asked
+        if requested not in self.dtypes:
+            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(self.dtypes)}")
+        return requested
 
     def check_heads(self, head_dim: int) -> None:
         """Raise BackendError for head sizes that paged attention does not support."""

@@ -124,8 +124,9 @@ def record() -> Recorded:
 
 def recorded() -> Recorded:
     """Run `record` in another process. Raises RuntimeError with its output if it fails."""
-    done = subprocess.run([sys.executable, "-m", "tests.npu.compatibility.record"], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.npu.compatibility.record"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     data = json.loads(done.stdout.splitlines()[-1])

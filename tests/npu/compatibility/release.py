@@ -1,7 +1,7 @@
 """Schemas and signatures of the names that we use in a released version of torch_npu, and whether our calls fit them.
 
-The folder `versions` holds them as data, so that the tests need no wheel; `python -m tests.npu.compatibility` writes the data
-from the wheels and compares it with them.
+The folder `versions` holds them as data, so that the tests need no wheel; `python -m tests.npu.compatibility` writes
+the data from the wheels and compares it with them.
 """
 
 from __future__ import annotations

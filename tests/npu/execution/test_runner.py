@@ -148,7 +148,7 @@ def test_runner_never_samples_padding_ids(tmp_path):
 @pytest.mark.parametrize("slice_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_runner_logprobs_equal_log_softmax(tmp_path, monkeypatch, slice_bytes, chunk):
-    monkeypatch.setattr(runner_module, "LOGITS_BYTES", slice_bytes)
+    monkeypatch.setattr(runner_module, "MAX_LOGITS_BYTES", slice_bytes)
     model = random_model("qwen3")
     prompt = ids_of(17)
     driver = Driver(load(saved(model, tmp_path)))

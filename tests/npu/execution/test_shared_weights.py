@@ -62,7 +62,7 @@ def told(left: object) -> dict:
 @pytest.fixture
 def no_reading(monkeypatch: pytest.MonkeyPatch):
     def forbid() -> None:
-        monkeypatch.setattr("npuserve.npu.model.loader._places", lambda *_: pytest.fail("a checkpoint is read"))
+        monkeypatch.setattr("npuserve.npu.model.loader._open_files", lambda *_: pytest.fail("a checkpoint is read"))
 
     return forbid
 

@@ -34,7 +34,7 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("shards", [False, True])
 def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
-    monkeypatch.setattr(loader, "PIECE", 1 << 10)  # a few rows
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 1 << 10)  # a few rows
     model = random_model(kind)
     saved(model, tmp_path, **({"max_shard_size": "20KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
@@ -251,7 +251,7 @@ def test_loader_releases_mapped_pages(tmp_path, monkeypatch, cpu):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssFile:"))
 
-    monkeypatch.setattr(loader, "PIECE", 1 << 20)
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 1 << 20)
     folder = saved(random_model("llama", vocab_size=40000, hidden_size=128, tie_word_embeddings=False), tmp_path)
     size = (folder / "model.safetensors").stat().st_size >> 10
     assert size > 40000

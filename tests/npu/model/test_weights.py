@@ -85,7 +85,7 @@ def storage(weights: ModelWeights) -> list[torch.Tensor]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("kind", "shards"), [("qwen2", False), ("qwen3-untied", True), ("llama-bias", False)])
 def test_int8_weights_every_number_is_written(tmp_path, monkeypatch, kind, shards, scheme, cpu):
-    monkeypatch.setattr(loader, "PIECE", 200)  # a few rows
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 200)  # a few rows
     saved_w8a8(random_model(kind), tmp_path, scheme, **({"max_shard_size": "10KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
     seen: list[tuple[int, int]] = []
@@ -176,7 +176,7 @@ def test_int8_static_inputs_take_range_of_fused_parts(tmp_path, caplog, symmetri
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_head_is_quantized_by_row(tmp_path, monkeypatch, kind, quantized, dtype, cpu):
-    monkeypatch.setattr(loader, "PIECE", 500)
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 500)
     model = random_model(kind)
     made = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)
     weights = load(made, cpu, "int8", dtype)
