@@ -181,7 +181,7 @@ def _patterns(data: Any, where: str) -> tuple[str, ...]:
             try:
                 re.compile(entry[3:])
             except re.error as error:
-                raise ValueError(f"{where}: {entry!r} is no regular expression: {error}") from None
+                raise ValueError(f"{where}: {entry!r} is not a regular expression: {error}") from None
     return tuple(data)
 
 

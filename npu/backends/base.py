@@ -191,7 +191,7 @@ class Backend(ABC):
         if wrong and not self.int8_zeros:
             raise BackendError(
                 f"quantization_config: {' and '.join(wrong)} with zero points (symmetric: false) are not possible on "
-                f"{self.name}, whose products of int8 take none; possible is symmetric: true")
+                f"{self.name}, whose int8 GEMM takes none; possible is symmetric: true")
 
     def arrange(self, weight: Int8Weight, *, table: bool) -> None:
         """Convert a completely written int8 weight in place to the layout that the kernels read.
@@ -222,8 +222,8 @@ class Backend(ABC):
             return dtype
         if requested != "int8" or not self.int8_cache:
             raise BackendError(
-                f"kv_cache_dtype: {requested!r} is not possible on {self.name}; possible are auto"
-                f"{', int8' if self.int8_cache else ' alone'}")
+                f"kv_cache_dtype: {requested!r} is not possible on {self.name}; "
+                f"{'possible are auto, int8' if self.int8_cache else 'only auto is possible'}")
         return torch.int8
 
     def cache_shapes(

@@ -199,7 +199,7 @@ class CpuBackend(Backend):
             for name, value in (("cpu_gemm", wanted.gemm), ("cpu_weights", wanted.weights)):
                 if value != "auto":
                     raise BackendError(f"{name}: {value!r} needs the native CPU kernels, which are not installed; "
-                                       "possible is auto alone")
+                                       "only auto is possible")
             return None
         try:
             return self.enqueue(partial(choose, wanted, inputs)).wait()  # measured on the thread that computes steps

@@ -71,7 +71,7 @@ def find() -> Place:
     Raises EmulatorError if one is missing or the versions do not match.
     """
     if platform.system() != "Linux":
-        raise EmulatorError(f"emulated NPU: torch_npu runs on Linux alone, not on {platform.system()}")
+        raise EmulatorError(f"emulated NPU: torch_npu runs only on Linux, not on {platform.system()}")
     torch, torch_version = _package("torch", "pip install npuserve")
     torch_npu, version = _package("torch_npu", "pip install npuserve[npu]")
     release = r"\d+\.\d+\.\d+"

@@ -208,7 +208,7 @@ def _checked(
     if prefill and cached != made:
         raise BackendError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
-            "(prefill_device); possible is auto alone")
+            "(prefill_device); only auto is possible")
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple:

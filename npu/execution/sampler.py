@@ -172,7 +172,7 @@ class Sampler:
     def add(self, request: NewRequest) -> None:
         """Add a request. Raises ValueError if it exists."""
         if request.request_id in self._states:
-            raise ValueError(f"request {request.request_id} is known already")
+            raise ValueError(f"request {request.request_id} exists already")
         sampling, vocabulary = request.sampling, self._vocabulary
         allowed = {i for i in sampling.allowed_token_ids if i < vocabulary}
         ending = {i for i in sampling.ending_ids if i < vocabulary} if sampling.min_tokens > 0 else set()

@@ -83,7 +83,7 @@ def _open_files(paths: list[Path], stack: ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: is not a whole safetensors file: {error}") from None
+            raise ModelError(f"{path}: is not a complete safetensors file: {error}") from None
         for name in file.offset_keys():
             if name in files:
                 raise ModelError(f"{path}: tensor {name} is in another file too")

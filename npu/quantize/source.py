@@ -49,7 +49,7 @@ class Source:
                 for name in file.offset_keys():
                     header = file.get_slice(name)
                     if (kind := header.get_dtype()) not in FLOATS:
-                        raise ModelError(f"{path}: {name} is {kind}; what is quantized here is {', '.join(FLOATS)}")
+                        raise ModelError(f"{path}: {name} is {kind}; supported are {', '.join(FLOATS)}")
                     self.specs[name] = TensorSpec(path.name, FLOATS[kind], tuple(header.get_shape()))
 
     def read(self, name: str) -> Tensor:
@@ -82,7 +82,7 @@ class Source:
             with safe_open(path, framework="pt") as file:
                 yield file
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: is not a whole safetensors file: {error}") from None
+            raise ModelError(f"{path}: is not a complete safetensors file: {error}") from None
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:

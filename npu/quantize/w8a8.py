@@ -70,7 +70,7 @@ def quantize_checkpoint(
     """
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
-        raise ModelError(f"{folder}: is quantized already; what is quantized here is bfloat16, float16 or float32")
+        raise ModelError(f"{folder}: is quantized already; supported are bfloat16, float16 or float32")
     quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *ignore))
     everything, int8 = _linears(config, quantization, ignore)
     source = Source(folder)
@@ -128,7 +128,7 @@ def _linears(
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                raise ModelError(f"ignore: {pattern!r} is no regular expression: {error}") from None
+                raise ModelError(f"ignore: {pattern!r} is not a regular expression: {error}") from None
     planned = replace(config, quantization=quantization)
     stored = [linear for index in range(config.num_layers) for linear in linears(planned, index)]
     everything = frozenset(name for linear in stored for name in linear.parts)

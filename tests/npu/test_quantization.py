@@ -134,7 +134,7 @@ def test_quantization_supported_schemes(group, scheme):
     (changed("g.weights", None), "weights: is missing: only inputs are quantized"),
     (changed("g.output_activations", {"num_bits": 8}), "output_activations: {'num_bits': 8} is not supported"),
     (changed("g.targets", "Linear"), "group_0.targets: must be a list of names, got 'Linear'"),
-    (changed("g.targets", ["re:("]), r"targets: 're:\(' is no regular expression"),
+    (changed("g.targets", ["re:("]), r"targets: 're:\(' is not a regular expression"),
     (changed("g.bias", {}) | {"ignore": [3]}, r"ignore: must be a list of names, got \[3\]"),
     (changed("g.smooth", 0.5), "group_0: smooth is not supported; supported: format, input_activations"),
     (changed("sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config: {'format': 'sparse-24-bitmask'}"),

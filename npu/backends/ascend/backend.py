@@ -135,7 +135,7 @@ class AscendBackend(StreamBackend):
         if requested == "int8":
             raise BackendError(
                 f"kv_cache_dtype: 'int8' is not possible on {self.name}, whose fused attention reads an int8 cache in "
-                "blocks for rows of one token alone, and not for chunks of prompts; possible is auto")
+                "blocks only for rows of one token, not for chunks of prompts; only auto is possible")
         return super().cache_dtype(requested, dtype)
 
     def cache_shapes(

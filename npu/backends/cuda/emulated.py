@@ -98,7 +98,7 @@ class _OnStream(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not _aten.copy_.default:
-            raise RuntimeError(f"emulated CUDA: {function} on a stream that takes copies alone")
+            raise RuntimeError(f"emulated CUDA: {function} on a stream that accepts only copies")
         to, source = args[:2]
         _spoil(to)
         self._on.put(torch.inference_mode()(lambda: to.copy_(source)))

@@ -127,7 +127,7 @@ def test_cache_dtype_int8_only_where_supported(cpu, monkeypatch):
     assert cpu.cache_dtype("int8", torch.bfloat16) == torch.int8
     monkeypatch.setattr(CpuBackend, "int8_cache", False)
     assert cpu.cache_dtype("auto", torch.float32) == torch.float32
-    with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; possible are auto alone"):
+    with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; only auto is possible"):
         cpu.cache_dtype("int8", torch.float32)
 
 
@@ -264,7 +264,7 @@ def test_cpu_threads_pinned_if_one_per_core():
 def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
     cpu = CpuBackend(native=False)
     assert cpu.choose_kernels(Wanted(), 1024) is None
-    with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* possible is auto alone"):
+    with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* only auto is possible"):
         cpu.choose_kernels(wanted, 1024)
 
 

@@ -282,7 +282,7 @@ def test_sampler_prompt_logprobs(dtype: torch.dtype) -> None:
 
 def test_sampler_state_lives_from_add_to_remove() -> None:
     made = sampler(GREEDY)
-    with pytest.raises(ValueError, match="request 0 is known already"):
+    with pytest.raises(ValueError, match="request 0 exists already"):
         made.add(NewRequest(0, [1], [], GREEDY))
     made.remove(0)
     with pytest.raises(KeyError):

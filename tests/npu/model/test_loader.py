@@ -220,8 +220,8 @@ def _index(folder: Path, value: object) -> None:
     [
         (_pickled, "pytorch_model.bin is pickled, which can run code.*convert it to safetensors"),
         (_absent, "has neither model.safetensors nor model.safetensors.index.json$"),
-        (_truncated, "is not a whole safetensors file"),
-        (_noise, "is not a whole safetensors file"),
+        (_truncated, "is not a complete safetensors file"),
+        (_noise, "is not a complete safetensors file"),
         (lambda folder: _index(folder, {}), "must be a JSON object whose weight_map"),
         (lambda folder: _index(folder, []), "must be a JSON object whose weight_map"),
         (lambda folder: _index(folder, {"weight_map": {"x": "b.safetensors"}}), "not in the folder: b.safetensors"),

@@ -249,10 +249,10 @@ def _spoil(folder: Path, **changes: torch.Tensor | None) -> None:
      r"input_layernorm.weight is \[31\] instead of \[32\]"),
     (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "model.norm.weight is I8; what is quantized"),
     (lambda f: _spoil(f, layers__2__mlp__up_proj=torch.full((48, 32), torch.nan)), {}, "up_proj.weight.* not finite"),
-    (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a whole safetensors file"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a complete safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
     (lambda f: None, {"ignore": ["model.layers.7.mlp.up_proj"]}, r"names no linear layer; .* like model\.layers\.0\."),
-    (lambda f: None, {"ignore": ["re:.*("]}, "no regular expression"),
+    (lambda f: None, {"ignore": ["re:.*("]}, "is not a regular expression"),
     (lambda f: None, {"ignore": ["re:.*q_proj"]}, "q_proj and .*k_proj are quantized in different ways"),
     (lambda f: None, {"ignore": ["Linear"]}, "nothing to quantize"),
 ])
