@@ -1,7 +1,7 @@
 """Parser of the quantization section of a config.json. Imports no torch.
 
-The format is that of the compressed-tensors package (quantization/quant_config.py, quant_args.py and utils/match.py),
-which llm-compressor writes and vLLM reads. Only W8A8 is supported: int8 weights multiplied with int8 activations.
+The compressed-tensors package defines the format (quantization/quant_config.py, quant_args.py and utils/match.py);
+llm-compressor writes it and vLLM reads it. Only W8A8 is supported: int8 weights multiplied with int8 activations.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Quantization:
         """Return the scheme of the linear layer `name`, or None if it is not quantized.
 
         If several targets match, names take precedence over regular expressions, and these over "Linear"; within a
-        kind the first in alphabetical order applies. Of equal targets the last applies.
+        kind the first in alphabetical order applies, and the last of equal targets.
         """
         if any(_names(pattern, name) for pattern in self.ignore):
             return None

@@ -74,8 +74,8 @@ class Captured(Protocol):
     def size(self, rows: int) -> int:
         """Return the number of rows that a replay for `rows` rows computes, at most `largest`.
 
-        The batch must be padded to it. For a step captured for any batch, the unit is tokens, and the number of rows is
-        that of the buffers.
+        The batch must be padded to it. For a step captured for any batch, the unit is tokens, and all rows of the
+        buffers are computed.
         """
 
     def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:

@@ -182,8 +182,8 @@ class CpuBackend(Backend):
         everywhere = sorted(os.sched_getaffinity(0))
         own: list[int] = []
         if self._arena is not None:
-            # With one core per thread each thread is pinned: otherwise, once other processes have run on both cores,
-            # Linux may keep two threads on one core for milliseconds while the other is idle.
+            # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
+            # milliseconds while the other core is idle, after other processes have run on both.
             if 1 < self.threads == len(everywhere):
                 own = everywhere
             library().set_threads(self.threads, own)

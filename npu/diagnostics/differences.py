@@ -1,4 +1,4 @@
-"""Differences between the tensors of a kernel and those of its golden function."""
+"""Differences between the results of a kernel and of its golden function."""
 
 from __future__ import annotations
 

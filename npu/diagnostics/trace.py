@@ -1,8 +1,8 @@
 """Trace of a step's kernel calls, to find the first kernel with wrong results.
 
 1. A prompt step and a decode step of random tokens run on golden functions only.
-2. The same steps run on the backend's kernels. The results of each call are compared with those of the golden function
-   for the same arguments, and with those of the first pass.
+2. The same steps run on the backend's kernels. The results of each call are compared with the golden function's results
+   for the same arguments, and with the results of the first pass.
 3. The same steps run as the backend captures them. Their hidden states must be bit-identical.
 
 A step can be shortened to the first layers, run without LM head, or compute the logits of one row only.
@@ -52,8 +52,8 @@ class Call:
     index: of the call in its step.
     shape: of its first result.
     difference: largest absolute difference.
-    relative: largest `relative_of` its results.
-    drift: largest `relative_of` its results to those of the golden pass.
+    relative: largest `relative_of` of its results.
+    drift: largest `relative_of` to the results of the golden pass.
     wrong: `relative` exceeds the tolerance.
     """
 
@@ -71,7 +71,7 @@ class Call:
 class Replay:
     """Replay of a captured step.
 
-    same: its hidden states are bit-identical to those of the single calls.
+    same: its hidden states are bit-identical to the result of the single calls.
     seconds: median time of the decoder.
     in_kernels: sum of the kernels' times; 0 if they cannot be timed.
     """
@@ -87,9 +87,9 @@ class Trace:
     """Trace of `rows` requests with prompts of `prompt` tokens.
 
     lm_head: compute the logits of all rows ("full"), of none ("skip"), or of the first row ("single").
-    dump: folder for files STEP/INDEX-KERNEL.safetensors with the `Results` of a call, those of the golden function for
-        the same arguments (prefix "golden.") and those of the golden pass (prefix "pass."). Caches are in the golden
-        layout. None writes no files.
+    dump: folder for files STEP/INDEX-KERNEL.safetensors; None writes no files. Each has the `Results` of a call, of the
+        golden function for the same arguments (prefix "golden.") and of the golden pass (prefix "pass."). Caches are in
+        the golden layout.
     kv_cache_dtype: "auto" or "int8".
     """
 

@@ -9,8 +9,8 @@ wrong data (see `activate`). Calls that a device refuses are refused; calls that
 that names them.
 
 `activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
-(build.py): runtime/ holds the sources of libascendcl, ops/ those of libopapi. If EMULATED_NPU_LOG is set, torch_npu
-logs to stderr. Imports of `npu`: `backends`.
+(build.py): runtime/ holds the sources of libascendcl, ops/ the sources of libopapi. If EMULATED_NPU_LOG is set,
+torch_npu logs to stderr. Imports of `npu`: `backends`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _HEAD = """#include "emulator.h"
 
 
 def source(torch_npu: Path) -> str:
-    """Return C++ weak definitions of all operators named in the package's libraries; those of ops/ override them."""
+    """Return C++ weak definitions of all operators named in the package's libraries, overridden by ops/."""
     found: set[bytes] = set()
     for library in sorted((torch_npu / "lib").glob("*.so")):
         found |= set(re.findall(rb"(?<=\0)aclnn[A-Z]\w*(?=\0)", library.read_bytes()))

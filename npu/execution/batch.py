@@ -183,7 +183,7 @@ class BatchBuffers:
     def pad(self, part: Part, tokens: int) -> None:
         """Make `self.tokens(tokens)` the step that was filled last, whose first part is `part`.
 
-        Tokens beyond those of the part belong to no row and are not cached; further rows have neither queries nor keys.
+        Tokens beyond the part belong to no row and are not cached; further rows have neither queries nor keys.
         """
         at, rows, beyond = self._at[self._turn], len(part.rows), slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0

@@ -4,8 +4,8 @@ The host holds a copy of the decoder in its own weight layout, and a mirror of t
 layout.
 
 1. A step's chunks enter the host's queue (`launch`), its decode rows the device's queue: both run concurrently.
-2. Before that, the part of a chunk's context that the device wrote (generated tokens that are now part of a prompt, or
-   of a preempted request that is computed again) is copied to the mirror.
+2. Before that, the part of a chunk's context that the device wrote is copied to the mirror. It consists of generated
+   tokens that are now part of a prompt, or of a preempted request that is computed again.
 3. The chunk's keys and values, and the hidden states that are sampled from, are written to host buffers.
 4. `Chunk.upload` queues their copies to the device. All later work on the device finds its cache as if it had computed
    the chunk. LM head and sampler run on the device.
@@ -93,7 +93,7 @@ class HostPrefill:
     device: backend of the runner.
     cache: KV cache of the runner, not int8, in the shapes that `Backend.cache_shapes` documents; heads may be padded.
     max_rows: of a step.
-    The other parameters are those of `Runner`.
+    The other parameters are as for `Runner`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class HostPrefill:
     def launch(self, rows: Sequence[Row], *, all_hidden: bool, phase: Phase | None) -> Pending[Chunk]:
         """Compute rows of known tokens on the host.
 
-        all_hidden: return the hidden states of all tokens, not only those of the rows that sample.
+        all_hidden: return the hidden states of all tokens, not only of the rows that sample.
 
         Returns at once, unless the mirror lacks part of the context: then it waits until the device has computed it. At
         most two chunks may be in flight: the first step must be collected before a third is launched.

@@ -47,7 +47,7 @@ class KVCache:
         Writing all pages now keeps page faults out of the steps and shows at start if memory is short. Zeros keep NaN
         out of slots that were never written.
 
-        dtype: int8, or that of the activations.
+        dtype: int8, or the dtype of the activations.
         """
         blocks = num_blocks + backend.padding_blocks
         shapes = backend.cache_shapes(blocks, block_size, config.num_kv_heads, config.head_dim, dtype)

@@ -140,9 +140,9 @@ def predict(
     max_model_len: 0 for the model's context, or what the KV cache holds if that is less.
     prefill: backend that computes the prompts; None for `backend`.
 
-    Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that the
-    backend does not support; BackendError for a dtype (also of the KV cache) that it or `prefill` does not support, and
-    for a quantization that its kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
+    Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
+    supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
+    for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
     made, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = max_model_len or config.context_length

@@ -8,8 +8,8 @@
    they are part of the dispatch. A step with chunks is one dispatch too, up to the number of tokens that are captured.
    If the backend captures only decode steps, it is one dispatch for the decode rows, followed by the kernels of the
    chunks.
-4. The sampled ids stay on the device: step n + 1 reads those of step n from there (its PENDING tokens). They are copied
-   to one of two host buffers while step n + 1 runs.
+4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
+   copied to one of two host buffers while step n + 1 runs.
 5. `collect` waits for that copy.
 
 Two steps may be in flight: step n + 1 may be launched before step n is collected.
@@ -292,7 +292,7 @@ class Runner:
         self._sample(work, self._hidden(self._buffers.batch(part)) if hidden is None else hidden, ran)
 
     def _sample(self, work: Work, hidden: Tensor, ran: Ran) -> None:
-        """Sample a part. hidden: of all its tokens, or of those that sample."""
+        """Sample a part. hidden: of all its tokens, or of the sampling tokens."""
         part = work.part
         ran.prompt += self._prompt_logprobs(hidden, work.prompt)
         count = len(part.samples)

@@ -27,7 +27,7 @@ class SharedMemory:
     left: Mapping[str, Any] | None = None
 
     def plan(self, folder: Path) -> MemoryPlan | None:
-        """Return the plan by which the file was filled if its weights are those of `folder` now, else None."""
+        """Return the plan by which the file was filled; None if its weights are not from the present `folder`."""
         if self.left is None or self.left.get("model") != _stamp(folder):
             return None
         return MemoryPlan(**self.left["plan"])

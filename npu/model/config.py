@@ -1,6 +1,6 @@
 """Configuration of a model, parsed from its config.json. Imports no torch.
 
-Defaults of absent keys are those of transformers (`families`).
+Absent keys have the defaults of transformers (`families`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Model families: what an architecture fixes, and its defaults. Imports no torch.
 
-The defaults are those of transformers (configuration_qwen3.py, configuration_qwen2.py, configuration_llama.py), with
-which the authors of a checkpoint tested it.
+The defaults are from transformers (configuration_qwen3.py, configuration_qwen2.py, configuration_llama.py), with which
+the authors of a checkpoint tested it.
 """
 
 from __future__ import annotations

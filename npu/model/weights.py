@@ -47,7 +47,7 @@ class ModelWeights:
     """Weights of a model: embedding [Vp, H], norm [H], lm_head [Vp, H] for the padded vocabulary Vp.
 
     Tied embedding and lm_head are the same table. The padding rows of lm_head repeat row 0, so that a padding id is
-    never more likely than id 0; those of an untied embedding are zero.
+    never more likely than id 0. The padding rows of an untied embedding are zero.
     """
 
     embedding: Weight

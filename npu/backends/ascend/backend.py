@@ -129,8 +129,8 @@ class AscendBackend(StreamBackend):
     def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache; int8 is refused.
 
-        Fused attention reads an int8 cache in blocks, with scales per token and head, only for rows of one query
-        (documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2), and so not for prompt chunks.
+        Fused attention reads an int8 cache in blocks only for rows of one query, not for prompt chunks. Its scales are
+        per token and head. Source: documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2.
         """
         if requested == "int8":
             raise BackendError(

@@ -1,7 +1,7 @@
 """Classification of CANN errors: at start one sentence of advice, at run time a `Fault`.
 
-Codes are those of acl/acl_base_rt.h, acl/error_codes/rt_error_codes.h and ge_error_codes.h. Their first digit is the
-documented class: 1 an incorrect call, 2 an exhausted resource, 5 an internal error of the device or its software.
+acl/acl_base_rt.h, acl/error_codes/rt_error_codes.h and ge_error_codes.h define the codes. The first digit of a code is
+its documented class: 1 an incorrect call, 2 an exhausted resource, 5 an internal error of the device or its software.
 """
 
 from __future__ import annotations

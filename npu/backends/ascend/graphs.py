@@ -8,8 +8,8 @@ The context lengths of a captured call must be updated before each replay:
 
 - A graph's attention waits on an event that the update of its lengths records, and resets it: a replay may be launched
   before its lengths are updated.
-- The lengths of n + 1 must not overwrite those of n before n has read them: their queue waits for the end of the last
-  replay of the same graph. The device waits; the launching thread makes no blocking call.
+- The lengths of n + 1 must not overwrite the lengths of n before n has read them: their queue waits for the end of the
+  last replay of the same graph. The device waits; the launching thread makes no blocking call.
 - A task group must not be updated by two threads at the same time (CANN, "Task Update"): one thread makes all updates.
 """
 

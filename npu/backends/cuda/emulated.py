@@ -2,8 +2,8 @@
 
 It is as strict as a GPU, so that a mistake yields wrong data or an error:
 
-- Work on the current stream runs at once. A copy on any other stream runs when an event recorded after it is waited for
-  or was queried more than `MAX_QUERIES` times; until then its destination holds NaN or the smallest integer.
+- Work on the current stream runs at once. A copy on another stream runs when an event recorded after it is waited for
+  or was queried more than `MAX_QUERIES` times. Before that its destination holds NaN or the smallest integer.
 - A graph reruns its step for each replay. Its output is overwritten with NaN or the smallest integer once a graph of
   the same pool is replayed.
 - A graph must not copy a number from the device.

@@ -1,6 +1,6 @@
 """Classification of CUDA errors at run time as `Fault`.
 
-Codes, names and texts are those of the CUDA runtime (driver_types.h, cudaGetErrorString). The messages of torch
+Codes and texts are from the CUDA runtime (driver_types.h, cudaGetErrorString). The messages of torch
 and triton contain the text; torch.AcceleratorError also has the code.
 """
 
