@@ -1,9 +1,10 @@
 """Rotary position embeddings: the table of cosines and sines.
 
-Arithmetic, its order and its precision (float32) follow transformers' rotary embedding modules (modeling_rope_utils.py),
-so that the table equals theirs bit for bit and greedy answers agree. Sources of the methods:
-RoFormer (Su et al. 2021); linear: position interpolation (Chen et al. 2023); llama3: the Llama 3.1 release; yarn: YaRN
-(Peng et al. 2023).
+Arithmetic, its order and its precision (float32) follow transformers' rotary embedding modules
+(modeling_rope_utils.py), so that the table equals theirs bit for bit and greedy answers agree.
+
+Sources of the methods: RoFormer (Su et al. 2021); linear: position interpolation (Chen et al. 2023); llama3: the Llama
+3.1 release; yarn: YaRN (Peng et al. 2023).
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class _File:
                    tuple((name, self._kind(value)) for name, value in keywords), results, unpacked, tuple(keys))
 
     def _keywords(self, call: ast.Call, keywords: Iterable[ast.keyword]) -> Iterator[tuple[str, ast.expr]]:
-        """Yield the keywords of a call, with those of `**options` if options is a dict literal in the function."""
+        """Yield the keywords of a call, with the keys of `**options` if options is a dict literal in the function."""
         for keyword in keywords:
             if keyword.arg is not None:
                 yield keyword.arg, keyword.value

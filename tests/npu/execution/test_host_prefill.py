@@ -1,4 +1,4 @@
-"""Prompts computed on the host for a device that decodes: tokens equal those of one device. The device here is the CPU
+"""Prompts computed on the host for a device that decodes: tokens equal the tokens of one device. The device here is the CPU
 with golden functions and captured buckets; at the end of the file it is the emulated NPU."""
 
 from __future__ import annotations

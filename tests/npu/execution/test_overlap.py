@@ -1,5 +1,5 @@
-"""Two steps in flight give the same tokens as one, bit by bit: real scheduler and runner on the CPU's native kernels,
-with requests that run concurrently and are preempted, cancelled and ended."""
+"""Two steps in flight give the same tokens as one, bit by bit, with the real scheduler and runner on the CPU's native
+kernels. Requests run concurrently and are preempted, cancelled and ended."""
 
 from __future__ import annotations
 

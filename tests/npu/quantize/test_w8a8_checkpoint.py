@@ -36,7 +36,7 @@ def layer_of(model, config: ModelConfig, index: int, dtype: torch.dtype) -> Laye
 
 
 def outlying(kind: str, dtype: torch.dtype = BF16):
-    """Return a model whose linear inputs have outlier columns, as those of large models have."""
+    """Return a model whose linear inputs have outlier columns, as large models do."""
     model = random_model(kind)
     with torch.no_grad():
         for layer in model.model.layers:

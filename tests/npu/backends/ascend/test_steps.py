@@ -35,7 +35,7 @@ def without(*names: str) -> Iterator[None]:
 
 @contextmanager
 def counted(runner: Runner) -> Iterator[Counter[str]]:
-    """Count kernel calls by name, without those of replays."""
+    """Count kernel calls by name, without the calls of replays."""
     kernels, calls = runner._kernels, Counter[str]()
     before = dict(kernels._functions)
 
