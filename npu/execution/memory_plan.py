@@ -145,15 +145,12 @@ def predict(
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
     made, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
-    length = max_model_len or config.context_length
-    if length > config.context_length:
-        raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
+    length = _checked_length(config, max_model_len)
     available = backend.memory_available()
 
     weights = stored_bytes(config, made, backend)
     rows = min(max_num_seqs, max_num_batched_tokens)
-    activations = _activations(
-        config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
+    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
@@ -164,16 +161,11 @@ def predict(
     free_blocks = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
-    per_request = -(-length // block_size)
-    least = per_request if max_model_len else 1
     if kv_cache_memory:
-        num_blocks = kv_cache_memory // block
-        if num_blocks < least:
-            raise ModelError(
-                f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
-                f"{f'max_model_len {length}' if max_model_len else 'one block'} needs {mib(least * block)}")
+        num_blocks = _given_blocks(kv_cache_memory, block, block_size, max_model_len)
     else:
-        num_blocks = max(min(max_num_seqs * per_request, free_blocks), least)
+        per_request = -(-length // block_size)
+        num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
         weights=weights + 4 * length * config.head_dim,
@@ -214,6 +206,24 @@ def _checked(
     if block_size % multiple:
         raise ModelError(f"block_size: {block_size} is not possible here; possible are multiples of {multiple}")
     return made, cached, block_size
+
+
+def _checked_length(config: ModelConfig, max_model_len: int) -> int:
+    """Return the positions of a request, by default the model's context. Raises ModelError beyond it."""
+    length = max_model_len or config.context_length
+    if length > config.context_length:
+        raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
+    return length
+
+
+def _given_blocks(kv_cache_memory: int, block: int, block_size: int, max_model_len: int) -> int:
+    """Return the blocks of `block` bytes in kv_cache_memory. Raises ModelError if they hold no max_model_len tokens."""
+    num_blocks, least = kv_cache_memory // block, -(-max_model_len // block_size) or 1
+    if num_blocks < least:
+        raise ModelError(
+            f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
+            f"{f'max_model_len {max_model_len}' if max_model_len else 'one block'} needs {mib(least * block)}")
+    return num_blocks
 
 
 def _host(

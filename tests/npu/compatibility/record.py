@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,24 +56,11 @@ def kind(value: Any) -> str:
     return {"NoneType": "None", "Parameter": "Tensor", "tuple": "list", "device": "str"}.get(name, name)
 
 
-def record() -> Recorded:
-    """Run all kernels' cases. Needs torch_npu, and a process that has not imported it."""
-    from npuserve.npu import emulator
-
-    emulator.activate(relax=("small_heads",))
-    import torch
+def _recorder(found: Recorded, synchronize: Callable[[], None]) -> Any:
+    """Return a dispatch mode that adds the operators called by a kernel to `found`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from npuserve.kernels import ascend
-    from npuserve.kernels.quantized import with_levels
-    from npuserve.kernels.registry import KERNELS, Implementation
-
-    synchronize = ascend.torch_npu.npu.synchronize  # imports torch_npu
-    found = Recorded()
-    table = ctypes.CDLL(None).emuOperators  # of libopapi, which the emulator has loaded
-    table.restype = ctypes.c_char_p
-    found.emulated = json.loads(table())
-    found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
+    from npuserve.npu import emulator
 
     class Recorder(TorchDispatchMode):
         def __init__(self, kernel: str, only: str = "") -> None:
@@ -98,27 +85,52 @@ def record() -> Recorded:
                 self.called.append(func.name())
             return result
 
-    for name, kernel in KERNELS.items():
+    return Recorder
+
+
+def record() -> Recorded:
+    """Run all kernels' cases. Needs torch_npu, and a process that has not imported it."""
+    from npuserve.npu import emulator
+
+    emulator.activate(relax=("small_heads",))
+    import torch
+
+    from npuserve.kernels import ascend
+    from npuserve.kernels.quantized import with_levels
+    from npuserve.kernels.registry import KERNELS, Implementation, Kernel
+
+    synchronize = ascend.torch_npu.npu.synchronize  # imports torch_npu
+    found = Recorded()
+    table = ctypes.CDLL(None).emuOperators  # of libopapi, which the emulator has loaded
+    table.restype = ctypes.c_char_p
+    found.emulated = json.loads(table())
+    found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
+
+    recorder = _recorder(found, synchronize)
+
+    def run(name: str, kernel: Kernel[Any, Any]) -> None:
         golden = Implementation(kernel.golden, ascend.to_device, ascend.to_host)
         served = kernel.implementations.get(ascend.LABEL, golden)
         refused: dict[str, str] = {}
-        for case in kernel.cases:
-            if case.benchmark or case.int8_cache or case.zeros:
-                continue
+        cases = [case for case in kernel.cases if not (case.benchmark or case.int8_cache or case.zeros)]
+        for case in cases:
             args = with_levels(case, ascend.LEVELS).make(torch.Generator().manual_seed(0), torch.bfloat16)
             try:
-                with Recorder(name, "npu::"):
+                with recorder(name, "npu::"):
                     args = served.adapt(args)
-                with Recorder(name):
+                with recorder(name):
                     served.function(*args)
-                with Recorder(name, "npu::"):
+                with recorder(name, "npu::"):
                     served.restore(args)
                 synchronize()
             except RuntimeError as error:
                 text = " ".join(str(error).split())
                 (refused if RULE.search(text) else found.failed)[f"{name}, {case.name}"] = text
-        if len(refused) == sum(not (case.benchmark or case.int8_cache or case.zeros) for case in kernel.cases):
+        if len(refused) == len(cases):
             found.failed |= refused
+
+    for name, kernel in KERNELS.items():
+        run(name, kernel)
     return found
 
 

@@ -150,7 +150,8 @@ def test_require_fit_lists_parts(cpu, available):
             "kv_cache_memory: .* holds 48 tokens; max_model_len 64 needs",
         ),
         ({"dtype": "float64"}, BackendError, "dtype: 'float64'"),
-        ({"kv_cache_dtype": "int4"}, BackendError, "kv_cache_dtype: 'int4' is not possible on cpu; possible are auto, int8"),
+        ({"kv_cache_dtype": "int4"}, BackendError,
+         "kv_cache_dtype: 'int4' is not possible on cpu; possible are auto, int8"),
         (
             {"kv_cache_dtype": "int8", "prefill": CpuBackend()},
             BackendError,
