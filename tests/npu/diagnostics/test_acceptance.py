@@ -16,7 +16,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics import acceptance
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import Step
-from tests.npu.execution.test_decode_graphs import Bucketed, Graph
+from tests.npu.execution.test_dispatch import Bucketed, Graph
 from tests.support.models import random_model, saved
 
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")

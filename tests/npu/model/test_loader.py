@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from npuserve.kernels.native.packed import dense
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
-from npuserve.npu.model import progress as progress_module
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from tests.support.models import FAMILIES, edit_config, random_model, saved
@@ -259,23 +258,3 @@ def test_loader_releases_mapped_pages(tmp_path, monkeypatch, cpu):
     load(folder, cpu, progress=lambda done, total: resident.append(mapped_kib()))
     assert len(resident) > 40
     assert max(resident) - before < size / 3
-
-
-def test_progress_without_terminal_is_logged(tmp_path, monkeypatch, caplog):
-    clock = iter(range(0, 10000, 2))
-    monkeypatch.setattr("npuserve.npu.model.progress.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
-    folder = saved(random_model("llama"), tmp_path / "a model")
-    with caplog.at_level("INFO"):
-        load(folder, progress=None)
-    assert caplog.messages
-    assert all(message.startswith("loading a model: ") for message in caplog.messages)
-
-
-def test_progress_on_terminal_is_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with progress_module.reporting("loading a model") as progress:
-        progress(1 << 20, 2 << 20)
-    captured = capsys.readouterr()
-    assert "loading a model" in captured.err
-    assert captured.out == ""

@@ -8,7 +8,7 @@ import torch
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.npu.model import test_w8a8
 from tests.npu.model.test_w8a8 import FLIPS, far, logits, oracles
-from tests.npu.quantize.test_w8a8_checkpoint import outlying, sequences
+from tests.npu.quantize.test_w8a8 import outlying, sequences
 from tests.support.models import saved
 from tests.support.quantized import loaded
 
