@@ -16,7 +16,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.memory_plan import predict
-from npuserve.npu.model import loader
+from npuserve.npu.model import progress
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
@@ -52,7 +52,7 @@ def test_predict_weights_and_cache_equal_allocated(tmp_path, kind, dtype, cpu):
 
 
 def test_kv_cache_slow_allocation_shows_progress(cpu, monkeypatch, caplog):
-    monkeypatch.setattr(loader, "FIRST_REPORT_SECONDS", 0)
+    monkeypatch.setattr(progress, "FIRST_REPORT_SECONDS", 0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
     plan = predict(config, cpu, kv_cache_memory=64 << 20)
@@ -178,7 +178,7 @@ import sys
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.npu.execution import memory_plan as memory, runner as module
+from npuserve.npu.execution import memory_plan as memory, load as module
 
 plans = []
 module.select = lambda *_: CpuBackend(native=sys.argv[2] == "cpu")

@@ -247,7 +247,7 @@ def _spoil(folder: Path, **changes: torch.Tensor | None) -> None:
     (lambda f: _spoil(f, layers__0__mlp__up_proj=None), {}, "model.layers.0.mlp.up_proj.weight is missing"),
     (lambda f: _spoil(f, layers__1__input_layernorm=torch.ones(31)), {},
      r"input_layernorm.weight is \[31\] instead of \[32\]"),
-    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "model.norm.weight is I8; what is quantized"),
+    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "model.norm.weight is I8; supported are"),
     (lambda f: _spoil(f, layers__2__mlp__up_proj=torch.full((48, 32), torch.nan)), {}, "up_proj.weight.* not finite"),
     (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a complete safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
