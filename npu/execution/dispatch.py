@@ -75,9 +75,10 @@ class Dispatch:
         if part.first or self.is_on_host(part):
             return None
         is_decode = len(part.samples) == len(part.rows) == part.tokens
-        found = (argmax and self.greedy, self.decode) if is_decode else ()
-        captured = next((each for each in (*found, self.mixed) if each and part.tokens <= each.largest), None)
-        if self._pads and captured and captured is self.mixed:
+        candidates = (self.greedy if argmax else None, self.decode, self.mixed) if is_decode else (self.mixed,)
+        captured: Captured | None = next(
+            (each for each in candidates if each and part.tokens <= each.largest), None)
+        if captured is not None and captured is self.mixed and self._pads:
             self._buffers.pad(part, captured.size(part.tokens))
         return captured
 

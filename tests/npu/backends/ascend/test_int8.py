@@ -147,5 +147,5 @@ def test_ascend_zero_points_are_refused_before_loading(tmp_path: Path, what: str
 
 @emulated()
 def test_ascend_int8_cache_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match=r"kv_cache_dtype: 'int8' .* rows of one token alone, and not for chunks"):
+    with pytest.raises(BackendError, match=r"kv_cache_dtype: 'int8' .* only for rows of one token, not for chunks"):
         load(saved(tmp_path), dtype="bfloat16", kv_cache_dtype="int8")
