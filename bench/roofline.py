@@ -26,8 +26,8 @@ from npuserve.kernels.bench.costs import Cost, cost, nbytes
 from npuserve.kernels.quantized import Int8, Scheme, Weight
 from npuserve.npu.backends.ascend.backend import BACKEND
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.model.allocation import allocate
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.weights import allocate
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
 
 PAGE = Path(__file__).parents[1] / "docs" / "ascend-roofline.md"
@@ -134,7 +134,7 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
     cos_sin = meta(c.context_length, c.head_dim, dtype=torch.float32)
     model = Model(c, weights, cos_sin, kernels)
     cache: Any = SimpleNamespace(layers=[(layer, layer)] * c.num_layers)
-    model.likeliest(model.hidden(batch, cache))
+    model.argmax(model.hidden(batch, cache))
     linear = nbytes(*(w.weight for x in weights.layers for w in (x.qkv, x.o, x.gate_up, x.down)))
     return Step(dict(ledger.costs), linear + nbytes(weights.lm_head.weight),
                 rows * context * c.num_layers * 2 * layer[0, 0].nbytes)

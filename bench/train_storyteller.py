@@ -5,9 +5,9 @@
     python -m bench.train_storyteller sharpen  --model FITTED --out MODEL --by 1.5
     python -m bench.train_storyteller evaluate --teacher FOLDER --model MODEL
 
-Needs `pip install npuserve[transformers]` and a teacher in Hugging Face format, such as karpathy/tinyllamas'
-stories15M. The student is defined by transformers' own Qwen3ForCausalLM, so that nothing of the server is used
-to make the weights that the server is tested with.
+It needs `pip install npuserve[transformers]` and a teacher in Hugging Face format, such as stories15M of
+karpathy/tinyllamas. transformers' Qwen3ForCausalLM defines the student, so that the weights that the server is tested
+with are made without any code of the server.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ HELD_OUT = 200
 
 
 def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed: int, opening: int = 0):
-    """Yield (text, ended) of `count` stories from the teacher, from its beginning-of-text token alone.
+    """Yield (text, ended) of `count` stories sampled from the teacher's beginning-of-text token.
 
-    temperature: of the teacher's softmax, after the first `opening` tokens, which are drawn at temperature 1 so that
-    stories begin in many ways. `ended` is False where the story was cut off by the teacher's context.
+    temperature: of the teacher's softmax after the first `opening` tokens, which are sampled at temperature 1 so that
+        stories begin differently.
+    ended: False if the teacher's context cut the story off.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,10 +65,10 @@ def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed
 
 
 def cached_step(model, rows: int, length: int):
-    """A Llama's decode step for `rows` sequences in lockstep: (ids [rows], position) -> logits [rows, vocabulary].
+    """Return a Llama's decode step for `rows` sequences: (ids [rows], position) -> logits [rows, vocabulary].
 
-    The cache is fp32 [rows, heads, length, head_dim] and is read only as far as it is filled, which is what makes
-    this several times faster here than generate() with a static cache.
+    The cache is fp32 [rows, heads, length, head_dim] and is read only up to the current position, which makes it
+    several times faster than generate() with a static cache.
     """
     config, base = model.config, model.model
     heads, size = config.num_attention_heads, config.head_dim
@@ -114,7 +115,7 @@ def command_sample(args: argparse.Namespace) -> None:
 
 
 def make_tokenizer(texts: list[str], out: Path) -> None:
-    """Byte-level BPE of VOCABULARY entries, split as Qwen3 splits, saved as tokenizer.json and its config."""
+    """Train a byte-level BPE of VOCABULARY entries that splits as Qwen3 does; save tokenizer.json and its config."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     split = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -128,7 +129,7 @@ def make_tokenizer(texts: list[str], out: Path) -> None:
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    # A prompt begins as the stories do that the model was fitted on: after END.
+    # A prompt begins after END, as the stories in the training data do.
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -149,16 +150,16 @@ def make_student():
 
 
 def read_stories(file: str, tokenizer) -> list[list[int]]:
-    """The stories' ids; one starts after END as it does after nothing, since a first token needs one before it."""
+    """Return the ids of the stories. Each starts after END, since the first token needs a predecessor."""
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     encoded = tokenizer.encode_batch([row["text"] for row in rows])
     return [[0, *e.ids, 0] if row["ended"] else [0, *e.ids] for e, row in zip(encoded, rows, strict=True)]
 
 
 def pack(read, length: int, seed: int):
-    """Yield endless [length + 1] windows of whole stories one after the other, the last one cut off.
+    """Yield endless [length + 1] windows of concatenated whole stories; the last one is cut off.
 
-    read: gives the stories anew for each epoch, so that the file may grow meanwhile.
+    read: returns the stories for each epoch, so that the file may grow during training.
     """
     generator = torch.Generator().manual_seed(seed)
     row: list[int] = []
@@ -172,7 +173,7 @@ def pack(read, length: int, seed: int):
 
 
 def command_fit(args: argparse.Namespace) -> None:
-    """Fit for a fixed number of minutes: Muon on the matrices, AdamW on the rest, a warm-up and a linear decay."""
+    """Fit for a fixed number of minutes: Muon for the matrices, AdamW for the rest, a warm-up and a linear decay."""
     from tokenizers import Tokenizer
 
     out = Path(args.out)
@@ -229,9 +230,9 @@ def command_fit(args: argparse.Namespace) -> None:
 
 
 def save(model, out: Path, sharpness: float = 1.0) -> None:
-    """Weights in bf16, config and generation config, as a Hugging Face folder.
+    """Save weights in bf16, config and generation config as a Hugging Face folder.
 
-    sharpness: multiplies the final norm and with it all logits, as dividing every temperature by it would.
+    sharpness: factor of the final norm and so of all logits, equivalent to dividing every temperature by it.
     """
     made = copy.deepcopy(model)
     with torch.no_grad():
@@ -243,7 +244,7 @@ def save(model, out: Path, sharpness: float = 1.0) -> None:
 
 
 def command_sharpen(args: argparse.Namespace) -> None:
-    """Write a model that is calmer than the one it was made from."""
+    """Write a copy of a model whose logits are scaled."""
     from transformers import AutoModelForCausalLM
 
     out = Path(args.out)
@@ -254,14 +255,14 @@ def command_sharpen(args: argparse.Namespace) -> None:
 
 
 def loops(text: str) -> bool:
-    """True if some run of 8 words occurs three times or more."""
+    """Return True if 8 consecutive words occur three times or more."""
     words = text.split()
     grams = [" ".join(words[i : i + 8]) for i in range(len(words) - 7)]
     return any(grams.count(g) >= 3 for g in set(grams))
 
 
 def command_evaluate(args: argparse.Namespace) -> None:
-    """Loss in nats per teacher token, of the teacher's own samples and of the student's, at one temperature."""
+    """Print the loss in nats per teacher token of samples of the student and of the teacher, at one temperature."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval()
@@ -303,17 +304,17 @@ def main() -> None:
     sample.add_argument("--stories", type=int, default=40000)
     sample.add_argument("--batch", type=int, default=512)
     sample.add_argument("--temperature", type=float, default=0.8)
-    sample.add_argument("--opening", type=int, default=0, help="first tokens, drawn at temperature 1")
+    sample.add_argument("--opening", type=int, default=0, help="number of first tokens sampled at temperature 1")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=command_sample)
     fit = commands.add_parser("fit", help="train the student on sampled stories")
     fit.add_argument("--stories", required=True)
     fit.add_argument("--out", required=True)
-    fit.add_argument("--base", help="go on from this model")
-    fit.add_argument("--decay", type=float, default=0.5, help="share of the time at the end in which rates fall to 0")
+    fit.add_argument("--base", help="model to continue from")
+    fit.add_argument("--decay", type=float, default=0.5, help="fraction of the time in which the rates decay to 0")
     fit.add_argument("--minutes", type=float, default=60)
-    fit.add_argument("--rows", type=int, default=16, help="windows a step")
-    fit.add_argument("--length", type=int, default=400, help="tokens a window")
+    fit.add_argument("--rows", type=int, default=16, help="windows per step")
+    fit.add_argument("--length", type=int, default=400, help="tokens per window")
     fit.add_argument("--lr", type=float, default=3e-3)
     fit.add_argument("--muon-lr", type=float, default=0.02)
     fit.add_argument("--threads", type=int, default=2)

@@ -1,6 +1,11 @@
-"""The device side: everything that touches a tensor."""
+"""Device side of npuserve: the only package that uses torch.
+
+Imports between folders go in one direction: `backends` ← `model` ← `execution` ← `diagnostics`. `quantize` imports
+`model`; `emulator` imports `backends`. The modules of this level (`quantization`, `step`, `storyteller`) import none of
+the folders and no torch.
+"""
 
 import os
 
-# torch would import an installed torch_npu by itself, which fails without a CANN; the backend imports it when chosen.
+# torch imports an installed torch_npu automatically, which fails without CANN; the backend imports it when selected.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

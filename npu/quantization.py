@@ -1,7 +1,7 @@
-"""What config.json says of a quantized checkpoint, checked. Imports no torch.
+"""Parser of the quantization section of a config.json. Imports no torch.
 
-The format is that of the compressed-tensors package (its quantization/quant_config.py, quant_args.py and
-utils/match.py), which llm-compressor writes and vLLM reads. Of it W8A8 is served: products of int8 with int8.
+The compressed-tensors package defines the format (quantization/quant_config.py, quant_args.py and utils/match.py);
+llm-compressor writes it and vLLM reads it. Only W8A8 is supported: int8 weights multiplied with int8 activations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ METHOD, FORMAT, LINEAR = "compressed-tensors", "int-quantized", "Linear"
 
 @dataclass(frozen=True, slots=True)
 class W8A8:
-    """How a linear layer is int8. Without the symmetry there are zero points.
+    """Quantization scheme of a linear layer with int8 weights and int8 inputs.
 
-    per_channel: a scale for each row of the weight; otherwise one for all. dynamic: inputs have a scale for each token,
-    found as it comes; otherwise one for all, in the checkpoint.
+    per_channel: one weight scale per output row; False: one per tensor.
+    symmetric: weights have no zero points.
+    dynamic: one input scale per token, computed at run time; False: one per tensor, stored in the checkpoint.
+    symmetric_inputs: inputs have no zero points.
     """
 
     per_channel: bool = True
@@ -30,20 +32,23 @@ class W8A8:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which linear layers are int8.
+    """Assignment of schemes to linear layers.
 
-    groups: each has targets and how what they name is quantized. A target, and an entry of ignore, is "Linear" (all),
-    a layer's name, or "re:" and what a name begins with, as a regular expression.
+    groups: (targets, scheme) pairs.
+    ignore: layers that are not quantized.
+
+    A target or an entry of `ignore` is "Linear" (all linear layers), a layer's name, or "re:" followed by a regular
+    expression that matches the beginning of a name.
     """
 
     groups: tuple[tuple[tuple[str, ...], W8A8], ...]
     ignore: tuple[str, ...] = ()
 
     def of(self, name: str) -> W8A8 | None:
-        """How the linear layer of that name is quantized; None: not at all.
+        """Return the scheme of the linear layer `name`, or None if it is not quantized.
 
-        Of several targets that name it the first counts, names before expressions before "Linear", each in the order
-        of their letters; of equal targets the last.
+        If several targets match, names take precedence over regular expressions, and these over "Linear"; within a
+        kind the first in alphabetical order applies, and the last of equal targets.
         """
         if any(_names(pattern, name) for pattern in self.ignore):
             return None
@@ -52,7 +57,7 @@ class Quantization:
         return next((schemes[target] for target in order if _names(target, name)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """config.json's quantization_config, with the keys that llm-compressor writes."""
+        """Return the value of config.json's `quantization_config`, with the keys that llm-compressor writes."""
         return {
             "config_groups": {f"group_{index}": _group_json(*group) for index, group in enumerate(self.groups)},
             "format": FORMAT,
@@ -67,9 +72,9 @@ class Quantization:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> Quantization | None:
-        """From the contents of a config.json; None where it says nothing of quantization.
+        """Parse the contents of a config.json. Return None if they have no quantization section.
 
-        Raises ValueError that names the key whose value is not supported, and what is.
+        Raises ValueError naming the key whose value is not supported, and the supported values.
         """
         key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
         return None if key is None else _read(config[key], key)
@@ -97,7 +102,7 @@ def _group_json(targets: Sequence[str], scheme: W8A8) -> dict[str, Any]:
 
 def _read(data: Any, where: str) -> Quantization:
     found = _object(data, where)
-    if isinstance(inner := found.get("quantization_config"), dict):  # as older versions of transformers nest it
+    if isinstance(inner := found.get("quantization_config"), dict):  # older versions of transformers nest it
         found = {**{key: value for key, value in found.items() if key != "quantization_config"}, **inner}
     if (method := found.get("quant_method", METHOD)) != METHOD:
         raise ValueError(f"{where}: the checkpoint is quantized by another method ({method}); supported: {METHOD}")
@@ -106,7 +111,7 @@ def _read(data: Any, where: str) -> Quantization:
     sparsity = found.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
         found = {**found, "sparsity_config": None}
-    # What says how the checkpoint came about, and kv_cache_scheme: the cache is as the server is told.
+    # Accepted without effect: keys of provenance, and kv_cache_scheme, since the server's settings define the cache.
     _refuse_others(found, where, {
         "quant_method", "config_groups", "ignore", "kv_cache_scheme", "global_compression_ratio", "version", "format",
         "quantization_status", "sparsity_config", "transform_config", "moe_sparsity_config"})
@@ -141,7 +146,7 @@ def _group(data: Any, where: str) -> tuple[tuple[str, ...], W8A8]:
 
 
 def _args(data: Any, where: str) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs, with its defaults."""
+    """Return QuantizationArgs of compressed-tensors with its defaults filled in."""
     given = {key: value.lower() if key in ("type", "strategy", "actorder") and isinstance(value, str) else value
              for key, value in _object(data, where).items()}
     args = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False} | given
@@ -158,7 +163,7 @@ def _args(data: Any, where: str) -> dict[str, Any]:
     _one_of(args, where, "strategy", "channel", "tensor", "token")
     _one_of(args, where, "group_size", None, -1)
     _one_of(args, where, "block_structure", None)
-    _one_of(args, where, "actorder", None, False, "weight", "static")  # these leave the columns in their order
+    _one_of(args, where, "actorder", None, False, "weight", "static")  # these keep the order of the columns
     return args
 
 
@@ -176,19 +181,19 @@ def _patterns(data: Any, where: str) -> tuple[str, ...]:
             try:
                 re.compile(entry[3:])
             except re.error as error:
-                raise ValueError(f"{where}: {entry!r} is no regular expression: {error}") from None
+                raise ValueError(f"{where}: {entry!r} is not a regular expression: {error}") from None
     return tuple(data)
 
 
 def _refuse_others(data: Mapping[str, Any], where: str, known: set[str]) -> None:
-    """Raises ValueError for a key that is not known, unless it says nothing."""
+    """Raise ValueError for an unknown key whose value is neither None, False nor empty."""
     unknown = sorted(str(key) for key, value in data.items() if key not in known and value not in (None, {}, [], False))
     if unknown:
         raise ValueError(f"{where}: {', '.join(unknown)} is not supported; supported: {', '.join(sorted(known))}")
 
 
 def _one_of(data: Mapping[str, Any], where: str, key: str, *supported: Any) -> None:
-    """Raises ValueError unless the value, None where it is absent, is one of those."""
+    """Raise ValueError unless the value of `key` (None if absent) is one of `supported`."""
     value = data.get(key)
     if not any(type(value) is type(one) and value == one for one in supported):
         kinds = ", ".join(str(one) for one in supported)

@@ -86,9 +86,9 @@ def test_ascend_docs_codes_are_sorted_as_the_code_does(fault: Fault) -> None:
     assert {acl_errors.sort(code) for code in codes} == {fault}
 
 
-def test_ascend_docs_versions_are_those_of_the_ladder() -> None:
-    ladder = {file.stem for file in (ROOT / "tests" / "npu" / "ladder" / "versions").glob("*.json")}
-    assert {cells[0] for cells in list(rows("Install"))[1:]} == ladder
+def test_ascend_docs_versions_equal_compatibility_data() -> None:
+    versions = {file.stem for file in (ROOT / "tests" / "npu" / "compatibility" / "versions").glob("*.json")}
+    assert {cells[0] for cells in list(rows("Install"))[1:]} == versions
 
 
 def test_ascend_docs_driver_version_is_that_of_the_code() -> None:

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from npuserve.npu.backends.base import Fault
-from npuserve.npu.backends.cuda.backend import LEAST_CAPABILITY, CudaBackend
-from npuserve.npu.backends.cuda.graphs import MOST_TOKENS, token_buckets
+from npuserve.npu.backends.cuda.backend import MIN_CAPABILITY, CudaBackend
+from npuserve.npu.backends.cuda.graphs import MAX_TOKENS, token_buckets
 from npuserve.service.config import ServerConfig
 from tests.test_ascend_docs import ROOT, names, numbers, row, rows, sources
 
@@ -42,12 +42,12 @@ def test_cuda_docs_faults_are_all_there() -> None:
 
 
 def test_cuda_docs_numbers_are_those_of_the_code() -> None:
-    assert ".".join(map(str, LEAST_CAPABILITY)) in numbers(section("Install"))
-    buckets = token_buckets(MOST_TOKENS)
+    assert ".".join(map(str, MIN_CAPABILITY)) in numbers(section("Install"))
+    buckets = token_buckets(MAX_TOKENS)
     small = [size for size in buckets if size < 64]
-    assert {*map(str, small), "64", str(MOST_TOKENS)} <= numbers(row("What is captured", "with chunks", page=PAGE))
-    assert buckets[len(small) :] == (*range(64, MOST_TOKENS + 1, 64),)
-    assert str(MOST_TOKENS) in numbers(row("Sizes", "max_num_batched_tokens", page=PAGE))
+    assert {*map(str, small), "64", str(MAX_TOKENS)} <= numbers(row("What is captured", "with chunks", page=PAGE))
+    assert buckets[len(small) :] == (*range(64, MAX_TOKENS + 1, 64),)
+    assert str(MAX_TOKENS) in numbers(row("Sizes", "max_num_batched_tokens", page=PAGE))
     assert numbers(row("Sizes", "block_size", page=PAGE)) == {
         str(CudaBackend.block_size), str(CudaBackend.block_multiple)}
     assert str(CudaBackend.vocabulary_tile) in numbers(section("Sizes"))

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.model.allocation import INT8, Target, allocate
 from npuserve.npu.model.config import HeadDtype, ModelConfig
-from npuserve.npu.model.weights import INT8, ModelWeights, Target, allocate
+from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,8 @@
-"""Devices. `select` is the only way to one; each backend's module is imported when it is selected."""
+"""Devices: the interface (`base`), one module or folder per device, and what devices have in common.
+
+`select` is the only way to a device. It imports a backend's module by name when the backend is selected.
+Imports of `npu`: top level.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,41 @@ from npuserve.npu.backends.base import Backend, BackendError, Fault
 MODULES = {"npu": "ascend.backend", "cuda": "cuda.backend", "cpu": "cpu"}
 """Name -> module of this package, in the order in which "auto" tries them."""
 
+EMULATORS = {"npu": "npuserve.npu.emulator", "cuda": "npuserve.npu.backends.cuda.emulated_backend"}
+"""Name -> module whose `emulate(relax)` loads an emulator, which registers its backend (`register_emulated`)."""
+
+_emulated: dict[str, type[Backend]] = {}
+
 
 def present() -> list[str]:
-    """Names of the backends that this version has, available here or not."""
+    """Return the names of the backends that this version contains, whether or not this machine has the device."""
     return [name for name, module in MODULES.items() if importlib.util.find_spec(f"{__name__}.{module}")]
 
 
+def register_emulated(cls: type[Backend]) -> None:
+    """Use `cls` in place of the backend of the same name for the rest of the process."""
+    _emulated[cls.name] = cls
+
+
 def backend_class(name: str) -> type[Backend]:
-    """The backend's class, without starting the device. Raises BackendError for one that this version lacks."""
+    """Return the backend's class without starting the device. Raises BackendError if this version lacks the backend."""
     if name not in present():
         raise BackendError(f"device: this version has no backend {name!r}; it has: {', '.join(present())}")
-    found: type[Backend] = importlib.import_module(f"{__name__}.{MODULES[name]}").BACKEND
+    found: type[Backend] = _emulated.get(name) or importlib.import_module(f"{__name__}.{MODULES[name]}").BACKEND
     return found
 
 
 def select(name: str = "auto", emulate: Sequence[str] | None = None) -> Backend:
-    """The backend of that name; "auto": the first of npu, cuda, cpu that is available. Raises BackendError.
+    """Start a backend.
 
-    emulate: the device is an emulated one, which accepts so much more than the real one does; see `Backend.emulate`.
+    name: "auto" for the first of npu, cuda, cpu that is available.
+    emulate: start the backend's emulator in place of the device; names of what it accepts beyond the real device.
+    Raises BackendError if the device or its emulator is not available.
     """
     for candidate in present() if name == "auto" else [name]:
-        cls = backend_class(candidate)
         if emulate is not None:
-            cls.emulate(emulate)
+            _emulate(candidate, emulate)
+        cls = backend_class(candidate)
         if cls.available():
             return cls()
         if name != "auto":
@@ -42,8 +58,10 @@ def select(name: str = "auto", emulate: Sequence[str] | None = None) -> Backend:
 
 
 def select_prefill(name: str, device: Backend) -> Backend | None:
-    """The backend of that name, to compute prompts for `device`; None for "same": the device does. Raises BackendError,
-    also where that is the device itself."""
+    """Start the backend that computes prompts for `device`; None for "same", where the device computes them.
+
+    Raises BackendError if it is not available or is the device itself.
+    """
     if name == "same":
         return None
     if name == device.name:
@@ -52,5 +70,12 @@ def select_prefill(name: str, device: Backend) -> Backend | None:
 
 
 def fault(error: BaseException) -> Fault | None:
-    """What is to be done about an error of a device; None if it is none of any device's."""
+    """Return the reaction to an error of any device; None if no device caused it."""
     return next((found for name in present() if (found := backend_class(name).fault(error)) is not None), None)
+
+
+def _emulate(name: str, relax: Sequence[str]) -> None:
+    backend_class(name)  # raises for a backend that this version lacks
+    if name not in EMULATORS:
+        raise BackendError(f"emulate: there is no emulator of {name}")
+    importlib.import_module(EMULATORS[name]).emulate(relax)

@@ -1,4 +1,4 @@
-"""The CPU: one thread works off the queue of steps; what it calls is done when the call returns."""
+"""CPU backend: one thread runs the queue of steps; the kernels that it calls are complete when the call returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
 
 _TORCH_THREADS = torch.get_num_threads()
-"""What torch would take, before anyone sets it: the environment may say so."""
+"""torch's default, read before anything sets it: environment variables may define it."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -32,7 +32,7 @@ _MAX_EXIT_SECONDS = 60.0
 
 
 class Done:
-    """An event of a device whose work is done when it is queued."""
+    """Event of a device whose work is complete when it is queued."""
 
     def wait(self) -> None:
         return
@@ -42,43 +42,43 @@ class Done:
 
 
 class Task(Generic[T]):
-    """Work for the queue's thread, which calls `run` and then `tell`."""
+    """Work for the queue's thread, which calls `run` and then `release`."""
 
-    __slots__ = ("_error", "_result", "_told", "_work")
+    __slots__ = ("_error", "_pending", "_result", "_work")
 
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._error: BaseException | None = None
-        self._told = threading.Lock()
-        self._told.acquire()
+        self._pending = threading.Lock()
+        self._pending.acquire()
 
     def run(self) -> None:
         assert self._work
         try:
             self._result = self._work()
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # `wait` raises it
             self._error = error
         self._work = None
 
-    def tell(self) -> None:
-        self._told.release()
+    def release(self) -> None:
+        self._pending.release()
 
     def wait(self) -> T:
-        with self._told:
+        with self._pending:
             if self._error:
                 raise self._error
             return self._result
 
     def done(self) -> bool:
-        return not self._told.locked()
+        return not self._pending.locked()
 
 
 class Queue:
-    """A thread that works off tasks in order, and ends with None. `live` are those whose thread has begun.
+    """Thread that runs tasks in order until it receives None. `live`: queues whose thread has started.
 
-    It tells of a task only when the next one has come to its kernels, which need no Python, or there is no next one:
-    whoever waits for a step would otherwise take the interpreter from the thread, and the kernels of the next step
-    would wait for as long as it has work of its own.
+    A task is released only when the next task reaches its kernels, which need no interpreter lock, or when the queue is
+    empty. If it were released earlier, the thread that waits for the step would take the interpreter lock, and the
+    kernels of the next step would start only after that thread's own work.
     """
 
     live: ClassVar[weakref.WeakSet[Queue]] = weakref.WeakSet()
@@ -86,7 +86,7 @@ class Queue:
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
-        self._untold: Task[Any] | None = None
+        self._unreleased: Task[Any] | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -96,7 +96,7 @@ class Queue:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread after the task that it runs. Tasks that wait are dropped."""
+        """End the thread after its current task. Waiting tasks are dropped."""
         self._closed = True
         self.tasks.put(None)
 
@@ -104,20 +104,20 @@ class Queue:
     def work_off(self) -> None:
         while True:
             if self.tasks.empty():
-                self.tell()
+                self.release()
             task = self.tasks.get()
             if task is None or self._closed:
                 return
             task.run()
-            self.tell()
-            self._untold = task
-            del task  # what it held goes when it is told of, not when the next one comes
+            self.release()
+            self._unreleased = task
+            del task  # so that its result is freed when the task is released, not when the next one arrives
 
-    def tell(self) -> None:
-        """Of the task before, if nobody has been told. For the thread alone."""
-        if self._untold:
-            self._untold.tell()
-            self._untold = None
+    def release(self) -> None:
+        """Release the previous task if it is not released yet. Call it only from the thread."""
+        if self._unreleased:
+            self._unreleased.release()
+            self._unreleased = None
 
 
 @atexit.register
@@ -132,7 +132,7 @@ def _finish() -> None:
 
 
 class Recorded:
-    """A program of the native kernels, which runs any number of its rows."""
+    """Program of the native kernels, which can run any number of its rows."""
 
     def __init__(self, program: Program, largest: int):
         self._program = program
@@ -151,9 +151,11 @@ class Recorded:
 
 
 class CpuBackend(Backend):
-    """native: with the kernels in C++, which read weights and KV cache in their own layouts; without them, the golden
-    functions serve. Those are torch's own matrix products, whose sums may depend on the number of rows: only the native
-    kernels are deterministic."""
+    """CPU backend.
+
+    native: use the C++ kernels, which read weights and KV cache in their own layouts; False: use the golden functions.
+        Only the native kernels are deterministic: sums in torch's GEMMs may depend on the number of rows.
+    """
 
     name = "cpu"
     dtypes = ("float32", "bfloat16")
@@ -167,7 +169,7 @@ class CpuBackend(Backend):
         self.deterministic = native
         self._arena = Arena() if native else None
         self._queue = Queue()
-        self._settle: Callable[[], None] = lambda: None  # what the thread begins with
+        self._settle: Callable[[], None] = lambda: None  # first task of the thread
         self.block_multiple = LANES if native else 1
         self.threads = self._threads(0)
 
@@ -180,16 +182,16 @@ class CpuBackend(Backend):
         everywhere = sorted(os.sched_getaffinity(0))
         own: list[int] = []
         if self._arena is not None:
-            # Where there is one core for each thread, each stays on its own: once others have run on both, Linux may
-            # leave two of them on one core for milliseconds, beside one that is idle.
+            # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
+            # milliseconds while the other core is idle, after other processes have run on both.
             if 1 < self.threads == len(everywhere):
                 own = everywhere
             library().set_threads(self.threads, own)
-        # What is left to torch beside native kernels is small, and its threads would be in the way.
+        # Little work is left to torch beside native kernels, and its threads would compete for the cores.
         of_torch = self.threads if self._arena is None else 1
         torch.set_num_threads(of_torch)
         self._settle = partial(_settle, of_torch, own[:1] or everywhere)
-        if self._queue.thread is not None:  # it keeps what it began with otherwise
+        if self._queue.thread is not None:  # a running thread keeps its settings otherwise
             self.enqueue(self._settle).wait()
 
     def choose_kernels(self, wanted: Wanted, inputs: int) -> CpuKernels | None:
@@ -197,10 +199,10 @@ class CpuBackend(Backend):
             for name, value in (("cpu_gemm", wanted.gemm), ("cpu_weights", wanted.weights)):
                 if value != "auto":
                     raise BackendError(f"{name}: {value!r} needs the native CPU kernels, which are not installed; "
-                                       "possible is auto alone")
+                                       "only auto is possible")
             return None
         try:
-            return self.enqueue(partial(choose, wanted, inputs)).wait()  # on the processor where steps are computed
+            return self.enqueue(partial(choose, wanted, inputs)).wait()  # measured on the thread that computes steps
         except ValueError as error:
             raise BackendError(str(error)) from None
 
@@ -255,18 +257,18 @@ class CpuBackend(Backend):
         write(keys, values, slots, new_keys, new_values)
 
     def memory_available(self) -> int:
-        return min([_meminfo_available(), *_cgroup_rooms(_CGROUP)])
+        return min([_meminfo_available(), *_cgroup_free(_CGROUP)])
 
     def kv_cache_share(self, free: int) -> int:
-        """A quarter, for others live here too, and at most 4 GiB, which a start must write."""
+        """Return a quarter of `free`, since other processes run here, and at most 4 GiB, since a start zeroes it."""
         return min(free // 4, 4 << 30)
 
-    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        if asked == "auto":
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        if requested == "auto":
             return "bfloat16" if checkpoint == "bfloat16" else "float32"
-        if asked not in self.dtypes:
-            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(self.dtypes)}")
-        return asked
+        if requested not in self.dtypes:
+            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(self.dtypes)}")
+        return requested
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -285,8 +287,8 @@ class CpuBackend(Backend):
         return Done()
 
     def span(self) -> Span:
-        if threading.current_thread() is self._queue.thread:  # kernels are what is measured, so they come now
-            self._queue.tell()
+        if threading.current_thread() is self._queue.thread:  # a measurement starts, so kernels follow
+            self._queue.release()
         return HostSpan()
 
     def synchronize(self) -> None:
@@ -300,14 +302,14 @@ BACKEND = CpuBackend
 
 
 def _settle(threads: int, cpus: Sequence[int]) -> None:
-    """For the thread that calls it: torch's threads, and the processors that it runs on."""
+    """Set torch's number of threads and the affinity of the calling thread."""
     torch.set_num_threads(threads)
-    with suppress(OSError):  # a sandbox forbids it
+    with suppress(OSError):  # forbidden in some sandboxes
         os.sched_setaffinity(0, cpus)
 
 
 def _shares(file: int, filled: bool) -> bool:
-    """False where the system makes no large pages of a file, without which steps would be slower."""
+    """Return False if the system cannot map a file with large pages, without which steps would be slower."""
     try:
         if not filled:
             os.ftruncate(file, 0)
@@ -318,7 +320,7 @@ def _shares(file: int, filled: bool) -> bool:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and its control group's quota."""
+    """Return the number of cores that this process may use, by affinity and control group quota."""
     cores = len(os.sched_getaffinity(0))
     quota = _words(_CGROUP / "cpu.max")  # version 2: "<microseconds or max> <period>"
     if len(quota) == 2 and quota[0].isdigit():
@@ -334,9 +336,9 @@ def _meminfo_available() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _cgroup_rooms(root: Path) -> list[int]:
-    """What the control group (version 2, version 1) still leaves, file cache that can be dropped counting as free."""
-    rooms = []
+def _cgroup_free(root: Path) -> list[int]:
+    """Return the free bytes of the control group, by version 2 and version 1; inactive file cache counts as free."""
+    free = []
     for limit, usage, stat, cache in (
         (root / "memory.max", root / "memory.current", root / "memory.stat", "inactive_file"),
         (
@@ -350,8 +352,8 @@ def _cgroup_rooms(root: Path) -> list[int]:
         if limits and used and limits[0].isdigit():
             words = _words(stat)
             droppable = int(words[words.index(cache) + 1]) if cache in words else 0
-            rooms.append(max(int(limits[0]) - int(used[0]) + droppable, 0))
-    return rooms
+            free.append(max(int(limits[0]) - int(used[0]) + droppable, 0))
+    return free
 
 
 def _words(path: Path) -> list[str]:

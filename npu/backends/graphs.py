@@ -1,7 +1,7 @@
-"""Steps captured as graphs, one for each bucket of rows or tokens.
+"""Steps captured as graphs, one graph per bucket of rows or tokens.
 
-A graph computes as many rows as its bucket has; smaller batches are padded to it. All graphs share one memory pool,
-since only one of them runs at a time, and the largest is captured first, so that the others fit into what it took.
+A graph computes as many rows as its bucket; smaller batches are padded to it. All graphs share one memory pool, since
+only one runs at a time. The largest is captured first, so that the others fit into its memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ Graph = TypeVar("Graph")
 
 
 def default_buckets(largest: int) -> tuple[int, ...]:
-    """Rows of decode steps: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 beyond, and `largest` itself."""
+    """Return the row counts of captured decode steps: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 beyond,
+    and `largest`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 64)]
     return *(size for size in sizes if size < largest), largest
 
 
 class Graphs(ABC, Generic[Graph]):
-    """A `Captured`. streams: the module of torch that serves the device. seconds, nbytes: what the capture took, of
-    time and of the device's memory."""
+    """`Captured` step with one graph per bucket.
+
+    streams: torch module of the device (torch.cuda, torch.npu).
+    seconds: duration of the capture.
+    nbytes: device memory that the capture took.
+    """
 
     def __init__(self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int]):
         self._buckets = sorted(set(buckets))
@@ -51,15 +56,15 @@ class Graphs(ABC, Generic[Graph]):
         return self._buckets[bisect.bisect_left(self._buckets, rows)]
 
     def replay_timed(self, rows: int, context_lens: Sequence[int]) -> None:
-        """A graph is one dispatch: it cannot be taken apart."""
+        """Return None: a graph is one dispatch and cannot be split into kernels."""
         return
 
     def _graph(self, rows: int) -> Graph:
-        """That which serves so many rows. ValueError beyond the largest."""
+        """Return the graph that serves `rows` rows. Raises ValueError if no graph is large enough."""
         if rows > self.largest:
             raise ValueError(f"{rows} rows, where the largest graph has {self.largest}")
         return self._graphs[self.size(rows)]
 
     @abstractmethod
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> Graph:
-        """A graph of `step` of so many rows, which lie in memory that stays where it is."""
+        """Capture `step` for `rows` rows, whose memory stays at its address."""

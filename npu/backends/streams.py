@@ -1,8 +1,7 @@
-"""What devices with streams of their own have in common, over the module of torch that serves them (torch.cuda,
-torch.npu).
+"""Base of devices with streams, over the torch module that serves them (torch.cuda, torch.npu).
 
-Steps go to one stream, in order. What they leave for the host is copied on a second one, beside the next step. The host
-waits for nothing but such copies.
+Steps run in order on one stream. Results for the host are copied on a second stream, concurrently with the next step.
+The host waits for these copies only.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ class Done(Generic[T]):
 
 
 class Fetched:
-    """A copy on its way to the host. staged: what is being copied, kept until it is there. events: given back to `pool`
-    then, the last of them being the end."""
+    """D2H copy in progress.
+
+    staged: source of the copy, kept until the copy is complete.
+    events: returned to `pool` then; the last one marks the end of the copy.
+    """
 
     __slots__ = ("_events", "_pool", "_staged")
 
@@ -52,7 +54,7 @@ class Fetched:
 
 
 class DeviceSpan:
-    """A pair of events of `pool`, to which reading gives them back."""
+    """Time span between two events of `pool`; `read` returns them to the pool."""
 
     __slots__ = ("_events", "_pool", "_stream")
 
@@ -72,11 +74,14 @@ class DeviceSpan:
 
 
 class StreamBackend(Backend):
-    """streams: the module, whose device is set and is there."""
+    """Backend on top of a torch device module.
+
+    streams: the module; its device must be set and available.
+    """
 
     padding_blocks = 1
     pinned = True
-    """Host buffers are in memory that the device reads and writes by itself."""
+    """Host buffers are allocated in pinned memory."""
 
     def __init__(self, streams: Any, device: torch.device) -> None:
         self.device = device
@@ -103,7 +108,7 @@ class StreamBackend(Backend):
         return free + cached
 
     def kv_cache_share(self, free: int) -> int:
-        """Nine tenths: what is left is for the graphs, for the operators' workspaces and for what pools cut off."""
+        """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""
         return free * 9 // 10
 
     def weight(self, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Comparisons of a device with the CPU and with golden functions, kernel by kernel and token by token.
+"""Comparisons of a device with the CPU and with golden functions: by kernel, captured step and token.
 
-Imports of `npu`: every folder but `quantize` and `emulator`.
+Imports of `npu`: top level, `backends`, `model` and `execution`.
 """

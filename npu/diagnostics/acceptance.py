@@ -1,4 +1,4 @@
-"""What `npuserve check --accept` measures on a device, beside the kernels (kernels/bench/measure.py) and the tokens."""
+"""Measurements of `npuserve check --accept` on a device, beside kernels (kernels/bench/measure.py) and tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from npuserve.npu.step import Row
 REPEATS = 5
 READ_BYTES = 1 << 30
 
-LONGEST_PROMPT = 8
-"""Tokens of the rows with which graphs are tried: each row's context is another than its neighbours'."""
+MAX_PROMPT_TOKENS = 8
+"""Maximum tokens of the prompts of the rows on which captures are compared: neighbouring rows differ in length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on a device: to be served, and its layers by themselves, with the same weights."""
+    """Model on a device: its runner, and its decoder with the same weights."""
 
     runner: Runner
     model: Model
@@ -46,8 +46,10 @@ def load(
     folder: Path, backend: Backend, dtype: str, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int,
     block_size: int = 0, kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, lm_head_dtype: HeadDtype = "auto",
 ) -> Loaded:
-    """As `load_runner` does, and raises. The KV cache is for so many requests of that length, or less if it does not
-    fit."""
+    """Load a model as `load_runner` does, with the same exceptions.
+
+    The KV cache holds max_num_seqs requests of max_model_len tokens, or fewer if they do not fit.
+    """
     config = ModelConfig.from_folder(folder, lm_head_dtype)
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
                    kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
@@ -64,8 +66,11 @@ def load(
 def load_reference(
     folder: Path, of: Backend, dtype: str, max_model_len: int, threads: int, lm_head_dtype: HeadDtype = "auto"
 ) -> tuple[Model, Backend]:
-    """The same model on the CPU, int8 being of the device's levels: with its native kernels, and with the golden
-    functions alone where `of` is the CPU itself. Raises ModelError where the host has no memory for it."""
+    """Load the same model on the CPU, with the int8 levels of the device `of`.
+
+    It uses the native kernels, or only golden functions if `of` is the CPU. Raises ModelError if the host has not
+    enough memory.
+    """
     backend = CpuBackend(native=False) if isinstance(of, CpuBackend) else CpuBackend()
     backend.set_threads(threads)
     backend.int8_levels = of.int8_levels
@@ -77,8 +82,11 @@ def load_reference(
 
 
 def bandwidth(backend: Backend) -> float:
-    """Bytes a second of the device's memory: the best of several copies, which read and write, and of several sums, by
-    plain torch; on the CPU that of `Ceilings`."""
+    """Return the bandwidth of the device's memory in bytes per second.
+
+    It is the best of several copies (reads and writes) and of several sums in plain torch; on the CPU that of
+    `Ceilings`.
+    """
     size = min(READ_BYTES, backend.memory_available() // 16)
     if isinstance(backend, CpuBackend):
         ceilings = Ceilings(size)
@@ -98,12 +106,13 @@ def bandwidth(backend: Backend) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A decode step captured for so many rows.
+    """Captured decode step compared with single kernel calls.
 
-    seconds, nbytes: what the capture took. difference: || captured - kernel by kernel || / || kernel by kernel || of
-    hidden states, 0 where they are the same to the last bit; padded_difference: where one row is padding, which the
-    single kernels do without. replay_seconds, single_seconds: of the decoder, as one dispatch and kernel by kernel, on
-    the device's clock.
+    rows: of the bucket.
+    seconds, nbytes: duration of the capture and device memory that it took.
+    difference: || captured - single || / || single || of the hidden states; 0 if bit-identical.
+    padded_difference: the same with one padding row in the captured step.
+    replay_seconds, single_seconds: decoder time as one dispatch and kernel by kernel, on the device's clock.
     """
 
     rows: int
@@ -116,8 +125,11 @@ class Bucket:
 
 
 def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
-    """The buckets that the backend captures for so many rows, one by one, the largest first; none where it captures
-    nothing. A dispatch for any number of rows is one of the largest. Raises BackendError as `Backend.capture` does."""
+    """Yield the buckets that the backend captures for up to `largest` rows, one at a time, largest first.
+
+    Yields none if the backend captures nothing, and only the largest if a dispatch serves any number of rows. Raises
+    BackendError as `Backend.capture` does.
+    """
     model, backend = loaded.model, loaded.backend
     size, chosen = backend.block_size, backend.decode_buckets
     cache = KVCache.allocate(model.config, largest, size, loaded.runner.cache_dtype, backend)
@@ -154,10 +166,10 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
 
 
 def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> list[Row]:
-    """Rows of one token after prompts of 1 to LONGEST_PROMPT tokens, whose keys and values are in the cache."""
+    """Return decode rows after prompts of 1 to MAX_PROMPT_TOKENS tokens, whose keys and values are in the cache."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (count, LONGEST_PROMPT + 1), generator=generator).tolist()
-    lengths = [1 + row % LONGEST_PROMPT for row in range(count)]
+    ids = torch.randint(model.config.vocab_size, (count, MAX_PROMPT_TOKENS + 1), generator=generator).tolist()
+    lengths = [1 + row % MAX_PROMPT_TOKENS for row in range(count)]
     prompts = [Row(row, ids[row][: lengths[row]], 0, [row], True) for row in range(count)]
 
     def prefill() -> None:
@@ -171,7 +183,7 @@ def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> 
 def _compare(
     captured: Captured, rows: list[Row], loaded: Loaded, buffers: BatchBuffers, cache: KVCache, size: int
 ) -> tuple[float, list[tuple[Span, Span]]]:
-    """(difference, spans of replays and of single calls)."""
+    """Return the difference, and the spans of replays and of single calls."""
     staged = buffers.fill([(rows, size)])
     staged.upload()
     part = staged.parts[0]

@@ -1,4 +1,4 @@
-"""A backend as what kernels and ceilings are measured on (npuserve.kernels.bench.measure), and on which cases."""
+"""Backend as a `Machine` on which kernels and ceilings are measured (kernels/bench), and the cases that it supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A backend whose work is queued in the caller's thread."""
+    """Machine of a backend whose work is queued in the caller's thread."""
 
     backend: Backend
 
@@ -31,7 +31,7 @@ class Device:
 
     @torch.inference_mode()
     def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
-        """As a captured decode step of one row, which reads no length from the host."""
+        """Capture the calls as a decode step of one row that reads no lengths from the host."""
 
         def step(rows: int) -> torch.Tensor:
             calls()
@@ -53,12 +53,12 @@ class Device:
 
 
 def machine_of(backend: Backend) -> Machine:
-    """The host is one by itself: its native kernels need no backend around them."""
+    """Return the machine of a backend; the CPU's kernels are measured without a backend."""
     return HOST if isinstance(backend, CpuBackend) else Device(backend)
 
 
 def takes_case(backend: Backend, case: Case) -> bool:
-    """Whether the device has what the case is of."""
+    """Return True if the device supports the features that the case uses."""
     if case.int8_cache > backend.int8_cache or case.zeros > backend.int8_zeros:
         return False
     try:

@@ -1,5 +1,5 @@
-"""What a model says of every position of given sequences, computed as the engine computes it: in chunks, several
-sequences in one step, over a paged cache. For comparisons of a device, or of a dtype, with another."""
+"""Logits of a model at every position of given sequences, computed as the engine does: in chunks, several sequences per
+step, over a paged cache. Used to compare devices or dtypes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.step import Row
 
-TOGETHER = 4
-"""Sequences in one step, and their cache."""
+SEQUENCES_PER_STEP = 4
+"""Number of sequences per step, and in the cache."""
 
 
 def forced_logits(
     model: Model, backend: Backend, sequences: Sequence[Sequence[int]], budget: int, block_size: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Tensor]:
-    """[tokens, vocabulary] float32 on the host of each sequence, in their order; at most `budget` tokens a step.
+    """Yield the logits of each sequence in order, [tokens, vocabulary] float32 on the host.
 
-    block_size: of the cache; 0 takes the backend's. cache_dtype: its own; None takes the
-    weights'.
+    budget: maximum tokens per step.
+    block_size: of the cache; 0 for the backend's default.
+    cache_dtype: of the cache; None for the weights' dtype.
     """
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)
     cache = KVCache.allocate(
-        model.config, per_row * TOGETHER, size, cache_dtype or model.weights.norm.dtype, backend)
-    for first in range(0, len(sequences), TOGETHER):
-        group = sequences[first : first + TOGETHER]
+        model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.norm.dtype, backend)
+    for first in range(0, len(sequences), SEQUENCES_PER_STEP):
+        group = sequences[first : first + SEQUENCES_PER_STEP]
         found: list[list[Tensor]] = [[] for _ in group]
         done = [0] * len(group)
         while rows := _rows(group, done, budget, per_row, size):

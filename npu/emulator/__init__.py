@@ -1,14 +1,16 @@
-"""An emulated NPU: the published torch_npu runs for real on CANN libraries of our own, on a machine without an NPU.
+"""Emulated NPU: the published torch_npu runs on emulated CANN libraries, on a machine without an NPU.
 
     emulator.activate(memory=4 << 30)      # before torch_npu is imported
-    import torch_npu                       # there is a device npu:0 now
+    import torch_npu                       # provides the device npu:0
 
-It proves calls and numbers, not speed: device memory is host memory, streams are queues that one thread runs, operators
-run through ATen in float32. Races are real: a stream runs only when somebody waits for it, so a forgotten wait gives
-wrong data (see `activate`). What a device refuses is refused; what is not emulated says so by name.
+It proves calls and numbers, not speed. Device memory is host memory, streams are queues run by one thread, operators
+run through ATen in float32. Races are real: a stream runs only when a caller waits for it, so a missing wait yields
+wrong data (see `activate`). Calls that a device refuses are refused; calls that are not emulated fail with an error
+that names them.
 
-The libraries are built on demand (build.py). C++: runtime/ is libascendcl, ops/ is libopapi. What torch_npu itself logs
-goes to stderr where EMULATED_NPU_LOG is set.
+`activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
+(build.py): runtime/ holds the sources of libascendcl, ops/ the sources of libopapi. If EMULATED_NPU_LOG is set,
+torch_npu logs to stderr. Imports of `npu`: `backends`.
 """
 
 from __future__ import annotations
@@ -18,33 +20,36 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from npuserve.npu.backends import register_emulated
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.emulator.backend import EmulatedAscend
 from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
 
-__all__ = ["Call", "EmulatorError", "Memory", "activate", "active", "calls", "clear_calls", "fail", "faults", "hang",
-           "heal", "lose_device", "mark", "memory", "pending", "relaxations"]
+__all__ = ["Call", "EmulatorError", "Memory", "activate", "active", "calls", "clear_calls", "emulate", "fail", "faults",
+           "hang", "heal", "lose_device", "mark", "memory", "pending", "relaxations"]
 
 log = logging.getLogger(__name__)
 
 RELAXATIONS = ("fp32", "small_heads")
-"""What may be let through that a device refuses, for small models and exact comparisons."""
+"""Checks of the device that can be relaxed, for small models and exact comparisons."""
 
 Order = Literal["lazy", "eager", "shuffled"]
 
 
 class Call(NamedTuple):
-    """A host API call. thread: as threading.get_native_id(). A mark has a name that begins with "# "."""
+    """Host API call, or a mark, whose name begins with "# ". thread: as threading.get_native_id()."""
 
     name: str
     thread: int
 
 
 class Memory(NamedTuple):
-    """Bytes of device memory in use now and at most so far, and of pinned host memory."""
+    """Bytes of device memory in use, their peak, and bytes of pinned host memory."""
 
     used: int
     peak: int
@@ -70,19 +75,19 @@ def activate(
     *, memory: int = 0, relax: Iterable[str] = (), order: Order = "lazy", seed: int = 0, depth: int = 4096,
     poison: bool = False,
 ) -> None:
-    """Loads the emulated CANN into this process, built first if need be, so that `import torch_npu` finds it.
+    """Load the emulated CANN into this process, building it if necessary, so that `import torch_npu` finds it.
 
-    memory: bytes of device memory, 64 MiB or more; the host's is taken as it is used. 0: EMULATED_NPU_GIB of the
-        environment, a whole number of GiB; where that is not set either, 4 GiB.
-    relax: what is accepted beyond a device: "fp32" (where it takes fp16 and bf16 alone), "small_heads" (attention heads
-        of other sizes).
-    order: "lazy": a stream runs when somebody waits for it, no further than that, and always the same way;
-        "eager": on a thread of its own as soon as it can, beside the host; "shuffled": streams run ahead at random
-        with each submission, the same way for the same seed.
-    depth: tasks that a stream holds before a submission waits for the oldest.
-    poison: new device memory is full of NaN.
-    Raises EmulatorError where torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
-    imported before. A second call with the same options does nothing; with others it raises.
+    memory: bytes of device memory, at least 64 MiB; host memory is taken as it is used. 0: EMULATED_NPU_GIB of the
+        environment, a whole number of GiB, default 4.
+    relax: what is accepted beyond a device: "fp32" (where a device accepts only fp16 and bf16), "small_heads"
+        (attention heads of other sizes).
+    order: "lazy": a stream runs when a caller waits for it, only as far as necessary, in a deterministic order;
+        "eager": each stream runs as soon as possible on its own thread, concurrently with the host; "shuffled": streams
+        run ahead at random with each submission, reproducibly for the same seed.
+    depth: tasks that a stream holds before a submission blocks on the oldest.
+    poison: fill new device memory with NaN.
+    Raises EmulatorError if torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
+    imported before. A second call with the same options has no effect; with other options it raises.
     """
     global _library, _options
     if not memory:
@@ -107,9 +112,9 @@ def activate(
     if "torch_npu" in sys.modules:
         raise EmulatorError("emulated NPU: torch_npu was imported before; activate the emulator first")
     folder = libraries()
-    # torch would import torch_npu by itself, before there is a CANN.
+    # torch would import torch_npu automatically, before CANN is loaded.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    import torch  # noqa: F401  the operators are linked to it
+    import torch  # noqa: F401  the operators are linked against it
 
     library = ctypes.CDLL(str(folder / "libascendcl.so"), ctypes.RTLD_GLOBAL)
     library.emu_memory(ctypes.c_uint64(memory), int(poison))
@@ -122,17 +127,27 @@ def activate(
         getattr(library, f"emu_{function}").restype = ctypes.c_uint64
     library.emu_inject.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
     _library, _options = library, options
+    EmulatedAscend.relaxations = options.relax
+    register_emulated(EmulatedAscend)
     relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""
     log.warning("emulated NPU: proves calls and numbers, not speed (%d MiB, %s order%s)", memory >> 20, order, relaxed)
 
 
+def emulate(relax: Sequence[str] = ()) -> None:
+    """Activate the emulator with default options. Raises BackendError if that fails."""
+    try:
+        activate(relax=tuple(relax))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise BackendError(f"emulate: {error}") from error
+
+
 def active() -> bool:
-    """True once `activate` has loaded it."""
+    """Return True once `activate` has loaded the libraries."""
     return _library is not None
 
 
 def relaxations() -> frozenset[str]:
-    """Those that `activate` was told; none where it is not active."""
+    """Return the relaxations given to `activate`; empty if the emulator is not active."""
     return _options.relax if _options else frozenset()
 
 
@@ -143,7 +158,7 @@ def _lib() -> ctypes.CDLL:
 
 
 def calls() -> list[Call]:
-    """Host API calls since `clear_calls`, the oldest first, and the marks between them. Of over 262144, the latest."""
+    """Return host API calls and marks since `clear_calls`, oldest first; of more than 262144 only the latest."""
     lib = _lib()
     none = ctypes.c_uint64(0)
     count: int = lib.emu_calls(none, none, None, None)
@@ -154,33 +169,33 @@ def calls() -> list[Call]:
 
 
 def clear_calls() -> None:
-    """Begins the call log anew."""
+    """Clear the call log."""
     _lib().emu_clear_calls()
 
 
 def mark(text: str) -> None:
-    """Puts "# text" into the call log."""
+    """Append "# text" to the call log."""
     _lib().emu_mark(f"# {text}".encode())
 
 
 def memory() -> Memory:
-    """What is allocated on the device, and pinned on the host."""
+    """Return the memory allocated on the device and pinned on the host."""
     lib = _lib()
     return Memory(lib.emu_memory_used(), lib.emu_memory_peak(), lib.emu_pinned())
 
 
 def pending() -> int:
-    """Tasks that were submitted and have not run."""
+    """Return the number of submitted tasks that have not run."""
     count: int = _lib().emu_pending()
     return count
 
 
 def fail(what: str, code: int, *, nth: int = 1, times: int = 1) -> None:
-    """The `nth` call from now, and the `times - 1` after it (-1: all), return an ACL error code.
+    """Make the `nth` call from now, and the `times - 1` calls after it (-1: all), return an ACL error code.
 
-    what: "malloc" (device memory), "malloc_host", "memcpy", "launch" (all that is submitted to a stream), "synchronize"
-    (of a stream, an event or the device), "task" (the device fails while it runs it: the next synchronization tells),
-    or a shell pattern of functions, e.g. "aclnnMatmul*".
+    what: "malloc" (device memory), "malloc_host", "memcpy", "launch" (any submission to a stream), "synchronize" (of a
+    stream, an event or the device), "task" (the device fails while running it; the next synchronization returns the
+    code), or a shell pattern of function names, e.g. "aclnnMatmul*".
     """
     if nth < 1 or times < -1:
         raise ValueError(f"nth must be 1 or more and times -1 or more, not {nth} and {times}")
@@ -188,28 +203,28 @@ def fail(what: str, code: int, *, nth: int = 1, times: int = 1) -> None:
 
 
 def hang(*, nth: int = 1) -> None:
-    """The `nth` task that is submitted from now does not run, nor what is behind it in its stream, until `heal`."""
+    """Block the `nth` task submitted from now, and its stream behind it, until `heal`."""
     _lib().emu_inject(b"hang", nth, 1, 1)
 
 
 LOST_HEARTBEAT = 507010
-"""ACL_ERROR_RT_LOST_HEARTBEAT: the device's task scheduler does not answer."""
+"""ACL_ERROR_RT_LOST_HEARTBEAT: the device's task scheduler does not respond."""
 
 
 def lose_device(code: int = LOST_HEARTBEAT) -> None:
-    """From now on all that needs the device fails, until `heal`."""
+    """Fail every operation that needs the device, until `heal`."""
     for what in ("malloc", "memcpy", "launch", "synchronize", "task"):
         fail(what, code, times=-1)
 
 
 def heal() -> None:
-    """Forgets all faults and lets go what hangs. A stream that failed stays so."""
+    """Remove all injected faults and release blocked streams. A stream that has failed stays failed."""
     _lib().emu_heal()
 
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """What is injected within ends with it."""
+    """Remove on exit the faults injected within the context."""
     try:
         yield
     finally:

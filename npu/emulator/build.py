@@ -1,8 +1,8 @@
-"""Builds the emulated CANN libraries with the machine's C++ compiler, once for a pair of torch and torch_npu.
+"""Builder of the emulated CANN libraries: compiles them once per pair of torch and torch_npu.
 
-They lie in `$XDG_CACHE_HOME/npuserve/emulator` (`~/.cache` by default): objects by the digest of all that they are made
-of, and one folder of libraries for each set of sources, compiler and installed torch and torch_npu. A file lock makes
-processes that start together build once.
+The cache is `$XDG_CACHE_HOME/npuserve/emulator` (default `~/.cache`): object files by the digest of their inputs, and
+one folder of libraries per set of sources, compiler, torch and torch_npu. A file lock makes concurrent processes build
+once.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from npuserve.npu.emulator import absent
+from npuserve.npu.emulator.absent import source as absent_source
 
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 SHARED = (HERE / "runtime" / "emulator.h", HERE / "runtime" / "aclop.h")
-"""What the operators see of the runtime."""
+"""Headers of the runtime that the operators include."""
 
 STUBS = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime", "libnnopbase",
          "libmsprofiler", "libascend_hal")
-"""Libraries that torch_npu is linked to or opens by name: each leads to the symbols of the two that are not empty."""
+"""Empty libraries that torch_npu is linked against or opens by name; they depend on the two that are not empty."""
 
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DFUNC_VISIBILITY", "-fvisibility=hidden", "-Wno-deprecated-declarations",
          "-Wno-psabi", "-pthread")
 
-KEPT_SECONDS = 30 * 24 * 3600
-"""What was built longer ago goes when something new is."""
+MAX_AGE_SECONDS = 30 * 24 * 3600
+"""Older build results are deleted after a build."""
 
 
 class EmulatorError(RuntimeError):
-    """Why there is no emulated NPU: one sentence that says what to do."""
+    """The emulated NPU is not available; the message is one sentence that says how to fix it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the installed torch and torch_npu are, and their versions."""
+    """Folders and versions of the installed torch and torch_npu."""
 
     torch: Path
     torch_npu: Path
@@ -66,9 +66,12 @@ def _package(name: str, advice: str) -> tuple[Path, str]:
 
 
 def find() -> Place:
-    """The pair that is installed, without importing it. EmulatorError if one is missing or they do not match."""
+    """Locate the installed torch and torch_npu without importing them.
+
+    Raises EmulatorError if one is missing or the versions do not match.
+    """
     if platform.system() != "Linux":
-        raise EmulatorError(f"emulated NPU: torch_npu runs on Linux alone, not on {platform.system()}")
+        raise EmulatorError(f"emulated NPU: torch_npu runs only on Linux, not on {platform.system()}")
     torch, torch_version = _package("torch", "pip install npuserve")
     torch_npu, version = _package("torch_npu", "pip install npuserve[npu]")
     release = r"\d+\.\d+\.\d+"
@@ -83,7 +86,7 @@ def find() -> Place:
 
 
 def _run(command: list[str]) -> str:
-    """What it wrote. EmulatorError with its first error otherwise."""
+    """Run a command and return its output. Raises EmulatorError with the first error line if it fails."""
     done = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, errors="replace")
     if done.returncode:
         lines = done.stderr.splitlines() or ["no message"]
@@ -93,7 +96,7 @@ def _run(command: list[str]) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The words of $CXX where it is set, else g++ or clang++. EmulatorError if there is none."""
+    """Return the words of $CXX if set, else g++ or clang++. Raises EmulatorError if there is no compiler."""
     named = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"]]
     for words in named:
         if shutil.which(words[0]):
@@ -103,7 +106,7 @@ def find_compiler() -> list[str]:
 
 
 def cache() -> Path:
-    """The folder of what was built."""
+    """Return the folder of the build results."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "npuserve" / "emulator"
 
@@ -123,20 +126,20 @@ class _Unit:
 
 
 def _units(folder: str, headers: list[Path], flags: tuple[str, ...], salt: str) -> list[_Unit]:
-    """Of a folder's sources, the largest first, since it takes longest."""
+    """Return the units of a folder's sources, largest first, since it takes longest to compile."""
     sources = sorted((HERE / folder).glob("*.cpp"), key=lambda file: -file.stat().st_size)
     return [_Unit(source, flags, _digest(salt, flags, *headers, source)) for source in sources]
 
 
 def libraries() -> Path:
-    """The folder of the libraries, built if need be. EmulatorError."""
+    """Return the folder of the libraries, building them if necessary. Raises EmulatorError."""
     place, compiler = find(), find_compiler()
     acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
     torch = place.torch / "include"
     salt = repr((place.versions, platform.machine(), compiler, _run([*compiler, "--version"])))
     runtime = _units("runtime", sorted((HERE / "runtime").glob("*.h")), (*FLAGS, f"-I{acl}"), salt)
     includes = tuple(f"-I{path}" for path in (acl, HERE / "runtime", torch, torch / "torch/csrc/api/include"))
-    # ATen does the operators' work: to optimise what calls it would only take time.
+    # The operators call ATen, which does the work: more optimization of the callers would only cost build time.
     ops = _units("ops", [*SHARED, *sorted((HERE / "ops").glob("*.h"))], (*FLAGS, "-O1", *includes), salt)
     home = cache()
     folder = home / _digest(STUBS, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
@@ -157,9 +160,9 @@ def libraries() -> Path:
 
 @contextmanager
 def _precompiled(compiler: list[str], flags: tuple[str, ...], files: int) -> Iterator[tuple[str, ...]]:
-    """Flags with which g++ reads ATen's headers once for that many files of operators: they are most of the work."""
+    """Yield flags that make g++ read ATen's headers, most of the work, once for `files` operator sources."""
     if files < 4 or "Free Software Foundation" not in _run([*compiler, "--version"]):
-        yield ()  # it would not pay, or another compiler
+        yield ()  # too few files, or another compiler
         return
     with tempfile.TemporaryDirectory() as folder:
         _run([*compiler, *flags, "-x", "c++-header", str(HERE / "ops" / "op.h"), "-o", f"{folder}/op.h.gch"])
@@ -183,7 +186,7 @@ def _build(
     part = libraries.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    (part / "absent.cpp").write_text(absent.source(place.torch_npu))
+    (part / "absent.cpp").write_text(absent_source(place.torch_npu))
     flags = (*runtime[0].flags, f"-I{HERE / 'runtime'}")
     others = [*runtime, _Unit(part / "absent.cpp", flags, f"absent-{libraries.name}")]
     ahead = sum(not (home / "objects" / f"{unit.digest}.o").exists() for unit in ops)
@@ -204,7 +207,7 @@ def _build(
     shutil.rmtree(libraries, ignore_errors=True)
     part.rename(libraries)
     for old in [*home.glob("*/built"), *home.glob("objects/*.o")]:
-        if time.time() - old.stat().st_mtime > KEPT_SECONDS:
+        if time.time() - old.stat().st_mtime > MAX_AGE_SECONDS:
             old.unlink(missing_ok=True)
             if old.name == "built":
                 shutil.rmtree(old.parent, ignore_errors=True)

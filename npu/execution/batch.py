@@ -1,8 +1,8 @@
-"""A step's rows as device tensors. The one place where host values become tensors.
+"""A step's rows as device tensors: the only place where host values become device inputs.
 
-All inputs of a step lie in one stretch of host memory, from where one copy takes them to the device. The copy may be
-queued behind the step before, so that two such stretches take turns: `fill` writes one while the other may still be
-read. On the device there is one, and the queue keeps its uses apart.
+All inputs of a step are packed in one host buffer and copied to the device in one copy. The copy may be queued behind
+the previous step, so there are two host buffers: `fill` writes one while the other may still be read. The device has
+one buffer; the device's queue orders its uses.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ _DTYPES = {
 
 _ALIGNMENT = 64
 _PUTS_PER_ROW, _PUTS = 160, 64
-"""Bytes for each row, and arrays, that `Staged.put` takes beside a step's own."""
+"""Bytes per row and number of arrays that `Staged.put` can add to a step's own inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens of R rows, one row after the other.
+    """T tokens of R rows, concatenated.
 
-    ids, positions, slot_mapping: [T] int64; slot = block * block_size + offset; an id below 0 is to be taken from what
-    the step before sampled (`take_ids`). attention: where each row's queries and keys are. sample_tokens: [S] int64,
-    the last tokens of the rows that yield one.
+    ids: [T] int64; an id below 0 refers to an id that the previous step sampled (`take_ids`).
+    positions: [T] int64.
+    slot_mapping: [T] int64, block * block_size + offset.
+    attention: queries and keys of each row.
+    sample_tokens: [S] int64, the last token of each row that samples.
     """
 
     ids: Tensor
@@ -52,11 +54,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a step that are computed together, and where they lie: from row and token `first` of the buffers on.
+    """Rows of a step that are computed together, at row and token `first` of the buffers.
 
-    tokens: their number. decodes: that of the decode rows. samples: (request_id, index of the next token in prompt +
-    output) of the rows that yield one. cu_seqlens, context_lens: on the host, of `padded` rows: those after the step's
-    own are harmless.
+    tokens: number of tokens.
+    decodes: number of decode rows.
+    samples: (request_id, index of the next token in prompt + output) of the rows that sample.
+    cu_seqlens, context_lens: on the host, of `padded` rows; the padding rows follow the step's own.
     """
 
     rows: Sequence[Row]
@@ -73,7 +76,7 @@ class Part:
 
 
 class Staged:
-    """A step's inputs on the host, until `upload` brings them to the device. parts: in the order of their rows."""
+    """Inputs of a step on the host. parts: in the order of their rows."""
 
     def __init__(self, host: Tensor, array: Array, device: Tensor, used: int) -> None:
         self.parts: list[Part] = []
@@ -82,25 +85,25 @@ class Staged:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def put(self, values: Array) -> Tensor:
-        """A copy of further values, of any shape and dtype, and where it will be on the device."""
+        """Append values of any shape and dtype; return the tensor that will hold them on the device."""
         begin, end = self._used, self._used + values.nbytes
         self._array[begin:end].view(values.dtype).reshape(values.shape)[...] = values
         self._used = _aligned(end)
         return _view(self._device, begin, _DTYPES[values.dtype], values.shape)
 
     def put_tables(self, tables: Array, to: Tensor) -> None:
-        """tables: [R, W], for to[:R, :W]. They travel without what is beyond W."""
+        """Append tables [R, W] int32, to be copied to to[:R, :W]; columns beyond W are not transferred."""
         rows, width = tables.shape
         self._tables = to[:rows, :width], self.put(tables)
 
     def seal(self) -> None:
-        """Nothing more is put: what there is to copy is settled now, rather than while the device waits for it."""
+        """Prepare the copies, so that this is done before the device waits for them. Nothing may be appended after."""
         self._copies = [(self._device[: self._used], self._host[: self._used])]
         if self._tables:
             self._copies.append(self._tables)
 
     def upload(self) -> None:
-        """Bring it all to the device. Call it within enqueued work."""
+        """Queue the copies to the device. Call it within enqueued work."""
         if not self._copies:
             self.seal()
         for to, source in self._copies:
@@ -108,11 +111,13 @@ class Staged:
 
 
 class BatchBuffers:
-    """Memory for steps of at most max_tokens tokens of max_rows rows of max_blocks blocks.
+    """Memory for steps of at most max_tokens tokens, max_rows rows and max_blocks blocks per row.
 
-    padding_block: of the KV cache, where padding writes to, of at most max_rows further rows; None where no batch is
-    padded. `tokens` and `decode` are where the first part's numbers lie, so that a step captured on these reads what
-    was uploaded last; until then these are of padding, for `decode`, or with `clear` for `tokens`.
+    padding_block: KV-cache block that padding rows write, of which there are at most max_rows; None if no batch is
+    padded.
+
+    `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
+    last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class BatchBuffers:
             "cu_seqlens": (rows + 2, torch.int32),
         }
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
-        # The tables' place on the device, which they are spread to from where they travel.
+        # Block tables on the device; the uploaded ones are narrower and are copied into it.
         self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
         room = self._fixed + self._tables.nbytes + _PUTS_PER_ROW * rows + _ALIGNMENT * _PUTS + 8 * tokens
         self._device = backend.empty((room,), torch.uint8)
@@ -154,30 +159,32 @@ class BatchBuffers:
         self._device[: self._fixed].copy_(self._hosts[0][: self._fixed])
 
     def decode(self, rows: int) -> Batch:
-        """Of so many rows of one token each."""
+        """Return the batch of `rows` rows of one token each."""
         return self._batch(0, rows, rows, rows, list(range(rows + 1)), [1] * rows, 0)
 
     def tokens(self, tokens: int) -> Batch:
-        """Of so many tokens of any rows."""
+        """Return the batch of `tokens` tokens of any rows."""
         rows = self._limits[1]
         return self._batch(0, tokens, rows, rows, [], [], 0)
 
     def batch(self, part: Part) -> Batch:
-        """A part's own rows, without padding."""
+        """Return the batch of a part without padding."""
         rows, index = len(part.rows), int(part.first > 0)
         return self._batch(
             part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
             index)
 
     def clear(self) -> None:
-        """What a captured step of any tokens reads becomes one of tokens of no row."""
+        """Make the batch of `tokens` consist of tokens that belong to no row."""
         self._on["slots"].fill_(-1)
         for name in ("contexts", "cu_seqlens"):
             self._on[name].zero_()
 
     def pad(self, part: Part, tokens: int) -> None:
-        """Have `self.tokens(tokens)` be the step that was filled last, whose first part is `part`: tokens beyond those
-        of the part belong to no row and are not cached, and further rows have neither queries nor keys."""
+        """Make `self.tokens(tokens)` the step that was filled last, whose first part is `part`.
+
+        Tokens beyond the part belong to no row and are not cached; further rows have neither queries nor keys.
+        """
         at, rows, beyond = self._at[self._turn], len(part.rows), slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0
         at["slots"][beyond] = -1
@@ -185,12 +192,15 @@ class BatchBuffers:
         at["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
 
     def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
-        """(rows, size) of each of the one or two parts: at least one row; padded to `size` rows if these are more. All
-        rows of the first of two have one token.
+        """Write the inputs of a step to the next host buffer.
 
-        sampled: request -> its place among the ids that the step before sampled, from where PENDING tokens are taken;
-        KeyError for one that has none. ValueError for one that is not alone in its row, and for more than the buffers
-        hold. The inputs of the step before the last must have reached the device.
+        parts: one or two pairs (rows, size): at least one row, padded to `size` rows if that is more. If there are two,
+            each row of the first has one token.
+        sampled: request -> index among the ids that the previous step sampled; PENDING tokens refer to them.
+
+        Raises KeyError for a PENDING token of a request not in `sampled`, ValueError for a PENDING token that is not
+        alone in its row and for more than the buffers hold. The inputs of the step before the previous one must have
+        reached the device.
         """
         self._turn = 1 - self._turn
         staged = Staged(self._hosts[self._turn], self._arrays[self._turn], self._device, self._fixed)
@@ -205,7 +215,7 @@ class BatchBuffers:
     def _fill(
         self, at: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
     ) -> tuple[Part, int]:
-        """Also the blocks of the longest row."""
+        """Return the part and the number of blocks of its longest row."""
         count, block_size = len(rows), self._block_size
         lengths = [len(row.token_ids) for row in rows]
         starts = [row.start for row in rows]
@@ -215,7 +225,7 @@ class BatchBuffers:
         total, width = ends[-1], max(blocks)
         if any(n > most for n, most in zip((total, size, width), self._limits, strict=True)):
             raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
-                             f"where there is room for {', '.join(map(str, self._limits))}")
+                             f"while the buffers hold at most {', '.join(map(str, self._limits))}")
         self._write_tables(rows, blocks, first)
 
         here = slice(first, first + total)
@@ -245,7 +255,7 @@ class BatchBuffers:
 
     @staticmethod
     def _ids(rows: Sequence[Row], ends: Sequence[int], sampled: Mapping[int, int]) -> list[int]:
-        """The rows' tokens one after the other; for a PENDING one where it is among the sampled ids, from -1 down."""
+        """Return the rows' tokens, concatenated; -1 - i in place of a PENDING token that is the i-th sampled id."""
         ids = list(chain.from_iterable(row.token_ids for row in rows))
         for row, end in zip(rows, ends, strict=True):
             if PENDING in row.token_ids:
@@ -256,7 +266,7 @@ class BatchBuffers:
         return ids
 
     def _write_tables(self, rows: Sequence[Row], blocks: Sequence[int], first: int) -> None:
-        """The first blocks[r] blocks of each row r."""
+        """Write the first blocks[r] blocks of each row r."""
         for place, (row, used) in enumerate(zip(rows, blocks, strict=True), first):
             version, count = self._written[place]
             if row.block_version != version or not version:
@@ -266,8 +276,10 @@ class BatchBuffers:
                 self._written[place] = row.block_version, used
 
     def _pad(self, at: dict[str, Array], first: int, begin: int, end: int) -> None:
-        """Rows [begin, end) of the part at `first` become ones of one harmless token each: what they compute nobody
-        reads, and nobody's cache is touched. The rows before them have one token each."""
+        """Make rows [begin, end) of the part at `first` padding of one token each.
+
+        Their results are not read, and they write to the padding block. The rows before them have one token each.
+        """
         rows = slice(first + begin, first + end)
         at["ids"][rows] = at["positions"][rows] = 0
         at["slots"][rows] = self._padding * self._block_size
@@ -281,7 +293,7 @@ class BatchBuffers:
         self, first: int, tokens: int, rows: int, samples: int, cu_seqlens: list[int], context_lens: list[int],
         index: int,
     ) -> Batch:
-        """index: of the part, each of which has one more number in cu_seqlens than rows."""
+        """Return the batch of a part. index: of the part; each part has one more number in cu_seqlens than rows."""
         on, here = self._on, slice(first, first + tokens)
         return Batch(
             ids=on["ids"][here],
@@ -299,7 +311,7 @@ class BatchBuffers:
 
 
 def make_batch(rows: Sequence[Row], block_size: int, backend: Backend) -> Batch:
-    """rows: at least one. A batch in memory of its own, of known tokens. Call it within enqueued work."""
+    """Return a batch of at least one row, of known tokens, in memory of its own. Call it within enqueued work."""
     tokens = sum(len(row.token_ids) for row in rows)
     blocks = max(-(-(row.start + len(row.token_ids)) // block_size) for row in rows)
     buffers = BatchBuffers(tokens, len(rows), blocks, block_size, None, backend)
@@ -318,5 +330,5 @@ def _aligned(nbytes: int) -> int:
 
 
 def _view(memory: Tensor, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Numbers in memory [n] uint8, from byte `begin` on."""
+    """Return a view of memory [n] uint8 from byte `begin` on."""
     return memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)

@@ -1,5 +1,5 @@
-"""The decoder, as the sequence of kernels that it is. What differs between families is in the weights that are there
-(query and key norms, biases) and in the table of rotary embeddings."""
+"""Decoder: the sequence of kernels of a model. Families differ in the weights that exist (query and key norms, biases)
+and in the table of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from npuserve.npu.model.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """cos_sin: [P, D] float32, P the most positions that a request may have (`rope.cos_sin_table`)."""
+    """Decoder with its weights.
+
+    cos_sin: [P, D] float32 for the P positions that a request may have (`rope.cos_sin_table`).
+    """
 
     config: ModelConfig
     weights: ModelWeights
@@ -24,7 +27,7 @@ class Model:
     kernels: KernelSet
 
     def hidden(self, batch: Batch, cache: KVCache) -> Tensor:
-        """[T, H] of the batch's tokens after the final norm; writes their keys and values to the cache."""
+        """Return the hidden states [T, H] of a batch after the final norm; write its keys and values to the cache."""
         k, w, eps = self.kernels, self.weights, self.config.rms_norm_eps
         heads, scale = self.config.num_heads, self.config.head_dim**-0.5
         residual = k.embedding(batch.ids, w.embedding)
@@ -41,13 +44,13 @@ class Model:
             gated = k.linear_swiglu(normed, layer.gate_up.weight, layer.gate_up.bias, layer.down.inputs)
             out = k.linear(gated, layer.down.weight, layer.down.bias)
             normed, residual = k.add_rms_norm(out, residual, next_norm, eps, next_inputs)
-        return normed  # type: ignore[no-any-return]  # a Tensor, as nothing was asked for in int8
+        return normed  # type: ignore[no-any-return]  # a Tensor, since next_inputs of the last layer is None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> [R, Vp] over the padded vocabulary, in the model's dtype."""
+        """Return logits [R, Vp] of hidden [R, H] over the padded vocabulary, in the model's dtype."""
         return self.kernels.linear(hidden, self.weights.lm_head.weight, self.weights.lm_head.bias)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> [R, W] int64, the first column being what `greedy` chooses of the logits."""
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return argmax ids [R, W] int64 of hidden [R, H]; the first column equals `greedy` of the logits."""
         head = self.weights.lm_head
         return self.kernels.linear_argmax(hidden, head.weight, head.bias, self.config.vocab_size)

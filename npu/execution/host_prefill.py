@@ -1,15 +1,16 @@
-"""Prompts computed on the host, for a device that is too small or too slow for them.
+"""Computation of prompts on the host, for a device that is too small or too slow for them.
 
-The host has the decoder in its own form, and a mirror of the KV cache: the same blocks, in its own layout.
+The host holds a copy of the decoder in its own weight layout, and a mirror of the KV cache: the same blocks, in its own
+layout.
 
-1. A step's chunks go to the host's queue (`launch`), its decode rows to the device's: both work at the same time.
-2. What the device wrote of a chunk's context (tokens that were generated, and are now part of a prompt or of a request
-   that begins anew) is copied to the mirror first.
-3. The chunk's keys and values, and the hidden states that are sampled from, go to memory that the device copies from.
-4. `Chunk.upload` queues these copies. All later work of the device finds its cache as if it had computed the chunk; LM
-   head and sampler are the device's own.
+1. A step's chunks enter the host's queue (`launch`), its decode rows the device's queue: both run concurrently.
+2. Before that, the part of a chunk's context that the device wrote is copied to the mirror. It consists of generated
+   tokens that are now part of a prompt, or of a preempted request that is computed again.
+3. The chunk's keys and values, and the hidden states that are sampled from, are written to host buffers.
+4. `Chunk.upload` queues their copies to the device. All later work on the device finds its cache as if it had computed
+   the chunk. LM head and sampler run on the device.
 
-The mirror holds the first `held[b]` slots of block b. Rows write ever higher positions, and a block's new owner begins
+The mirror holds the first `held[b]` slots of block b. Rows write increasing positions, and a block's new owner starts
 at its first slot:
 
     block     |0 ......... held[b] .......... block_size|
@@ -36,12 +37,12 @@ from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import Row
 
-TURNS = 2
-"""Chunks that may be on their way: a buffer is written anew when the step before the last was collected."""
+BUFFERS = 2
+"""Chunks in flight: a buffer is reused once the step before the previous one is collected."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SlotRange:
     """Slots [first, last) of a block."""
 
     block: int
@@ -51,21 +52,25 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What the host has computed, in memory from where a copy to `device` need not be waited for.
+    """Chunk computed on the host, in memory that can be copied to `device` asynchronously.
 
-    staged: [layers, 2, T, Hkv, W], the keys and values for the slots of `runs`, one run after the other. hidden:
-    [n, H]. timings: of the host's kernels, in a timed step.
+    staged: [layers, 2, T, Hkv, W], the keys and values for the slots of `runs`, concatenated.
+    hidden: [n, H].
+    timings: of the host's kernels, in a timed step.
     """
 
     staged: Tensor
-    runs: list[Run]
+    runs: list[SlotRange]
     hidden: Tensor
     cache: KVCache
     device: torch.device
     timings: list[Timings]
 
     def upload(self) -> Tensor:
-        """The hidden states on the device. Call it within enqueued work; the memory is in use until that is done."""
+        """Queue the copies; return the hidden states on the device.
+
+        Call it within enqueued work. The host memory is in use until that work is complete.
+        """
         begin = 0
         for run in self.runs:
             end = begin + run.last - run.first
@@ -77,14 +82,19 @@ class Chunk:
 
 
 def staging_bytes(config: ModelConfig, width: int, tokens: int, itemsize: int) -> int:
-    """Of host memory for chunks of so many tokens on their way. width: numbers of a head in the device's cache."""
-    return TURNS * tokens * (2 * config.num_layers * config.num_kv_heads * width + config.hidden_size) * itemsize
+    """Return the bytes of the host buffers for chunks of `tokens` tokens. width: of a head in the device's cache."""
+    return BUFFERS * tokens * (2 * config.num_layers * config.num_kv_heads * width + config.hidden_size) * itemsize
 
 
 class HostPrefill:
-    """The host's side of a `Runner`. host: the backend that computes, with the decoder's `weights`. device: that of the
-    runner; cache: its KV cache, not int8, of `Backend.cache_shapes` as base.py has them, heads padded or not. The rest
-    is as `Runner` has it; max_rows: of a step."""
+    """Host side of a `Runner`.
+
+    host: backend that computes the chunks, with the decoder's `weights`.
+    device: backend of the runner.
+    cache: KV cache of the runner, not int8, in the shapes that `Backend.cache_shapes` documents; heads may be padded.
+    max_rows: of a step.
+    The other parameters are as for `Runner`.
+    """
 
     def __init__(
         self, host: Backend, weights: ModelWeights, device: Backend, cache: KVCache, config: ModelConfig,
@@ -104,25 +114,28 @@ class HostPrefill:
         width = cache.plain[0][0].shape[-1]
         self._staged = [
             device.host_buffer(config.num_layers, 2, max_tokens, config.num_kv_heads, width, dtype=dtype).zero_()
-            for _ in range(TURNS)]
+            for _ in range(BUFFERS)]
         self._hidden = [
-            device.host_buffer(max_tokens, config.hidden_size, dtype=dtype) for _ in range(TURNS)]
-        self._turn = 0
+            device.host_buffer(max_tokens, config.hidden_size, dtype=dtype) for _ in range(BUFFERS)]
+        self._next_buffer = 0
         with torch.inference_mode():
             self._captured = host.capture(
                 lambda tokens: self._model.hidden(self._buffers.tokens(tokens), self._mirror), max_tokens, decode=False)
 
     def written(self, rows: Sequence[Row]) -> None:
-        """The device computes these rows, launched before what is launched later."""
+        """Record that the device computes these rows, before any work that is launched later."""
         for row in rows:
             for run in self._runs(row, row.start, row.start + len(row.token_ids)):
                 self._held[run.block] = min(self._held[run.block], run.first)
 
     def launch(self, rows: Sequence[Row], *, all_hidden: bool, phase: Phase | None) -> Pending[Chunk]:
-        """Have rows of known tokens computed. all_hidden: not only the hidden states of the rows that sample.
+        """Compute rows of known tokens on the host.
 
-        Returns at once, unless the mirror lacks something: that the device has come so far is waited for then. Of two
-        chunks on their way the first step must be collected before a third is launched."""
+        all_hidden: return the hidden states of all tokens, not only of the rows that sample.
+
+        Returns at once, unless the mirror lacks part of the context: then it waits until the device has computed it. At
+        most two chunks may be in flight: the first step must be collected before a third is launched.
+        """
         missing = [run for row in rows for run in self._missing(row)]
         staged = self._buffers.fill([(rows, len(rows))])
         staged.seal()
@@ -131,28 +144,28 @@ class HostPrefill:
         runs = [run for row in rows for run in self._runs(row, row.start, row.start + len(row.token_ids))]
         for run in runs:
             self._held[run.block] = run.last
-        self._turn = (self._turn + 1) % TURNS
-        work = partial(self._compute, staged, staged.parts[0], runs, all_hidden, phase, self._turn)
+        self._next_buffer = (self._next_buffer + 1) % BUFFERS
+        work = partial(self._compute, staged, staged.parts[0], runs, all_hidden, phase, self._next_buffer)
         return self._host.enqueue(work)
 
-    def _runs(self, row: Row, begin: int, end: int) -> Iterator[Run]:
-        """The slots of a row's positions [begin, end)."""
+    def _runs(self, row: Row, begin: int, end: int) -> Iterator[SlotRange]:
+        """Yield the slots of a row's positions [begin, end)."""
         size = self._block_size
         for index in range(begin // size, -(-end // size)):
-            yield Run(row.block_ids[index], max(begin - index * size, 0), min(end - index * size, size))
+            yield SlotRange(row.block_ids[index], max(begin - index * size, 0), min(end - index * size, size))
 
-    def _missing(self, row: Row) -> Iterator[Run]:
-        """What the mirror lacks of a row's context; from then on it has it."""
+    def _missing(self, row: Row) -> Iterator[SlotRange]:
+        """Yield the slots of a row's context that the mirror lacks, and mark them as held."""
         for run in self._runs(row, 0, row.start):
             if (held := self._held[run.block]) < run.last:
                 self._held[run.block] = run.last
-                yield Run(run.block, held, run.last)
+                yield SlotRange(run.block, held, run.last)
 
-    def _slots(self, runs: Sequence[Run]) -> Tensor:
+    def _slots(self, runs: Sequence[SlotRange]) -> Tensor:
         return torch.cat([torch.arange(run.first, run.last) + run.block * self._block_size for run in runs])
 
-    def _restore(self, runs: Sequence[Run]) -> None:
-        """Copy slots from the device to the mirror: in both queues, after what is there."""
+    def _restore(self, runs: Sequence[SlotRange]) -> None:
+        """Copy slots from the device to the mirror, in the order of both queues."""
         fetched, events = self._device.enqueue(partial(self._fetch, runs)).wait()
         for event in events:
             event.wait()
@@ -165,8 +178,8 @@ class HostPrefill:
 
         self._host.enqueue(write)
 
-    def _fetch(self, runs: Sequence[Run]) -> tuple[list[list[Tensor]], list[Event]]:
-        """Each layer's keys and values of the slots, on the host once the events have come."""
+    def _fetch(self, runs: Sequence[SlotRange]) -> tuple[list[list[Tensor]], list[Event]]:
+        """Copy each layer's keys and values of the slots to the host; complete once the events are."""
         fetched: list[list[Tensor]] = []
         events: list[Event] = []
         for layer in self._cache.plain:
@@ -178,7 +191,7 @@ class HostPrefill:
         return fetched, events
 
     def _compute(
-        self, staged: Staged, part: Part, runs: list[Run], all_hidden: bool, phase: Phase | None, turn: int
+        self, staged: Staged, part: Part, runs: list[SlotRange], all_hidden: bool, phase: Phase | None, buffer: int
     ) -> Chunk:
         staged.upload()
         timings: list[Timings] = []
@@ -190,15 +203,15 @@ class HostPrefill:
             timings.append(timed)
         if not all_hidden:
             computed = computed[self._buffers.batch(part).sample_tokens]
-        hidden = self._hidden[turn][: len(computed)].copy_(computed)
-        to, slots = self._staged[turn][:, :, : part.tokens], self._slots(runs)
+        hidden = self._hidden[buffer][: len(computed)].copy_(computed)
+        to, slots = self._staged[buffer][:, :, : part.tokens], self._slots(runs)
         for target, layer in zip(to, self._mirror.plain, strict=True):
             for into, own in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
                 into[..., : self._head_dim] = own
         return Chunk(to, runs, hidden, self._cache, self._device.device, timings)
 
     def _decode(self, part: Part, timings: Timings | None = None) -> Tensor:
-        """[T, H] of the part's tokens; their keys and values are in the mirror then."""
+        """Return the hidden states [T, H] of a part; write its keys and values to the mirror."""
         if self._captured is None:
             return self._model.hidden(self._buffers.batch(part), self._mirror)
         if timings is None:
@@ -209,9 +222,9 @@ class HostPrefill:
         return replayed[0]
 
 
-def _portions(runs: Sequence[Run], slots: int) -> Iterator[list[Run]]:
-    """The runs in portions of at most so many slots, or of one run."""
-    portion: list[Run] = []
+def _portions(runs: Sequence[SlotRange], slots: int) -> Iterator[list[SlotRange]]:
+    """Group the runs into portions of at most `slots` slots, or of one run."""
+    portion: list[SlotRange] = []
     count = 0
     for run in runs:
         if portion and count + run.last - run.first > slots:

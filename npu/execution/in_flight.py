@@ -1,4 +1,4 @@
-"""A step on its way through the runner, from its rows on the host to its results there."""
+"""Steps in flight: a step's state between its launch and its collection."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from npuserve.npu.execution.sampler import Logprobs, Plan
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Hidden states from `begin` on that predict prompt tokens of a request. next_ids: [n] int64. n: how many likeliest
-    tokens each report names."""
+    """Hidden states from `begin` on that predict prompt tokens of a request.
+
+    next_ids: [n] int64, the predicted tokens.
+    n: number of most likely tokens per report.
+    """
 
     request_id: int
     begin: int
@@ -26,8 +29,11 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A part of a step as the device is to do it. first: of its tokens among those that the step samples. captured:
-    the dispatch that serves it, None for kernel by kernel."""
+    """Part of a step as the device computes it.
+
+    first: index of its first token among the tokens that the step samples.
+    captured: the dispatch that serves it; None for kernel by kernel.
+    """
 
     part: Part
     first: int
@@ -38,9 +44,13 @@ class Work:
 
 @dataclass(slots=True)
 class Ran:
-    """What is left of a step when its work is queued. span: of its kernels. reports: of sampled tokens, by their
-    request, and of prompt tokens, in the order of the positions; on the host once `fetched` has come. The rest is as in
-    `StepResult`."""
+    """Results of a step whose work is queued.
+
+    span: device time of its kernels.
+    reports: of sampled tokens, with their requests; on the host once `fetched` is complete.
+    prompt: reports of prompt tokens by request, in the order of their positions; likewise.
+    The other fields are as in `StepResult`.
+    """
 
     span: Span
     reports: list[tuple[list[int], Logprobs]] = field(default_factory=list)
@@ -53,8 +63,12 @@ class Ran:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way. `runner.collect` it once. requests: that it samples for; ids: [those] int64, on the host. ran:
-    None if it has no rows, and until all its work is queued."""
+    """Launched step; `runner.collect` takes it once.
+
+    requests: requests that it samples for.
+    ids: their sampled ids [n] int64 on the host.
+    ran: None if the step has no rows, or while part of its work is not queued.
+    """
 
     requests: list[int]
     ids: Tensor
@@ -63,7 +77,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A step whose decode rows are queued, and whose chunks the host computes. work: what follows on the device."""
+    """Step whose decode rows are queued and whose chunks the host computes. work: remaining work for the device."""
 
     launched: Launched
     begun: Pending[Ran]

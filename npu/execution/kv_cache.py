@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of all requests in blocks. Who owns which block is the block manager's business."""
+"""KV cache: keys and values of all requests in blocks. The block manager assigns the blocks to requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.quantized import Int8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.loader import reporting
+from npuserve.npu.model.progress import reporting
 
 SCALE = torch.bfloat16
-"""Of an int8 cache's scales."""
+"""Dtype of the scales of an int8 cache."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
-    """Bytes of one block over all layers, keys and values, and of int8 their scales."""
+    """Return the bytes of one block: keys and values of all layers, with the scales of int8."""
     shapes = backend.cache_shapes(1, block_size, config.num_kv_heads, config.head_dim, dtype)
     of_layer = sum(map(math.prod, shapes)) * dtype.itemsize
     if dtype == torch.int8:
@@ -31,9 +31,9 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backen
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per layer (keys, values), each of its shape of `Backend.cache_shapes`; int8 has scales beside it.
+    """(keys, values) per layer, in the shapes of `Backend.cache_shapes`; int8 with scales.
 
-    The last `Backend.padding_blocks` blocks are beyond the `num_blocks` that are given to requests.
+    The last `Backend.padding_blocks` blocks are not given to requests.
     """
 
     layers: tuple[tuple[Cache, Cache], ...]
@@ -42,12 +42,12 @@ class KVCache:
     def allocate(
         cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, backend: Backend
     ) -> KVCache:
-        """Return a cache of zeros, and show progress on stderr meanwhile.
+        """Allocate a cache of zeros, showing progress on stderr.
 
-        Memory that is written and not only reserved is taken now or never, and no step meets its page faults. Zeros,
-        so that no NaN comes out of a slot that nobody wrote.
+        Writing all pages now keeps page faults out of the steps and shows at start if memory is short. Zeros keep NaN
+        out of slots that were never written.
 
-        dtype: int8, or that of the activations.
+        dtype: int8, or the dtype of the activations.
         """
         blocks = num_blocks + backend.padding_blocks
         shapes = backend.cache_shapes(blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
@@ -60,7 +60,7 @@ class KVCache:
 
         made = cls(tuple((empty(shapes[0]), empty(shapes[1])) for _ in range(config.num_layers)))
         total, done = sum(tensor.nbytes for tensor in made.tensors), 0
-        # The system takes its time with new pages.
+        # Writing new pages takes long: the kernel clears them.
         with reporting("zeroing the KV cache") as progress, ThreadPoolExecutor(backend.threads) as pool:
             for tensor in pool.map(Tensor.zero_, made.tensors):
                 done += tensor.nbytes
@@ -70,12 +70,12 @@ class KVCache:
 
     @property
     def plain(self) -> list[tuple[Tensor, Tensor]]:
-        """The layers of a cache that is not int8."""
+        """Return the layers of a cache that is not int8."""
         return [(keys, values) for keys, values in self.layers
                 if isinstance(keys, Tensor) and isinstance(values, Tensor)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All, layer by layer: keys and their scales, values and their scales."""
+        """Return all tensors layer by layer: keys and their scales, values and their scales."""
         return [tensor for cache in chain.from_iterable(self.layers)
                 for tensor in ([cache.values, cache.scale] if isinstance(cache, Int8) else [cache])]

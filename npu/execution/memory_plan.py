@@ -1,4 +1,4 @@
-"""How much memory a model takes, before any of it is taken."""
+"""Prediction of a model's memory, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.execution.host_prefill import staging_bytes
 from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.weights import Stored, linears, stored_bytes, tables
+from npuserve.npu.model.storage import StoredMatrix, linears, stored_bytes, tables
 
-SCRATCH = 1 << 20
-"""Bytes that a thread of the kernels keeps, at most, unless the panels of weights that it works on take more."""
+MAX_SCRATCH_BYTES = 1 << 20
+"""Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
 
-WARM_UP, GOLDEN_WARM_UP = 28 << 20, 44 << 20
-"""Bytes that torch and its libraries take at their first work, beyond what they take once imported; where they compute
-the matrix products too, they take more."""
+WARM_UP_BYTES, GOLDEN_WARM_UP_BYTES = 28 << 20, 44 << 20
+"""Bytes that torch and its libraries allocate at their first work, in addition to those at import; the second value
+applies if they also compute the GEMMs."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """Bytes on the host where it computes the prompts for a device.
+    """Bytes on the host if it computes the prompts for a device.
 
-    weights: without an LM head. kv_cache: the mirror of the device's. activations: of a step of max_num_batched_tokens
-    tokens. staging: what is on its way to the device. available: before any of it is taken.
+    weights: without an LM head.
+    kv_cache: mirror of the device's cache.
+    activations: of a step of max_num_batched_tokens tokens.
+    staging: buffers of copies to the device.
+    available: before any allocation.
     """
 
     backend: str
@@ -55,14 +58,16 @@ class HostPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by part, and what follows from them.
+    """Bytes by part, and the settings derived from them.
 
-    weights: with the table of position embeddings. kv_cache: num_blocks blocks of block_size tokens.
-    activations: of a step of max_num_batched_tokens tokens, or of the decode rows that are left where the host computes
-    prompts, which is planned in `host`. logits: of max_num_seqs rows, and their sampling.
-    base: the process itself: that which asks, if it has imported torch as an engine has. available: before any of it
-    but the base is taken.
-    dtype, kv_cache_dtype, max_model_len, block_size: as the engine will have them.
+    weights: with the table of rotary embeddings.
+    kv_cache: num_blocks blocks of block_size tokens.
+    activations: of a step of max_num_batched_tokens tokens; if the host computes prompts, of the decode rows only, and
+        `host` has the plan of the prompts.
+    logits: of max_num_seqs rows, and their sampling.
+    base: the process itself, which must have imported torch as the engine has.
+    available: before any allocation other than the base.
+    dtype, kv_cache_dtype, max_model_len, block_size: as the engine will use them.
     """
 
     weights: int
@@ -80,7 +85,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes that the engine process takes at most."""
+        """Peak memory of the engine process in bytes."""
         return self.weights + self.kv_cache + self.activations + self.logits + self.base
 
     @property
@@ -88,8 +93,10 @@ class MemoryPlan:
         return self.peak - self.base <= self.available and (self.host is None or self.host.fits)
 
     def grown(self, more: int, block: int) -> MemoryPlan:
-        """The same for so many more bytes of weights. What does not fit any more is taken from the KV cache, whose
-        blocks have `block` bytes, as long as it holds max_model_len tokens."""
+        """Return the plan with `more` bytes of weights.
+
+        If it no longer fits, the KV cache gives up blocks of `block` bytes, as long as it holds max_model_len tokens.
+        """
         plan = replace(self, weights=self.weights + more)
         lost = -(-max(plan.peak - plan.base - plan.available, 0) // block)
         if (self.num_blocks - lost) * self.block_size < self.max_model_len:
@@ -97,7 +104,7 @@ class MemoryPlan:
         return replace(plan, num_blocks=self.num_blocks - lost, kv_cache=self.kv_cache - lost * block)
 
     def require_fit(self) -> None:
-        """Raises ModelError with the parts if it does not fit."""
+        """Raise ModelError with the size of each part if the plan does not fit."""
         if self.fits:
             return
         plan: MemoryPlan | HostPlan = self
@@ -125,16 +132,61 @@ def predict(
     max_num_batched_tokens: int = 512,
     prefill: Backend | None = None,
 ) -> MemoryPlan:
-    """The plan by which `load_runner` loads, for settings as ServerConfig has them.
+    """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
-    block_size: 0 takes the backend's. kv_cache_memory: bytes; 0 takes enough for max_num_seqs requests of
-    max_model_len tokens, or the backend's share of what is free if that is less. max_model_len: 0 takes the model's
-    own context, or what the KV cache holds if that is less. prefill: that computes the prompts, if not `backend`.
+    block_size: 0 for the backend's default.
+    kv_cache_memory: bytes; 0 for enough for max_num_seqs requests of max_model_len tokens, or the backend's share of
+        the free memory if that is less.
+    max_model_len: 0 for the model's context, or what the KV cache holds if that is less.
+    prefill: backend that computes the prompts; None for `backend`.
 
-    Raises ModelError where max_model_len is beyond the model's context or the KV cache, and for a block_size that the
-    backend cannot have; BackendError for a dtype that it or `prefill` lacks, also of the KV cache, and for a
-    quantization that its kernels do not compute. A plan that does not fit is returned: see `MemoryPlan.fits`.
+    Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
+    supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
+    for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
+    made, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
+    length = _checked_length(config, max_model_len)
+    available = backend.memory_available()
+
+    weights = stored_bytes(config, made, backend)
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
+    if prefill:  # hidden states of a chunk, copied from the host
+        activations += max_num_batched_tokens * config.hidden_size * made.itemsize
+    logits = _logits(config, backend, max_num_seqs, made.itemsize)
+
+    block = block_bytes(config, block_size, cached, backend)
+    host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
+    mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
+    free_blocks = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
+    if prefill and host:
+        free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
+    if kv_cache_memory:
+        num_blocks = _given_blocks(kv_cache_memory, block, block_size, max_model_len)
+    else:
+        per_request = -(-length // block_size)
+        num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
+    length = min(length, num_blocks * block_size)
+    return MemoryPlan(
+        weights=weights + 4 * length * config.head_dim,
+        kv_cache=(num_blocks + backend.padding_blocks) * block,
+        activations=activations,
+        logits=logits,
+        base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
+        available=available,
+        dtype=str(made).removeprefix("torch."),
+        kv_cache_dtype=str(cached).removeprefix("torch."),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=length,
+        host=host and replace(host, kv_cache=num_blocks * mirrored),
+    )
+
+
+def _checked(
+    config: ModelConfig, backend: Backend, dtype: str, block_size: int, kv_cache_dtype: str, prefill: Backend | None
+) -> tuple[torch.dtype, torch.dtype, int]:
+    """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
     backend.check_heads(config.head_dim)
     for _, scheme in config.quantization.groups if config.quantization else ():
@@ -148,61 +200,36 @@ def predict(
     if prefill and cached != made:
         raise BackendError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
-            "(prefill_device); possible is auto alone")
+            "(prefill_device); only auto is possible")
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple:
         raise ModelError(f"block_size: {block_size} is not possible here; possible are multiples of {multiple}")
+    return made, cached, block_size
+
+
+def _checked_length(config: ModelConfig, max_model_len: int) -> int:
+    """Return the positions of a request, by default the model's context. Raises ModelError beyond it."""
     length = max_model_len or config.context_length
     if length > config.context_length:
         raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
-    available = backend.memory_available()
+    return length
 
-    weights = stored_bytes(config, made, backend)
-    rows = min(max_num_seqs, max_num_batched_tokens)
-    activations = _activations(
-        config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
-    if prefill:  # a chunk's hidden states come from there
-        activations += max_num_batched_tokens * config.hidden_size * made.itemsize
-    logits = _logits(config, backend, max_num_seqs, made.itemsize)
 
-    block = block_bytes(config, block_size, cached, backend)
-    host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
-    mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
-    least = -(-length // block_size) if max_model_len else 1
-    if kv_cache_memory:
-        num_blocks = kv_cache_memory // block
-        if num_blocks < least:
-            raise ModelError(
-                f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
-                f"{f'max_model_len {length}' if max_model_len else 'one block'} needs {mib(least * block)}"
-            )
-    else:
-        room = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
-        if prefill and host:
-            room = min(room, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
-        num_blocks = max(min(max_num_seqs * -(-length // block_size), room), least)
-    length = min(length, num_blocks * block_size)
-    return MemoryPlan(
-        weights=weights + 4 * length * config.head_dim,
-        kv_cache=(num_blocks + backend.padding_blocks) * block,
-        activations=activations,
-        logits=logits,
-        base=_resident() + (WARM_UP if _has_own(backend, linear) else GOLDEN_WARM_UP),
-        available=available,
-        dtype=dtype,
-        kv_cache_dtype=str(cached).removeprefix("torch."),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=length,
-        host=host and replace(host, kv_cache=num_blocks * mirrored),
-    )
+def _given_blocks(kv_cache_memory: int, block: int, block_size: int, max_model_len: int) -> int:
+    """Return the blocks of `block` bytes in kv_cache_memory. Raises ModelError if they hold no max_model_len tokens."""
+    num_blocks, least = kv_cache_memory // block, -(-max_model_len // block_size) or 1
+    if num_blocks < least:
+        raise ModelError(
+            f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
+            f"{f'max_model_len {max_model_len}' if max_model_len else 'one block'} needs {mib(least * block)}")
+    return num_blocks
 
 
 def _host(
     config: ModelConfig, prefill: Backend, device: Backend, tokens: int, context: int, dtype: torch.dtype
 ) -> HostPlan:
-    """Without the KV cache. Positions are counted as of the whole context."""
+    """Return the host's plan without the KV cache. The table of rotary embeddings covers the whole context."""
     width = device.cache_shapes(1, device.block_size, config.num_kv_heads, config.head_dim, dtype)[0][-1]
     return HostPlan(
         backend=prefill.name,
@@ -215,47 +242,49 @@ def _host(
 
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
-    """What the decoder's kernels write, and what they hold meanwhile."""
+    """Return the bytes that the decoder's kernels write and hold at the same time."""
     c = config
     if not _has_own(backend, paged_attention):
-        # The larger of attention, which copies a row's keys and values, and the feed-forward layer; the residual and
-        # its norm stand beside both.
+        # The larger of attention, which copies a row's keys and values, and the feed-forward layer, beside the residual
+        # and its norm.
         attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
         floats = (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
-        # Of products in float64 there is one at a time, and the LM head's is counted with the logits.
+        # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
         head = _in_float64(tables(c, backend.vocabulary_tile)[-1], backend, 0)
         layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(c, i))
         return floats + max(0, layers - head)
-    # Outputs of all kernels have their places, those of the layer before too until they are written anew; and attention
-    # merges what threads computed of parts of a context.
+    # Each kernel's output has its own memory, held until the next layer overwrites it. Attention merges the results of
+    # threads that computed parts of a context.
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
     parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
     panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
-    return tokens * row * itemsize + parts + backend.threads * max(SCRATCH, panels)
+    return tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
 
 
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
-    """The LM head's; the golden sampler works on up to six copies in float32. What edits of logits and penalties'
-    counts take comes on top, by request."""
+    """Return the bytes of the LM head's logits and their sampling: the golden sampler uses up to six float32 copies.
+
+    Edits of logits and counts for penalties are not included; they depend on the requests.
+    """
     copies = backend.sampling_bytes if _has_own(backend, sample) else 24
     head = tables(config, backend.vocabulary_tile)[-1]
     return rows * head.rows * (itemsize + copies) + _in_float64(head, backend, rows)
 
 
-def _in_float64(weight: Stored, backend: Backend, tokens: int) -> int:
-    """What the golden product of int8, which is exact, works on: the weight and its outputs."""
+def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:
+    """Return the bytes of float64 copies in the golden int8 GEMM, which is exact: the weight and its outputs."""
     if weight.scheme is None or _has_own(backend, linear):
         return 0
     return 8 * (weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2) + 2 * tokens * weight.rows)
 
 
 def _has_own(backend: Backend, kernel: Kernel[Any, Any]) -> bool:
-    """False if the golden function serves."""
+    """Return False if the golden function serves the kernel."""
     return backend.kernels in kernel.implementations
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 

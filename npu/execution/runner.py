@@ -1,65 +1,65 @@
-"""Executes steps on the device.
+"""Execution of steps on the device.
 
-1. `launch` forgets the requests that ended and meets the new ones (the sampler keeps what sampling takes of each).
-2. The step's rows are written to host memory from where one copy takes them to the device, and its work is enqueued: it
-   runs after that of the step before. Nobody waits.
-3. The decoder was captured when the runner was made, where the backend can: it runs as one dispatch that reads the
-   batch where it lies. LM head and sampler follow; of rows that all decode their likeliest tokens they are part of the
-   dispatch. A step with chunks is one dispatch too, up to as many tokens as are captured. Where only decode rows can
-   be, it is one dispatch for those and then the chunks' kernels.
-4. The sampled ids stay on the device: step n + 1 takes from there those of step n (its PENDING tokens). Their copy goes
-   to one of two host buffers while step n + 1 runs.
+1. `launch` removes the requests that ended and adds the new ones (the sampler keeps their sampling state).
+2. The step's rows are written to a host buffer that is copied to the device in one copy, and the step's work is
+   enqueued behind the previous step's. Nothing blocks.
+3. `Dispatch` selects how the rows are computed. If the backend can capture steps, the decoder is one dispatch, which
+   reads the batch at fixed addresses. LM head and sampler follow; if all rows are decode rows with argmax sampling,
+   they are part of the dispatch. A step with chunks is one dispatch too, up to the number of tokens that are captured.
+   If the backend captures only decode steps, it is one dispatch for the decode rows, followed by the kernels of the
+   chunks.
+4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
+   copied to one of two host buffers while step n + 1 runs.
 5. `collect` waits for that copy.
 
-So step n + 1 may be launched before step n is collected, and no further one.
+Two steps may be in flight: step n + 1 may be launched before step n is collected.
 
-Where prompts are computed on the host (`prefill`), the device does a step's decode rows while the host does its chunks;
-what is then left of the step is launched before the next one, or when it is collected.
+If prompts are computed on the host (`prefill`), the device computes a step's decode rows while the host computes its
+chunks. The rest of the step is queued before the next step is launched, or when the step is collected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from npuserve.kernels.native.choice import AUTO, CpuKernels, Wanted
+from npuserve.kernels.native.choice import CpuKernels
 from npuserve.kernels.registry import KernelSet, Observe, Timings
-from npuserve.npu.backends import select, select_prefill
-from npuserve.npu.backends.base import Backend, Captured
+from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Phase, Staged, phase_of
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.dispatch import Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Waiting, Work
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
-from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.sampler import Logprobs, Sampler
-from npuserve.npu.execution.shared_weights import SharedMemory, describe
-from npuserve.npu.model.config import HeadDtype, ModelConfig
-from npuserve.npu.model.loader import Progress, load_weights
+from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.weights import ModelWeights, choose_kernels, read_bytes, stored_bytes
-from npuserve.npu.step import NewRequest, Row, Step, StepResult
+from npuserve.npu.model.storage import read_bytes, stored_bytes
+from npuserve.npu.model.weights import ModelWeights
+from npuserve.npu.step import NewRequest, Step, StepResult
 
-LOGITS_BYTES = 32 << 20
-"""Bytes of a slice of prompt logits in float32: a long chunk's are never all there at once."""
+MAX_LOGITS_BYTES = 32 << 20
+"""Bytes of one slice of prompt logits in float32. Slicing bounds the memory for the logits of a long chunk."""
 
 
 class Runner:
-    """A loaded model on a device, with its KV cache.
+    """Loaded model on a device, with its KV cache.
 
-    num_blocks, block_size, kv_cache_dtype: of the KV cache; "auto" or "int8". max_model_len: positions that a request
-    may have. max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step. kernel_sampling: every so many
-    steps each kernel call is timed and `observe` told of it; 0 for never. prefill: the backend that computes the chunks
-    of prompts, with its weights, where that is not the device. leaves: what it leaves in shared memory
-    (`shared.describe`), or None. cpu_kernels: what the CPU kernels run on; None where none are used.
+    num_blocks, block_size, kv_cache_dtype: of the KV cache; the dtype is "auto" or "int8".
+    max_model_len: positions that a request may have.
+    max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
+    kernel_sampling: every that many steps each kernel call is timed and reported to `observe`; 0 for never.
+    prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
+    leaves: description of the weights in shared memory (`shared_weights.describe`), or None.
+    cpu_kernels: CPU kernels in use; None if there are none.
     """
 
     def __init__(
@@ -101,53 +101,43 @@ class Runner:
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
         self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend)
-        self._prompts: dict[int, NewRequest] = {}  # of the requests that want prompt_logprobs
-        self._prompt_slice = max(1, LOGITS_BYTES // (4 * weights.padded_vocabulary))
+        self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
+        self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
         rows = min(max_num_seqs, max_num_batched_tokens)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if backend.padding_blocks else None, backend)
-        self._last = backend.empty((rows,), torch.int64).zero_()  # what the last step sampled
+        self._last = backend.empty((rows,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
-        self._sampled: dict[int, int] = {}  # request -> its place in _last
+        self._sampled: dict[int, int] = {}  # request -> its index in _last
         self._waiting: Waiting | None = None
         self._prefill = HostPrefill(
             *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        self._pads = backend.padding_blocks > 0
-        with torch.inference_mode():
-            self._likeliest = backend.capture(self._decode, rows, decode=True)
-            self._decoding = backend.capture(
-                lambda rows: self._hidden(self._buffers.decode(rows)), rows, decode=True) if self._pads else None
-            if self._pads:
-                self._buffers.clear()
-            self._any = backend.capture(
-                lambda tokens: self._hidden(self._buffers.tokens(tokens)), max_num_batched_tokens, decode=False)
-            self._decoding = self._decoding or self._any
-            if self._any and self._any.largest < max_num_batched_tokens:
-                # What the largest steps compile and take is compiled and taken now, or not at all.
-                self._hidden(self._buffers.tokens(max_num_batched_tokens))
-                backend.synchronize()
-            if backend.compiles:
-                self._rehearse(rows, dtype)
+        self._dispatch = Dispatch(
+            backend, self._buffers, self._hidden, self._argmax_step, max_rows=rows, max_tokens=max_num_batched_tokens,
+            on_host=prefill is not None)
+        if backend.compiles:
+            self._warm_up(rows, dtype)
 
     @property
     def backend(self) -> Backend:
-        """The device, for whoever measures on it."""
+        """The device, for measurements."""
         return self._backend
 
     @property
     def fallbacks(self) -> list[str]:
-        """Names of the kernels that the backend serves by their golden functions."""
+        """Names of the kernels that run as golden functions."""
         return self._kernels.fallbacks
 
     def launch(self, step: Step) -> Launched:
-        """Start a step. Reads `step` and what it names only until it returns. Of two steps in flight the first must be
-        collected before a third is launched.
+        """Start a step. `step` and its objects are read only until this returns.
 
-        Raises ValueError for more rows or tokens than there is room for, KeyError for unknown requests."""
+        At most two steps may be in flight. Raises ValueError for more rows or tokens than the buffers hold, KeyError
+        for unknown requests.
+        """
         self._complete()
         for request_id in step.ended:
             self._sampler.remove(request_id)
@@ -158,7 +148,7 @@ class Runner:
                 self._prompts[request.request_id] = request
         if not step.rows:
             return Launched([], self._ids[0][:0])
-        staged = self._buffers.fill(self._parts(step.rows), self._sampled)
+        staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
         works: list[Work] = []
         requests: list[int] = []
         for part in staged.parts:
@@ -171,7 +161,7 @@ class Runner:
         launched = Launched(requests, self._ids[self._steps % 2][: len(requests)])
         last = self._last[: len(requests)]
         staged.seal()
-        prefill, hosted = self._prefill, works.pop() if self._on_host(works[-1].part) else None
+        prefill, hosted = self._prefill, works.pop() if self._dispatch.is_on_host(works[-1].part) else None
         if prefill:
             for work in works:
                 prefill.written(work.part.rows)
@@ -184,7 +174,7 @@ class Runner:
         return launched
 
     def ready(self, launched: Launched) -> bool:
-        """Whether `collect` would not wait for it."""
+        """Return True if `collect` would not block on the step."""
         if (waiting := self._waiting) and waiting.launched is launched:
             if not (waiting.chunk.done() and waiting.begun.done()):
                 return False
@@ -193,7 +183,7 @@ class Runner:
         return ran is None or (ran.done() and (fetched := ran.wait().fetched) is not None and fetched.done())
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step's end. Steps are collected in the order of their launch."""
+        """Wait for a step and return its result. Steps are collected in the order of their launch."""
         if self._waiting and self._waiting.launched is launched:
             self._complete()
         if launched.ran is None:
@@ -213,49 +203,27 @@ class Runner:
         return result
 
     def _complete(self) -> None:
-        """Queue what is left of the step that waits for the host, once that is done."""
+        """Queue the rest of the step whose chunks the host computes, after waiting for them."""
         if (waiting := self._waiting) is None:
             return
         self._waiting = None
         chunk, ran = waiting.chunk.wait(), waiting.begun.wait()
         waiting.launched.ran = self._backend.enqueue(partial(self._finish, waiting, chunk, ran))
 
-    # Planned on the host
-
-    def _parts(self, rows: Sequence[Row]) -> list[tuple[Sequence[Row], int]]:
-        """Rows that are computed together, and to how many they are padded."""
-        graphs = self._decoding if self._pads else None
-        if graphs is None and self._prefill is None:
-            return [(rows, len(rows))]
-        decodes = [row for row in rows if _decodes(row)]
-        captured = graphs is not None and 0 < len(decodes) <= graphs.largest
-        if self._prefill is None and (not captured or (self._any and len(decodes) < len(rows))):
-            return [(rows, len(rows))]
-        others = [row for row in rows if not _decodes(row)]
-        size = graphs.size(len(decodes)) if graphs and captured else len(decodes)
-        return [(part, n) for part, n in ((decodes, size), (others, len(others))) if part]
-
-    def _on_host(self, part: Part) -> bool:
-        return self._prefill is not None and not _decodes(part.rows[0])
+    # Planning on the host
 
     def _plan(self, part: Part, first: int, staged: Staged) -> Work:
         plan = self._sampler.plan(part.samples, staged.put)
         prompt = self._prompt_rows(part, staged) if self._prompts else []
-        captured = self._captured(part, plan.likeliest)
-        if self._pads and captured and captured is self._any:
-            self._buffers.pad(part, captured.size(part.tokens))
+        captured = self._dispatch.select(part, argmax=plan.argmax)
         return Work(part, first, plan, captured, prompt)
 
-    def _captured(self, part: Part, likeliest: bool) -> Captured | None:
-        """What serves it. A captured step reads from the beginning of the buffers."""
-        if part.first or self._on_host(part):
-            return None
-        decode = len(part.samples) == len(part.rows) == part.tokens
-        found = (likeliest and self._likeliest, self._decoding) if decode else ()
-        return next((each for each in (*found, self._any) if each and part.tokens <= each.largest), None)
 
     def _prompt_rows(self, part: Part, staged: Staged) -> list[PromptRows]:
-        """The row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length))."""
+        """Return the rows that predict prompt tokens of requests with prompt_logprobs.
+
+        A row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length)).
+        """
         found = []
         for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
             request = self._prompts.get(row.request_id)
@@ -267,12 +235,16 @@ class Runner:
                     row.request_id, begin, staged.put(np.array(following)), request.sampling.prompt_logprobs))
         return found
 
-    # Done in the device's queue
+    # Work in the device's queue
 
     def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> Ran:
-        """last: the sampled ids on the device, for `ids` on the host. phase: of a step whose kernels are timed.
+        """Compute a step.
 
-        On a CPU this waits for the interpreter's lock while the processor is idle: what can be done before, is."""
+        last: sampled ids on the device, to be copied to `ids` on the host.
+        phase: of a step whose kernels are timed.
+
+        On a CPU the cores are idle while this waits for the interpreter lock: `launch` prepares as much as possible.
+        """
         return self._end(self._begin(staged, works, phase), last, ids)
 
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None) -> Ran:
@@ -284,7 +256,7 @@ class Runner:
         return ran
 
     def _finish(self, waiting: Waiting, chunk: Chunk, ran: Ran) -> Ran:
-        """The rest of a step whose chunks the host has computed."""
+        """Compute the rest of a step whose chunks the host has computed."""
         hidden = chunk.upload()
         with self._timed(waiting.phase, ran):
             self._sample(waiting.work, hidden, ran)
@@ -300,7 +272,7 @@ class Runner:
 
     @contextmanager
     def _timed(self, phase: Phase | None, ran: Ran) -> Iterator[Timings | None]:
-        """Times the kernels called in its body, if the step has a phase."""
+        """Time the kernels called within the context if the step has a phase."""
         if phase is None:
             yield None
             return
@@ -309,26 +281,26 @@ class Runner:
             yield timings
 
     def _compute(self, work: Work, ran: Ran, timings: Timings | None) -> None:
-        """Leaves the sampled ids in `_last`."""
+        """Compute a part; its sampled ids are then in `_last`."""
         part = work.part
-        hidden = _replay(work.captured, part, timings) if work.captured else None
+        hidden = replay(work.captured, part, timings) if work.captured else None
         if hidden is not None:
             ran.captured = True
             ran.captured_decodes += part.decodes
-            if work.captured is self._likeliest:
+            if work.captured is self._dispatch.greedy:
                 return
         self._sample(work, self._hidden(self._buffers.batch(part)) if hidden is None else hidden, ran)
 
     def _sample(self, work: Work, hidden: Tensor, ran: Ran) -> None:
-        """hidden: of all tokens of the part, or of those alone that sample."""
+        """Sample a part. hidden: of all its tokens, or of the sampling tokens."""
         part = work.part
         ran.prompt += self._prompt_logprobs(hidden, work.prompt)
         count = len(part.samples)
         if not count:
             return
         sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
-        if work.plan.likeliest:
-            ids = self._model.likeliest(sampling)
+        if work.plan.argmax:
+            ids = self._model.argmax(sampling)
         else:
             sampled = self._sampler.sample(self._model.logits(sampling), work.plan)
             ids = sampled.ids
@@ -336,19 +308,19 @@ class Runner:
                 ran.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))
         self._kernels.keep_ids(ids, self._last[work.first : work.first + count])
 
-    def _decode(self, rows: int) -> Tensor:
-        """A whole step of rows that decode their likeliest tokens."""
-        ids = self._model.likeliest(self._hidden(self._buffers.decode(rows)))
+    def _argmax_step(self, rows: int) -> Tensor:
+        """Compute a step of decode rows with argmax sampling."""
+        ids = self._model.argmax(self._hidden(self._buffers.decode(rows)))
         self._kernels.keep_ids(ids, self._last[:rows])
         return ids
 
-    def _rehearse(self, most: int, dtype: torch.dtype) -> None:
-        """Call what follows the last norm, of all numbers of rows that differ in what is compiled for them, so that no
-        request waits for that."""
+    @torch.inference_mode()
+    def _warm_up(self, most: int, dtype: torch.dtype) -> None:
+        """Call LM head and sampler for each number of rows that is compiled separately, so that no request waits."""
         hidden = self._backend.empty((most, self.config.hidden_size), dtype).zero_()
         for rows in {most, *(1 << n for n in range(most.bit_length()))}:
-            self._model.likeliest(hidden[:rows])
-            self._sampler.rehearse(self._model.logits(hidden[:rows]))
+            self._model.argmax(hidden[:rows])
+            self._sampler.warm_up(self._model.logits(hidden[:rows]))
         self._backend.synchronize()
 
     def _hidden(self, batch: Batch) -> Tensor:
@@ -364,85 +336,3 @@ class Runner:
                 logits = self._model.logits(part)
                 reports.append((rows.request_id, self._sampler.prompt_logprobs(logits, ids, rows.n)))
         return reports
-
-
-def _decodes(row: Row) -> bool:
-    """It is one token, and the next is sampled: the shape of a decode row, be it the prompt's last token."""
-    return row.samples and len(row.token_ids) == 1
-
-
-def _replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | None:
-    """None where a replay cannot be timed, and was not run."""
-    if timings is None:
-        return captured.replay(part.tokens, part.context_lens)
-    if (timed := captured.replay_timed(part.tokens, part.context_lens)) is None:
-        return None
-    timings.add(timed[1])
-    return timed[0]
-
-
-def load_runner(
-    folder: Path | str,
-    *,
-    backend: str = "auto",
-    dtype: str = "auto",
-    max_model_len: int = 0,
-    block_size: int = 0,
-    kv_cache_dtype: str = "auto",
-    kv_cache_memory: int = 0,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
-    kernel_sampling: int = 0,
-    observe: Observe | None = None,
-    threads: int = 0,
-    emulate: Sequence[str] | None = None,
-    decode_buckets: Sequence[int] = (),
-    prefill_device: str = "same",
-    lm_head_dtype: HeadDtype = "auto",
-    int8_levels: float = 0,
-    progress: Progress | None = None,
-    memory: SharedMemory | None = None,
-    cpu: Wanted = AUTO,
-) -> Runner:
-    """Load the model in `folder`. Zeros take the default: see `predict`, whose plan is followed.
-
-    emulate: as `select` takes it. decode_buckets, int8_levels: of `Backend`. prefill_device: as `select_prefill` takes
-    it. lm_head_dtype: of `ModelConfig`. progress: is told (bytes done, bytes in all) while the weights are read; None
-    shows it on stderr. memory: where the model is to lie, if the backend can, or lies already. cpu: of the CPU kernels.
-
-    Raises ModelError for a model or settings that cannot be served, BackendError for a device or dtype that is not
-    to be had.
-    """
-    device = select(backend, emulate)
-    device.set_threads(threads)
-    device.decode_buckets = tuple(decode_buckets)
-    device.int8_levels = int8_levels or device.int8_levels
-    host = select_prefill(prefill_device, device)
-    if host:
-        host.set_threads(threads)
-        host.int8_levels = device.int8_levels
-    config = ModelConfig.from_folder(folder, lm_head_dtype)
-    chosen = choose_kernels(config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), (device, host), cpu)
-    memory = None if host else memory
-    left = memory.plan(Path(folder)) if memory else None
-    with device.sharing(memory.file, filled=left is not None) if memory else nullcontext(False) as shared:
-        plan = left if shared and left else predict(
-            config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefill=host,
-        )
-        if plan is not left:
-            plan.require_fit()
-        made: torch.dtype = getattr(torch, plan.dtype)
-        weights = load_weights(folder, config, made, device, progress, there=plan is left)
-    if weights.unplanned_bytes:
-        cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
-        plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))
-        plan.require_fit()
-    return Runner(
-        device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
-        kernel_sampling=kernel_sampling, observe=observe,
-        prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
-        leaves=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None, cpu_kernels=chosen,
-    )

@@ -1,4 +1,4 @@
-"""Chooses the next tokens, and owns what that takes of each request."""
+"""Sampler: chooses the next tokens, and owns the sampling state of each request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from npuserve.npu.backends.base import Backend, Event
 from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
 
 Put = Callable[["np.ndarray[Any, Any]"], Tensor]
-"""Where host values go: their place on the device, which they have reached when the step runs."""
+"""Copies host values to the device; the returned tensor holds them when the step runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Reports of N tokens, on the device. counts: how many likeliest tokens each report names, at most n.
+    """Logprobs of N tokens on the device.
 
     ids: [N] int64. logprob: [N] float32. rank: [N] int64. top_ids: [N, n] int64. top_logprobs: [N, n] float32.
+    counts: number of most likely tokens to report for each of the N tokens, at most n.
     """
 
     ids: Tensor
@@ -35,8 +36,7 @@ class Logprobs:
     fetched: Sequence[Event] = ()
 
     def fetch(self, backend: Backend) -> Logprobs:
-        """Copies of them on the host, once `fetched` have come: they also keep what is being copied. Within enqueued
-        work."""
+        """Copy to the host; complete once the returned `fetched` are. Call it within enqueued work."""
         events = []
 
         def copy(tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Logprobs:
                         copy(self.top_logprobs), self.counts, events)
 
     def reports(self) -> list[TokenLogprobs]:
-        """Of what was fetched."""
+        """Return one report per token, after waiting for the copies."""
         for event in self.fetched:
             event.wait()
         rows = zip(
@@ -65,10 +65,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledIds:
-    """What was chosen, on the device.
+    """Sampled ids on the device.
 
-    ids: [R, W] int64, W >= 1: row r's token is ids[r, 0]; devices that pad use the rest.
-    logprobs: the reports of the rows of `Plan.reported`, None if no row asked.
+    ids: [R, W] int64, W >= 1: ids[r, 0] is the token of row r; further columns are padding of the device.
+    logprobs: reports of the rows of `Plan.reported`; None if there are none.
     """
 
     ids: Tensor
@@ -77,11 +77,12 @@ class SampledIds:
 
 @dataclass(slots=True)
 class _State:
-    """What sampling needs of one request.
+    """Sampling state of one request.
 
-    allowed_ids, bias, ending_ids: those below the vocabulary, empty where the request does not use them. edited: its
-    logits never are taken as they are. next_position: of a request with penalties, after the tokens that were counted.
-    on_device: made when it is first needed there.
+    allowed_ids, bias, ending_ids: restricted to the vocabulary; empty if the request does not use them.
+    edited: its logits are always edited.
+    next_position: of a request with penalties: the position after the tokens counted so far.
+    on_device: created when first needed.
     """
 
     request: NewRequest
@@ -100,16 +101,18 @@ class _State:
         return bool(self.ending_ids) and position - len(self.request.prompt_ids) < self.sampling.min_tokens
 
     def edits(self, position: int) -> bool:
-        """True if the logits at `position` are not taken as they are."""
+        """Return True if the logits at `position` are edited."""
         return self.edited or self.withholds_ending(position)
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """Tensors of a request on the device, None where it does not use them, and the host memory that they came from.
+    """Tensors of a request on the device, None if it does not use them.
 
-    bias: (ids [n] int64, values [n] float32). counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32),
-    of the tokens that were chosen by the steps queued so far.
+    bias: (ids [n] int64, values [n] float32).
+    counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32) of the tokens sampled by the steps queued so
+        far.
+    sources: host buffers that the tensors are copied from.
     """
 
     allowed_ids: Tensor | None
@@ -121,17 +124,18 @@ class _OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How R tokens are to be chosen. Row numbers on the host are lists; tensors are on the device when the step runs.
+    """Plan for sampling R tokens. Row numbers on the host are lists; tensors are on the device when the step runs.
 
-    likeliest: each row is to have the likeliest token of its logits, and nothing else is asked; the rest is empty then.
-    edited: (row, True if ending ids are withheld) of the rows whose logits are not taken as they are. penalized: rows;
-    penalties: (rows, repetition, presence, frequency). chance: temperature, top_k, top_p, min_p and random numbers as
-    `sample` takes them, of the rows whose temperature is above 0; cut: its last argument. rows: these and the others,
-    where there are both. reported: rows that get a report; report_counts: how many likeliest tokens it names;
-    report_rows: the rows again.
+    argmax: every row takes its argmax token and nothing else is requested; the other fields are empty then.
+    edited: (row, True if ending ids are masked) of the rows whose logits are edited.
+    penalized: rows with penalties; penalties: (rows, repetition, presence, frequency).
+    chance: temperature, top_k, top_p, min_p and random numbers, as `sample` takes them, of the rows with a temperature
+        above 0; cut: its last argument.
+    rows: the rows with a temperature above 0, and the others; None unless there are both.
+    reported: rows with logprobs; report_counts: number of most likely tokens each reports; report_rows: the same rows.
     """
 
-    likeliest: bool
+    argmax: bool
     states: Sequence[_State] = ()
     edited: Sequence[tuple[int, bool]] = ()
     penalized: Sequence[int] = ()
@@ -145,17 +149,18 @@ class Plan:
 
 
 class Sampler:
-    """The only owner of the requests' sampling state.
+    """Owner of the requests' sampling state.
 
-    kernels: those of the backend. vocabulary: the real one; ids at or above it are never chosen.
+    kernels: of the backend.
+    vocabulary: size without padding; ids at or above it are never sampled.
 
-    A row's token is a function of its own logits, parameters, tokens so far and position, never of other rows. The
-    logits of a row go through, in this order: allowed_token_ids, logit_bias, min_tokens (the ending ids cannot be
-    chosen), penalties, then the likeliest token at temperature 0, else `sample` with the random number of (seed,
-    position). Reports are of the logits as they came.
+    A row's token depends only on its own logits, parameters, tokens so far and position, not on other rows. The logits
+    of a row pass through, in this order: allowed_token_ids, logit_bias, min_tokens (masks the ending ids), penalties;
+    then argmax at temperature 0, else `sample` with the random number of (seed, position). Reports use the unedited
+    logits.
 
-    `plan` is the host's part, `sample` that of the device, which may come while the next step is planned: it changes
-    nothing that `plan` reads.
+    `plan` runs on the host, `sample` in the device's queue, possibly while the next step is planned: it changes nothing
+    that `plan` reads.
     """
 
     def __init__(self, kernels: KernelSet, vocabulary: int, backend: Backend):
@@ -165,13 +170,13 @@ class Sampler:
         self._states: dict[int, _State] = {}
 
     def add(self, request: NewRequest) -> None:
-        """Meets a request; ValueError if it is known already."""
+        """Add a request. Raises ValueError if it exists."""
         if request.request_id in self._states:
-            raise ValueError(f"request {request.request_id} is known already")
+            raise ValueError(f"request {request.request_id} exists already")
         sampling, vocabulary = request.sampling, self._vocabulary
         allowed = {i for i in sampling.allowed_token_ids if i < vocabulary}
         ending = {i for i in sampling.ending_ids if i < vocabulary} if sampling.min_tokens > 0 else set()
-        # Where nothing but ending ids is allowed, they are not withheld: a row always has a token to choose.
+        # If only ending ids are allowed, they are not masked: a row must always have a token to choose.
         if allowed and allowed <= ending:
             ending = set()
         bias = {i: value for i, value in sampling.logit_bias.items() if i < vocabulary}
@@ -185,14 +190,17 @@ class Sampler:
         )
 
     def remove(self, request_id: int) -> None:
-        """Forgets a request; KeyError if it is not known."""
+        """Remove a request. Raises KeyError if it does not exist."""
         del self._states[request_id]
 
     def plan(self, rows: Sequence[tuple[int, int]], put: Put) -> Plan:
-        """rows: (request id, position) of each token to choose, the position being that in prompt + output.
+        """Plan the sampling of a step.
+
+        rows: (request id, position in prompt + output) of each token to sample.
+        put: copies host values to the device.
 
         Raises KeyError for an unknown request, and ValueError if a request with penalties skips or repeats a position,
-        since its counts are of the tokens chosen here.
+        since its counts cover the tokens sampled here.
         """
         states = [self._states[request_id] for request_id, _ in rows]
         if all(s.sampling.temperature == 0 and s.sampling.logprobs is None and not s.edits(position)
@@ -233,8 +241,10 @@ class Sampler:
         return plan
 
     def sample(self, logits: Tensor, plan: Plan) -> SampledIds:
-        """Chooses one token per row of logits [R, Vp], which are not changed. Within enqueued work, in the order in
-        which the plans were made; not for a plan of the `likeliest`."""
+        """Sample one token per row of logits [R, Vp], which are not modified.
+
+        Call it within enqueued work, in the order in which the plans were made, and not for an `argmax` plan.
+        """
         ids = self._choose(self._edit(logits, plan) if plan.edited else logits, plan)
         for row in plan.penalized:
             _, output_counts = self._counts(plan.states[row])
@@ -244,8 +254,8 @@ class Sampler:
         where = plan.report_rows
         return SampledIds(ids, self._logprobs(logits[where], ids[where, 0], list(plan.report_counts)))
 
-    def rehearse(self, logits: Tensor) -> None:
-        """Call each kernel that `sample` may call for logits [R, Vp]."""
+    def warm_up(self, logits: Tensor) -> None:
+        """Call each kernel that `sample` may call for logits [R, Vp], so that it is compiled."""
         def made(value: float, dtype: torch.dtype, *more: int) -> Tensor:
             return torch.full((len(logits), *more), value, dtype=dtype, device=logits.device)
 
@@ -262,11 +272,11 @@ class Sampler:
         self._k.penalize(edited, made(0, torch.bool, width), made(0, torch.int32, width), *shaping[:1] * 3)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Tensor, n: int) -> Logprobs:
-        """Reports of the prompt's tokens next_ids [T] int64, which logits [T, Vp] predict, with n likeliest ones."""
+        """Return reports of prompt tokens next_ids [T] int64 predicted by logits [T, Vp], with n top tokens each."""
         return self._logprobs(logits, next_ids, [n] * len(next_ids))
 
     def _choose(self, logits: Tensor, plan: Plan) -> Tensor:
-        """ids [R, W]."""
+        """Return sampled ids [R, W]."""
         if not plan.chance:
             return self._k.greedy(logits, self._vocabulary)
         if plan.rows is None:
@@ -278,7 +288,7 @@ class Sampler:
         return ids
 
     def _edit(self, logits: Tensor, plan: Plan) -> Tensor:
-        """The logits as they are to be chosen from: [R, vocabulary] float32, a copy."""
+        """Return a copy of the logits with all edits: [R, vocabulary] float32."""
         result = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for row, withholds_ending in plan.edited:
             own, line = self._on_device(plan.states[row]), result[row]
@@ -310,11 +320,11 @@ class Sampler:
             def load(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
                 source = self._backend.host_buffer(len(values), dtype=dtype)
                 source.copy_(torch.tensor(values, dtype=dtype))
-                sources.append(source)  # the copy need not have run when this returns
+                sources.append(source)  # the copy may run after this returns
                 return source.to(self._backend.device, non_blocking=True)
 
             def count(token_ids: list[int]) -> Tensor:
-                """How often each id is among them: [vocabulary] int32."""
+                """Return how often each id occurs: [vocabulary] int32."""
                 counts = torch.zeros(self._vocabulary, dtype=torch.int32, device=self._backend.device)
                 ids = load(token_ids)
                 return counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))

@@ -1,8 +1,8 @@
-"""A model's weights in memory that outlives their process, so that the next one need not load them.
+"""Weights in a memory file that outlives the engine process, so that the next process need not load them.
 
-The supervisor holds a file in memory and hands it to each life of the engine, with what the life before, once it was
-ready, said of it (`describe`). Where the model's files, the kernels and the form of weights are those of then, the
-plan of then is followed, and the weights are found as they were.
+The supervisor holds the file and passes it to each engine process, with the description (`describe`) that the last
+ready process gave. If the model's files, the kernels and the form of the weights are unchanged, the new process follows
+the described plan and reuses the weights.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.npu.execution.memory_plan import MemoryPlan
-from npuserve.npu.model.loader import weight_files
+from npuserve.npu.model.folder import weight_files
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """file: its descriptor. left: what `describe` said in the life before; None for none that was ready."""
+    """Memory file. file: its descriptor. left: `describe` of the last ready process; None if there was none."""
 
     file: int
     left: Mapping[str, Any] | None = None
 
     def plan(self, folder: Path) -> MemoryPlan | None:
-        """By which the life before loaded what lies in the file, if that is what this one would load."""
+        """Return the plan by which the file was filled; None if its weights are not from the present `folder`."""
         if self.left is None or self.left.get("model") != _stamp(folder):
             return None
         return MemoryPlan(**self.left["plan"])
 
 
 def describe(folder: Path, plan: MemoryPlan) -> dict[str, Any]:
-    """For the `left` of the next life; as JSON takes it. The plan must be one without a host."""
+    """Return the JSON value that identifies the weights, for `left` of the next process. plan: without host prefill."""
     return {"model": _stamp(folder), "plan": asdict(plan)}
 
 

@@ -1,9 +1,10 @@
 """Rotary position embeddings: the table of cosines and sines.
 
-The arithmetic, its order and its precision (float32) are those of transformers' rotary embedding modules
-(modeling_rope_utils.py), so that the table equals theirs bit for bit and greedy answers agree. Sources of the
-methods: RoFormer (Su et al. 2021); linear: position interpolation (Chen et al. 2023); llama3: the Llama 3.1 release;
-yarn: YaRN (Peng et al. 2023).
+Arithmetic, its order and its precision (float32) follow transformers' rotary embedding modules
+(modeling_rope_utils.py), so that the table equals theirs bit for bit and greedy answers agree.
+
+Sources of the methods: RoFormer (Su et al. 2021); linear: position interpolation (Chen et al. 2023); llama3: the Llama
+3.1 release; yarn: YaRN (Peng et al. 2023).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import math
 
 import torch
 
-from npuserve.npu.model.config import RopeConfig
+from npuserve.npu.model.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[length, head_dim] float32: row p holds the cosines (first half) and sines (second half) of position p."""
+    """Return [length, head_dim] float32: row p has the cosines (first half) and sines (second half) of position p."""
     half = head_dim // 2
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
     table = torch.empty(length, head_dim)
@@ -28,7 +29,7 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.de
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[head_dim / 2] float32: radians per position of each pair of dimensions."""
+    """Return [head_dim / 2] float32: radians per position of each pair of dimensions."""
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     plain = 1.0 / powers
     match rope.kind:
@@ -44,7 +45,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between are a mix of both."""
+    """Divide the frequencies of long wavelengths by the factor, keep short ones, and interpolate between."""
     longest, shortest = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     kept = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -54,11 +55,11 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[head_dim / 2]: 0 for the pairs that turn more than beta_fast times in the original context, 1 for those that
-    turn less than beta_slow times, linear between."""
+    """Return [head_dim / 2]: 0 for pairs with more than beta_fast rotations in the original context, 1 for pairs with
+    fewer than beta_slow, linear between."""
 
-    def pair(turns: float) -> float:
-        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair(rotations: float) -> float:
+        return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:

@@ -1,13 +1,13 @@
-"""A checkpoint in floats becomes one in W8A8, in the format that compressed-tensors and llm-compressor write.
+"""Quantization of a float checkpoint to W8A8, in the format that compressed-tensors and llm-compressor write.
 
-One layer is in memory at a time, and of the calibration's texts what goes from layer to layer:
+One layer is in memory at a time, with the hidden states of the calibration texts:
 
     embedding ──► hidden states ──► layer 0, exact ──► layer 1, exact ──► ...
                                     │ its inputs balance it (balance.py)
                                     └► rounded to int8, written
 
-Each row of a weight has a scale, and rounding is to the nearest; inputs are rounded as they come, when the model is
-served. Embedding, norms, biases and LM head stay as they are.
+Each row of a weight has a scale and is rounded to nearest. Inputs are quantized dynamically when the model is served.
+Embedding, norms, biases and LM head are not changed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ from torch import Tensor
 
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.weights import linears
+from npuserve.npu.model.storage import linears
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
-from npuserve.npu.quantize.balance import Layer, balance, to_int8
-from npuserve.npu.quantize.checkpoint import Source, Spec, Writer, appearing, write_json
+from npuserve.npu.quantize.balance import balance
+from npuserve.npu.quantize.layer import Layer, to_int8
+from npuserve.npu.quantize.source import Source, TensorSpec
+from npuserve.npu.quantize.writer import Writer, replaced_folder, write_json
 
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
-"""Files that are not copied, since they hold what the checkpoint does, in floats."""
+"""Suffixes of files that are not copied, since they contain the weights in floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """int8, linears: of the decoder's linear layers those that are int8 now, and all. source_bytes, nbytes: of tensors.
-    strengths: of each layer, as `balance` returns them."""
+    """Result of a quantization.
+
+    int8: number of int8 linear layers of the decoder; linears: number of all.
+    source_bytes, nbytes: bytes of the tensors before and after.
+    strengths: of each layer, as `balance` returns them.
+    """
 
     int8: int
     linears: int
@@ -54,23 +60,24 @@ def quantize_checkpoint(
     strength: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Written:
-    """Write the model in `folder` to the folder `out`, which appears when it is whole and then replaces what was there.
+    """Quantize the model in `folder` to the folder `out`, which is replaced when the result is complete.
 
-    sequences: token ids to balance the layers by; none: weights are rounded as they are. ignore: linear layers that
-    stay as they are, by name, or by an expression after "re:". strength: of the balance, in [0, 1]; None searches it.
-    progress: takes (layers done, layers in all). Raises ModelError for a model that cannot be quantized, OSError for
-    one that cannot be written.
+    sequences: token ids of the calibration texts for the balance; empty: no balance.
+    ignore: linear layers that are not quantized, by name or by a regular expression after "re:".
+    strength: of the balance, in [0, 1]; None searches it.
+    progress: called with (layers done, all layers).
+    Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
-        raise ModelError(f"{folder}: is quantized already; what is quantized here is bfloat16, float16 or float32")
+        raise ModelError(f"{folder}: is quantized already; supported are bfloat16, float16 or float32")
     quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *ignore))
     everything, int8 = _linears(config, quantization, ignore)
     source = Source(folder)
     _check(source, _shapes(config), folder)
     specs = _specs(source, int8)
     strengths = []
-    with appearing(out) as made:
+    with replaced_folder(out) as made:
         with Writer(made, specs) as writer:
             for name in source.specs:
                 if not name.startswith("model.layers."):
@@ -115,13 +122,13 @@ def _layer(
 def _linears(
     config: ModelConfig, quantization: Quantization, ignore: Sequence[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """All linear layers of the decoder, and those that are to be int8."""
+    """Return all linear layers of the decoder, and those to be quantized."""
     for pattern in ignore:
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                raise ModelError(f"ignore: {pattern!r} is no regular expression: {error}") from None
+                raise ModelError(f"ignore: {pattern!r} is not a regular expression: {error}") from None
     planned = replace(config, quantization=quantization)
     stored = [linear for index in range(config.num_layers) for linear in linears(planned, index)]
     everything = frozenset(name for linear in stored for name in linear.parts)
@@ -136,7 +143,7 @@ def _linears(
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that the checkpoint must have."""
+    """Return the shapes of the tensors that the checkpoint must contain."""
     c = config
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
@@ -164,9 +171,9 @@ def _check(source: Source, shapes: dict[str, tuple[int, ...]], folder: Path) -> 
         raise ModelError(f"{folder}: the tensors do not fit config.json: {'; '.join(found)}")
 
 
-def _specs(source: Source, int8: frozenset[str]) -> dict[str, Spec]:
-    """Of what is written; in the files of the source."""
-    specs: dict[str, Spec] = {}
+def _specs(source: Source, int8: frozenset[str]) -> dict[str, TensorSpec]:
+    """Return the specs of the tensors to be written, in the same files as in the source."""
+    specs: dict[str, TensorSpec] = {}
     for name, spec in source.specs.items():
         if name.removesuffix(".weight") in int8:
             specs[name] = replace(spec, dtype=torch.int8)
@@ -177,7 +184,7 @@ def _specs(source: Source, int8: frozenset[str]) -> dict[str, Spec]:
 
 
 def _copy_others(folder: Path, made: Path) -> None:
-    """Tokenizer, templates, generation settings, licences: all files but weights."""
+    """Copy all files but weights: tokenizer, templates, generation settings, licences."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":

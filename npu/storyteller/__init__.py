@@ -1,4 +1,4 @@
-"""The built-in model: a small Qwen3 that tells stories. See model/README.md for what it is and is not."""
+"""Built-in model: a small Qwen3 that writes stories. model/README.md describes it."""
 
 from pathlib import Path
 

@@ -149,8 +149,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.execution.memory_plan import predict
     from npuserve.npu.model.config import ModelConfig, ModelError
-    from npuserve.npu.model.loader import weight_files
-    from npuserve.npu.model.weights import choose_kernels
+    from npuserve.npu.model.folder import weight_files
+    from npuserve.npu.model.storage import choose_kernels
     from npuserve.service.text.model_folder import resolve
 
     folder = resolve(config.model)

@@ -73,7 +73,7 @@ def load_model(
     Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
     """
     from npuserve.kernels.native.choice import CpuKernels, Wanted
-    from npuserve.npu.execution.runner import load_runner
+    from npuserve.npu.execution.load import load_runner
 
     def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
         metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from npuserve.npu import storyteller
-from npuserve.npu.model.config import ModelError, check_downloaded, check_links
+from npuserve.npu.model.config import ModelError
+from npuserve.npu.model.folder import check_downloaded, check_links
 from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
 from npuserve.service.ipc import child, process_control

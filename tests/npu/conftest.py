@@ -1,4 +1,4 @@
-"""What tests of the device side share."""
+"""Fixtures of the device side's tests."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from npuserve.npu.backends.cpu import CpuBackend
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.skipif(
     not available(), reason="the native kernels are not built"))], ids=["golden", "native"])
 def cpu(request) -> CpuBackend:
-    """The CPU with the golden functions and with the native kernels."""
+    """CPU backend with the golden functions, and with the native kernels."""
     return CpuBackend(native=request.param)

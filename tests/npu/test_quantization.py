@@ -1,4 +1,4 @@
-"""config.json's quantization_config: what is read, what is refused, and by whose rules a layer is found."""
+"""Parser of quantization_config: supported values, refused values, and matching of layer names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.quantization import W8A8, Quantization
 
-# As llm-compressor writes it: recipe QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]).
+# As written by llm-compressor with QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]).
 W8A8_JSON: dict[str, Any] = {
     "config_groups": {"group_0": {
         "format": "int-quantized",
@@ -35,7 +35,7 @@ def read(data: Any) -> Quantization | None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """W8A8_JSON with another value at a path of keys with dots; g is group_0."""
+    """Return W8A8_JSON with another value at a dotted path of keys; g stands for group_0."""
     data = copy.deepcopy(W8A8_JSON)
     *parts, last = path.replace("g.", "config_groups.group_0.").split(".")
     place = data
@@ -45,14 +45,14 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return data
 
 
-def test_what_llm_compressor_writes():
+def test_quantization_config_of_llm_compressor():
     assert read(W8A8_JSON) == PLAIN
     assert PLAIN.of("model.layers.0.mlp.up_proj") == W8A8()
     assert PLAIN.of("lm_head") is None
 
 
 @pytest.mark.parametrize("nothing", [None, {}])
-def test_a_checkpoint_without_quantization(nothing):
+def test_quantization_absent_is_none(nothing):
     assert read(nothing) is None
     assert Quantization.from_config({}) is None
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_without_quantization(nothing):
     {"quantization_config": {k: v for k, v in W8A8_JSON.items() if k != "quant_method"},
      "quant_method": "compressed-tensors"},
 ])
-def test_what_changes_nothing_is_accepted(harmless):
+def test_quantization_keys_without_effect_are_accepted(harmless):
     assert read(harmless) == PLAIN
     assert Quantization.from_config({"compression_config": harmless}) == PLAIN
 
@@ -94,7 +94,7 @@ def test_what_changes_nothing_is_accepted(harmless):
     ({"input_activations": {"strategy": None, "dynamic": False, "symmetric": False}},
      W8A8(dynamic=False, symmetric_inputs=False)),
 ])
-def test_every_scheme_that_is_served(group, scheme):
+def test_quantization_supported_schemes(group, scheme):
     data = copy.deepcopy(W8A8_JSON)
     for part, changes in group.items():
         data["config_groups"]["group_0"][part] |= changes
@@ -134,7 +134,7 @@ def test_every_scheme_that_is_served(group, scheme):
     (changed("g.weights", None), "weights: is missing: only inputs are quantized"),
     (changed("g.output_activations", {"num_bits": 8}), "output_activations: {'num_bits': 8} is not supported"),
     (changed("g.targets", "Linear"), "group_0.targets: must be a list of names, got 'Linear'"),
-    (changed("g.targets", ["re:("]), r"targets: 're:\(' is no regular expression"),
+    (changed("g.targets", ["re:("]), r"targets: 're:\(' is not a regular expression"),
     (changed("g.bias", {}) | {"ignore": [3]}, r"ignore: must be a list of names, got \[3\]"),
     (changed("g.smooth", 0.5), "group_0: smooth is not supported; supported: format, input_activations"),
     (changed("sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config: {'format': 'sparse-24-bitmask'}"),
@@ -142,7 +142,7 @@ def test_every_scheme_that_is_served(group, scheme):
     (changed("moe_sparsity_config", {"method": "prune"}), "moe_sparsity_config: "),
     (changed("unheard_of", 1), "quantization_config: unheard_of is not supported"),
 ])
-def test_what_is_not_supported_is_named_with_what_is(data, message):
+def test_quantization_unsupported_value_is_refused_by_name(data, message):
     with pytest.raises(ValueError, match=message):
         read(data)
 
@@ -162,12 +162,12 @@ quantizations = st.builds(
 
 
 @given(quantizations)
-def test_what_is_written_is_read_again(quantization):
+def test_quantization_json_round_trip(quantization):
     assert read(quantization.to_json()) == quantization
 
 
-def test_layers_are_found_by_the_rules_of_compressed_tensors():
-    """Its package applies what ours wrote to a model of transformers."""
+def test_quantization_targets_match_as_in_compressed_tensors():
+    """The compressed-tensors package applies our configuration to a model of transformers."""
     package = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     from tests.support.models import random_model
 

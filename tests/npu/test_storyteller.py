@@ -1,4 +1,4 @@
-"""The built-in model: small, standard, and alive."""
+"""Built-in model: size, architecture and quality of its stories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.train_storyteller import loops
 from npuserve.npu.storyteller import FOLDER
 
 
-def test_it_is_small_and_bf16() -> None:
+def test_storyteller_is_small_and_bf16() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 8_000_000
     with safe_open(FOLDER / "model.safetensors", "pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
@@ -21,7 +21,7 @@ def test_it_is_small_and_bf16() -> None:
     assert "is not" in (FOLDER / "README.md").read_text()
 
 
-def test_what_loops_is_seen() -> None:
+def test_loops_detects_repetition() -> None:
     once = "one two three four five six seven eight nine ten"
     assert not loops(f"{once} and {once}")
     assert loops(f"{once} and {once} and {once}")
@@ -29,8 +29,8 @@ def test_what_loops_is_seen() -> None:
     assert not loops("")
 
 
-def test_its_stories_do_not_loop() -> None:
-    """20 samples at the model's own temperature, each an answer of English words of some length."""
+def test_storyteller_samples_do_not_loop() -> None:
+    """20 samples at temperature 1 are stories of English words of some length."""
     tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER)
     torch.manual_seed(1)
     start = torch.tensor([tokenizer.encode("Once upon a time")] * 20)

@@ -1,4 +1,4 @@
-"""Small random models made by transformers, which is the oracle of these tests."""
+"""Small random models made by transformers, the reference of the tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 
 
 def random_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """float32; norms and biases are random too, so that leaving one out shows."""
+    """Return a float32 model. Norms and biases are random too, so that a missing one changes the results."""
     config_class, model_class, settings = FAMILIES[kind]
     settings = {**SIZES, **settings, **overrides}
     settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
@@ -65,7 +65,7 @@ def random_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
-    """In Hugging Face's format; settings: of save_pretrained."""
+    """Save in Hugging Face format. settings: of save_pretrained."""
     model.save_pretrained(folder, **settings)
     return folder
 
@@ -77,8 +77,11 @@ def saved_w8a8(
     model: PreTrainedModel, folder: Path, scheme: W8A8 = PLAIN_W8A8, ignore: tuple[str, ...] = ("lm_head",),
     **settings: Any,
 ) -> Path:
-    """A checkpoint of compressed-tensors by hand: linear layers rounded to the nearest, zeros, where the scheme has
-    them, chosen anyhow, and static scales of inputs that nearly never clip. settings: of save_pretrained."""
+    """Save a checkpoint in the format of compressed-tensors, written without it.
+
+    Linear layers are rounded to nearest. Zero points, if the scheme has them, are arbitrary; static input scales almost
+    never clip. settings: of save_pretrained.
+    """
     model.save_pretrained(folder, **settings)
     quantization = Quantization(((("Linear",), scheme),), ignore)
     for path in folder.glob("*.safetensors"):
@@ -114,7 +117,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """The next `count` ids, each the smallest of the likeliest; the whole sequence computed anew each time."""
+    """Return the next `count` ids by argmax (the smallest id of equal ones); each step computes the whole sequence."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))

@@ -1,5 +1,5 @@
 """Quantized checkpoints made by the compressed-tensors package, and by hand from its parts. It and transformers are the
-oracle of these tests."""
+reference of the tests."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ def save_quantized(
     model: PreTrainedModel, folder: Path, *schemes: QuantizationScheme, ignore: Iterable[str] = ("lm_head",),
     alike: bool = True, **settings: Any,
 ) -> Path:
-    """The model's linear layers rounded to the nearest, as compressed-tensors saves them. alike: what shares a static
-    input has one scale for it. settings: of save_pretrained."""
+    """Save the model with linear layers rounded to nearest, as compressed-tensors writes it.
+
+    alike: projections with the same static input have one scale for it.
+    settings: of save_pretrained.
+    """
     config = QuantizationConfig(
         config_groups={f"group_{index}": made for index, made in enumerate(schemes)}, ignore=list(ignore))
     apply_quantization_config(model, config)
@@ -84,13 +87,13 @@ def _set(module: torch.nn.Module, name: str, scale: torch.Tensor, zero: torch.Te
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    """By transformers, which computes in floats with what compressed-tensors rounds."""
+    """Load with transformers, which computes in floats with the rounding of compressed-tensors."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def edit_quantization(folder: Path, **changes: Any) -> None:
-    """Of config.json's quantization_config."""
+    """Change keys of config.json's quantization_config."""
     path = folder / "config.json"
     data = json.loads(path.read_text())
     data["quantization_config"] |= changes

@@ -1,8 +1,6 @@
-"""Ascend NPUs (Atlas A2 and A3) through torch_npu.
+"""Backend for Ascend NPUs (Atlas A2 and A3) through torch_npu.
 
-Streams are those of `streams`; the lengths of captured attention travel on a third (`ascend_graphs`).
-
-The emulator (npuserve.npu.emulator) puts libraries of its own in the place of CANN's: all else is as on the device.
+Steps and copies use the streams of `streams`; the lengths of captured attention use a third stream (`graphs`).
 """
 
 from __future__ import annotations
@@ -14,15 +12,15 @@ import importlib.util
 import logging
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from npuserve.kernels import ascend
 from npuserve.kernels.quantized import Int8Weight
-from npuserve.npu import emulator
 from npuserve.npu.backends.ascend import errors as acl_errors
-from npuserve.npu.backends.ascend.graphs import AscendGraphs, Lengths, takes_lengths
+from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
+from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.base import BackendError, Captured, Event, Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.backends.streams import StreamBackend
@@ -31,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class FetchedAfterLengths:
-    """A copy of what may come from replays, which wait in vain where their lengths cannot be given."""
+    """D2H copy of results of replays. `wait` raises if their lengths could not be updated: such a replay never ends."""
 
     __slots__ = ("_fetched", "_given", "_lengths")
 
-    def __init__(self, fetched: Event, lengths: Lengths):
+    def __init__(self, fetched: Event, lengths: LengthThread):
         self._fetched, self._lengths, self._given = fetched, lengths, lengths.given
 
     def wait(self) -> None:
@@ -47,7 +45,10 @@ class FetchedAfterLengths:
 
 
 class AscendBackend(StreamBackend):
-    """decode_buckets: rows of the decode steps that are captured, () for `default_buckets`."""
+    """Backend for an Ascend NPU.
+
+    decode_buckets: rows of the captured decode steps; () for `default_buckets`.
+    """
 
     name = "npu"
     dtypes = ("bfloat16", "float16")
@@ -73,54 +74,69 @@ class AscendBackend(StreamBackend):
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {acl_errors.advice(error)}") from error
         self._takes_lengths = False
-        self._lengths = Lengths(self.device)
+        self._lengths = LengthThread(self.device)
         weakref.finalize(self, self._lengths.close)
-        self.chip = "emulated" if emulator.active() else torch.npu.get_device_name(self.device)
-
-    @classmethod
-    def emulate(cls, relax: Sequence[str] = ()) -> None:
-        try:
-            emulator.activate(relax=tuple(relax))
-        except (RuntimeError, OSError, ValueError) as error:
-            raise BackendError(f"emulate: {error}") from error
+        self.chip = self.chip_name()
 
     @classmethod
     def unavailable(cls) -> str:
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed: pip install npuserve[npu], or choose another device"
-        if not emulator.active():
-            try:
-                ctypes.CDLL("libascendcl.so")
-            except OSError:
-                return acl_errors.advice(ImportError("libascendcl.so: cannot open shared object file"))
+        return cls.missing_cann()
+
+    @classmethod
+    def missing_cann(cls) -> str:
+        """Return what to do if CANN cannot be loaded; "" if it can."""
+        try:
+            ctypes.CDLL("libascendcl.so")
+        except OSError:
+            return acl_errors.advice(ImportError("libascendcl.so: cannot open shared object file"))
         return ""
+
+    def chip_name(self) -> str:
+        """Return the name of the chip."""
+        name: str = torch.npu.get_device_name(self.device)
+        return name
+
+    def possible_dtypes(self) -> tuple[str, ...]:
+        """Return the dtypes that can be requested."""
+        return self.dtypes
+
+    def supports_heads(self, head_dim: int) -> bool:
+        """Return True for multiples of 32 (required by npu_mrope) up to 192 (limit of attention)."""
+        return head_dim <= 192 and head_dim % 32 == 0
 
     @classmethod
     def fault(cls, error: BaseException) -> Fault | None:
         return acl_errors.fault_of(error)
 
-    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        if asked == "auto":
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        if requested == "auto":
             return checkpoint if checkpoint in self.dtypes else "bfloat16"
-        possible = (*self.dtypes, *(["float32"] if "fp32" in emulator.relaxations() else []))
-        if asked not in possible:
-            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(possible)}")
-        return asked
+        possible = self.possible_dtypes()
+        if requested not in possible:
+            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
+        return requested
 
     def arrange(self, weight: Int8Weight, *, table: bool) -> None:
-        """[K, N]: in FRACTAL_NZ, or as it lies where rows are read as embeddings too. In place, so that it is never
-        there twice."""
+        """Lay the weight out as [K, N] in place, so that it is never in memory twice.
+
+        The layout is FRACTAL_NZ, or plain if rows are also read as embeddings.
+        """
         assert isinstance(weight.values, torch.Tensor)
         weight.values.data = weight.values.t() if table else ascend.fractal_nz(weight.values)
 
-    def cache_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
-        """Fused attention reads an int8 cache in blocks, with scales for each token and head, for rows of one query
-        alone (documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2): chunks of prompts could not."""
-        if asked == "int8":
+    def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the KV cache; int8 is refused.
+
+        Fused attention reads an int8 cache in blocks only for rows of one query, not for prompt chunks. Its scales are
+        per token and head. Source: documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2.
+        """
+        if requested == "int8":
             raise BackendError(
                 f"kv_cache_dtype: 'int8' is not possible on {self.name}, whose fused attention reads an int8 cache in "
-                "blocks for rows of one token alone, and not for chunks of prompts; possible is auto")
-        return super().cache_dtype(asked, dtype)
+                "blocks only for rows of one token, not for chunks of prompts; only auto is possible")
+        return super().cache_dtype(requested, dtype)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -128,9 +144,7 @@ class AscendBackend(StreamBackend):
         return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.cached_head_dim(head_dim), dtype)
 
     def check_heads(self, head_dim: int) -> None:
-        """Rotary embedding takes multiples of 32 (documentation of npu_mrope), attention up to 192."""
-        possible = head_dim % 32 == 0 or "small_heads" in emulator.relaxations()
-        if head_dim > 192 or not possible:
+        if not self.supports_heads(head_dim):
             raise BackendError(
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes multiples of 32 up "
                 "to 192")
@@ -166,7 +180,7 @@ BACKEND = AscendBackend
 
 
 def _matching_versions() -> None:
-    """Raises BackendError unless torch_npu is made for this torch, of which it calls what is not its interface."""
+    """Raise BackendError unless torch_npu is made for this torch version: it calls torch's internals."""
     theirs, ours = (".".join(re.findall(r"\d+", version)[:3])
                     for version in (importlib.metadata.version("torch_npu"), torch.__version__))
     if theirs != ours:

@@ -1,7 +1,7 @@
-"""What the errors of CANN mean for a server: at start one sentence that says what to do, at run time a `Fault`.
+"""Classification of CANN errors: at start one sentence of advice, at run time a `Fault`.
 
-Codes are those of acl/acl_base_rt.h, acl/error_codes/rt_error_codes.h and ge_error_codes.h. Their first digit is the
-documented class: 1 a wrong call, 2 a resource that is short, 5 an internal error of the device or its software.
+acl/acl_base_rt.h, acl/error_codes/rt_error_codes.h and ge_error_codes.h define the codes. The first digit of a code is
+its documented class: 1 an incorrect call, 2 an exhausted resource, 5 an internal error of the device or its software.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from npuserve.npu.backends.base import Fault
 _CODE = re.compile(r"error code is (\d{6})|\b(?:errorCode|retCode|error code)[:= ]+(?:0x[0-9a-fA-F]+, )?(\d{6})")
 
 _CALL_FAILED = re.compile(r"\bERR\d\d100 \w+ call acl api failed")
-"""How torch_npu says, without the code, that a launch failed which its own thread had made later than its caller asked:
-"The Inner error is reported as above". The code is on stderr alone."""
+"""Message of torch_npu for a launch that failed on its own thread, after the call returned. It lacks the code, which is
+only on stderr: "The Inner error is reported as above"."""
 
 FAULTS: tuple[tuple[int, int, Fault], ...] = (
-    # Each later range stands within an earlier, wider one and takes precedence.
-    (100000, 199999, Fault.ENGINE),  # parameters, contexts, streams, captures; what operators refuse (16xxxx)
+    # A later range is contained in an earlier one and takes precedence.
+    (100000, 199999, Fault.ENGINE),  # parameters, contexts, streams, captures; refusals of operators (16xxxx)
     (107001, 107001, Fault.NODE),  # no such device
-    (107019, 107020, Fault.RETRYABLE),  # a wait or a task took too long
+    (107019, 107020, Fault.RETRYABLE),  # a wait or a task timed out
     (200000, 299999, Fault.RETRYABLE),  # memory, streams, events, queues
     (200001, 200002, Fault.NODE),  # API not supported, no such device
     (207000, 207000, Fault.NODE),  # feature not supported: the driver is too old
@@ -33,11 +33,11 @@ FAULTS: tuple[tuple[int, int, Fault], ...] = (
     (207016, 207017, Fault.ENGINE),  # overflow
     (207019, 207019, Fault.NODE),  # feature not supported: the driver is too old
     (300000, 399999, Fault.ENGINE),
-    (500000, 599999, Fault.ENGINE),  # AI core and AI CPU exceptions and timeouts, memory errors that a restart mends
+    (500000, 599999, Fault.ENGINE),  # AI core and AI CPU exceptions and timeouts, memory errors that a restart repairs
     (500004, 500004, Fault.NODE),  # driver
-    (507002, 507002, Fault.RETRYABLE),  # the stream holds no more tasks
+    (507002, 507002, Fault.RETRYABLE),  # the stream is full
     (507008, 507008, Fault.NODE),  # wrong chip
-    (507010, 507010, Fault.NODE),  # the device gives no sign of life
+    (507010, 507010, Fault.NODE),  # lost heartbeat of the device
     (507033, 507033, Fault.NODE),  # the device cannot be set up
     (507054, 507054, Fault.NODE),  # uncorrectable error of the device's memory in several bits
     (507056, 507056, Fault.NODE),  # link between devices
@@ -51,13 +51,13 @@ TOO_OLD = ("the NPU driver is too old for this CANN: update the Ascend HDK drive
 
 _TOO_OLD = (200001, 207000, 207019)
 _UPDATES = (107033, 107040, 207000, 207019)
-"""Of a graph whose captured calls cannot be given other arguments. The plugin goes on after 207000, and what it calls
-next finds no update."""
+"""Codes of a failed update of a captured call's arguments. After 207000 torch_npu continues, and its next call finds no
+update."""
 _BUSY = (107001, 200002, 207004, 207005, 207006, 507033, 507899)
 
 
 def _chain(error: BaseException) -> Iterator[str]:
-    """The texts of an error and of what caused it."""
+    """Yield the messages of an error and of its causes."""
     seen: BaseException | None = error
     while seen is not None:
         yield str(seen)
@@ -65,29 +65,29 @@ def _chain(error: BaseException) -> Iterator[str]:
 
 
 def code_of(error: BaseException) -> int | None:
-    """The ACL error code that torch_npu put into its message, or into that of what caused it."""
+    """Return the ACL error code in the message of an error or of one of its causes."""
     found = next(filter(None, map(_CODE.search, _chain(error))), None)
     return int(found[1] or found[2]) if found else None
 
 
 def sort(code: int) -> Fault | None:
-    """The fault that an ACL error code is; None for one that is no error of ACL."""
+    """Return the fault of an ACL error code; None if the code is outside all ranges."""
     return next((fault for first, last, fault in reversed(FAULTS) if first <= code <= last), None)
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """None if it is none of the device's."""
+    """Return the fault of an error; None if the device did not cause it."""
     code = code_of(error)
     if code is not None:
         return sort(code)
     if isinstance(error, torch.OutOfMemoryError):
         return Fault.RETRYABLE
-    # If the device is lost, the next start says so.
+    # Whether the device is lost is found at the next start.
     return Fault.ENGINE if any(map(_CALL_FAILED.search, _chain(error))) else None
 
 
 def capture_advice(error: BaseException) -> str | None:
-    """Why steps cannot be captured, and what to do about it; None if it is an error of the step itself."""
+    """Return why steps cannot be captured, with advice; None if the step itself raised the error."""
     code = code_of(error)
     if code in _UPDATES:
         return TOO_OLD
@@ -98,7 +98,7 @@ def capture_advice(error: BaseException) -> str | None:
 
 
 def advice(error: BaseException) -> str:
-    """Why the device cannot be started, and what to do about it: one sentence."""
+    """Return why the device cannot be started, with advice, in one sentence."""
     text, code = str(error), code_of(error)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, ImportError):

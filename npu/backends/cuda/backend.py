@@ -1,20 +1,16 @@
-"""NVIDIA GPUs through torch.cuda, with kernels in Triton.
-
-Emulated (`cuda_emulated`), Triton's interpreter and a stand-in for torch.cuda are in their place, and tensors are the
-CPU's: all else is as on the device.
-"""
+"""Backend for NVIDIA GPUs through torch.cuda, with kernels in Triton."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from npuserve.kernels import triton
 from npuserve.npu.backends.base import BackendError, Captured, Fault
-from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.cuda import errors as cuda_errors
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
@@ -23,12 +19,15 @@ from npuserve.npu.backends.streams import StreamBackend
 
 log = logging.getLogger(__name__)
 
-LEAST_CAPABILITY = (8, 0)
-"""Ampere's, the first with bfloat16."""
+MIN_CAPABILITY = (8, 0)
+"""Compute capability of Ampere, the first with bfloat16."""
 
 
 class CudaBackend(StreamBackend):
-    """decode_buckets: rows of the decode steps that are captured, () for `default_buckets`."""
+    """Backend for a GPU.
+
+    decode_buckets: rows of the captured decode steps; () for `default_buckets`.
+    """
 
     name = "cuda"
     dtypes = ("bfloat16", "float16", "float32")
@@ -37,22 +36,13 @@ class CudaBackend(StreamBackend):
     block_multiple = 16
     int8_cache = True
     sampling_bytes = 8
+    compiles = True
 
     def __init__(self) -> None:
         self.kernels = triton.LABEL
-        self.pinned = self.compiles = not cuda_emulated.active()
+        self._record: cuda_graphs.Record = cuda_graphs.record
         try:
-            if cuda_emulated.active():
-                self._record: cuda_graphs.Record = cuda_emulated.record
-                super().__init__(cuda_emulated, torch.device("cpu"))
-            else:
-                self._record = cuda_graphs.record
-                device = torch.device("cuda:0")
-                torch.cuda.set_device(device)
-                products = torch.backends.cuda.matmul  # their parts are added up in float32
-                products.allow_bf16_reduced_precision_reduction = False
-                products.allow_fp16_reduced_precision_reduction = False
-                super().__init__(torch.cuda, device)
+            super().__init__(*self.open_device())
             self.chip: str = self._streams.get_device_name(self.device)
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -60,29 +50,27 @@ class CudaBackend(StreamBackend):
                 f"device: the GPU cannot be started ({first[:200]}): check with nvidia-smi that it is healthy and not "
                 "in use by others") from error
 
-    @classmethod
-    def emulate(cls, relax: Sequence[str] = ()) -> None:
-        if relax:
-            raise BackendError(f"emulate_relax: {', '.join(relax)}: {cls.name} takes none, it has nothing to relax")
-        try:
-            cuda_emulated.activate()
-        except ImportError as error:
-            raise BackendError(f"emulate: {error}: pip install npuserve[cuda]") from error
+    def open_device(self) -> tuple[Any, torch.device]:
+        """Open the GPU; return its torch module and its device. Raises RuntimeError if it does not start."""
+        device = torch.device("cuda:0")
+        torch.cuda.set_device(device)
+        matmul = torch.backends.cuda.matmul  # accumulates partial sums in float32
+        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = False
+        return torch.cuda, device
 
     @classmethod
     def unavailable(cls) -> str:
-        if torch.version.cuda is None and not cuda_emulated.active():
+        if torch.version.cuda is None:
             return (f"torch {torch.__version__} is built without CUDA: install the torch of a CUDA index, or choose "
                     "another device")
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed: pip install npuserve[cuda], or choose another device"
-        if cuda_emulated.active():
-            return ""
         if not torch.cuda.is_available():
             return ("no NVIDIA GPU can be used: check with nvidia-smi that there is one, that CUDA_VISIBLE_DEVICES "
                     f"names it, and that its driver is new enough for CUDA {torch.version.cuda}")
-        if (capability := torch.cuda.get_device_capability(0)) < LEAST_CAPABILITY:
-            has, least = (".".join(map(str, numbers)) for numbers in (capability, LEAST_CAPABILITY))
+        if (capability := torch.cuda.get_device_capability(0)) < MIN_CAPABILITY:
+            has, least = (".".join(map(str, numbers)) for numbers in (capability, MIN_CAPABILITY))
             return (f"{torch.cuda.get_device_name(0)} has compute capability {has}, and {least} or later is needed "
                     "(Ampere, Ada, Hopper, Blackwell)")
         return ""
@@ -91,16 +79,16 @@ class CudaBackend(StreamBackend):
     def fault(cls, error: BaseException) -> Fault | None:
         return cuda_errors.fault_of(error)
 
-    def resolve_dtype(self, asked: str, checkpoint: str) -> str:
-        """float32 only where it is asked for: its products are many times slower."""
-        if asked == "auto":
+    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
+        """Return float32 only if requested: its GEMMs are many times slower."""
+        if requested == "auto":
             return checkpoint if checkpoint in ("bfloat16", "float16") else "bfloat16"
-        if asked not in self.dtypes:
-            raise BackendError(f"dtype: {asked!r} is not one of auto, {', '.join(self.dtypes)}")
-        return asked
+        if requested not in self.dtypes:
+            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(self.dtypes)}")
+        return requested
 
     def check_heads(self, head_dim: int) -> None:
-        """What paged attention takes."""
+        """Raise BackendError for head sizes that paged attention does not support."""
         if head_dim % 2 or not 8 <= head_dim <= 256:
             raise BackendError(
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes even numbers from "

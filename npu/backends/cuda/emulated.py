@@ -1,18 +1,18 @@
-"""A stand-in for `torch.cuda` on a machine without a GPU: Triton's interpreter runs the kernels on the CPU's tensors.
+"""Substitute for `torch.cuda` on a machine without a GPU: Triton's interpreter runs the kernels on CPU tensors.
 
-It is strict where a GPU is, so that a mistake shows as wrong data or an error:
+It is as strict as a GPU, so that a mistake yields wrong data or an error:
 
-- What is handed to the current stream is done at once. A copy on any other stream is done when an event after it is
-  waited for, or was asked for `QUERIES` times; until then its destination holds rubbish.
-- A graph is its step, run again for each replay. Its output holds rubbish once a graph of the same pool is replayed.
-- Nothing in a graph may ask the device for a number.
+- Work on the current stream runs at once. A copy on another stream runs when an event recorded after it is waited for
+  or was queried more than `MAX_QUERIES` times. Before that its destination holds NaN or the smallest integer.
+- A graph reruns its step for each replay. Its output is overwritten with NaN or the smallest integer once a graph of
+  the same pool is replayed.
+- A graph must not copy a number from the device.
 
 It proves calls and numbers, not speed.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,39 +24,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npuserve.kernels import triton
 from npuserve.npu.backends.cpu import CpuBackend
 
-log = logging.getLogger(__name__)
+MAX_QUERIES = 2
+"""Number of queries that report a copy as incomplete if nothing waits for it."""
 
-QUERIES = 2
-"""How often a copy that is not waited for is said to be under way."""
-
-MOST_BYTES = 4 << 30
-"""Of the emulated device's memory."""
+MAX_BYTES = 4 << 30
+"""Bytes of the emulated device's memory."""
 
 _aten = torch.ops.aten
 _WAITS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default,
           _aten._unique2.default, _aten.is_nonzero.default}
-"""Operators for whose results the host waits."""
-
-_active = False
-
-
-def active() -> bool:
-    return _active
-
-
-def activate() -> None:
-    """For the whole process, and for good. ImportError without triton."""
-    global _active
-    triton.interpret()
-    if not _active:
-        log.warning("emulated CUDA: proves calls and numbers, not speed")
-    _active = True
+"""Operators that block the host until the device is done."""
 
 
 class Stream:
+    """Queue of work. taken, done: number of items queued and run so far."""
+
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
         self.taken = self.done = 0
@@ -70,41 +54,43 @@ class Stream:
         self.put(event.synchronize)
 
     def run(self, until: int) -> None:
-        """Until so many of all pieces of work are done."""
+        """Run items until `until` items are done."""
         while self.done < until:
             self.done += 1
             self.queue.popleft()()
 
 
 class Event:
+    """Marker in a stream's queue."""
+
     def __init__(self, enable_timing: bool = False) -> None:
         self._timing = enable_timing
         self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
-        self._stream, self._after, self._asked, self._time = stream, stream.taken, 0, time.perf_counter()
+        self._stream, self._after, self._queries, self._time = stream, stream.taken, 0, time.perf_counter()
 
     def synchronize(self) -> None:
         if self._stream is None:
-            raise RuntimeError("emulated CUDA: an event is waited for that nobody recorded")
+            raise RuntimeError("emulated CUDA: wait for an event that was not recorded")
         self._stream.run(self._after)
 
     def query(self) -> bool:
         assert self._stream is not None
-        self._asked += 1
-        if self._asked > QUERIES:
+        self._queries += 1
+        if self._queries > MAX_QUERIES:
             self.synchronize()
         return self._stream.done >= self._after
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds."""
+        """Return the time between two events in milliseconds."""
         if not (self._timing and end._timing):
-            raise RuntimeError("emulated CUDA: events of which the time is asked must be made with enable_timing")
+            raise RuntimeError("emulated CUDA: elapsed_time needs events created with enable_timing")
         return (end._time - self._time) * 1000
 
 
-class _Elsewhere(TorchDispatchMode):
-    """Copies in its body are queued on a stream."""
+class _OnStream(TorchDispatchMode):
+    """Mode that queues copies on a stream and refuses other operators."""
 
     def __init__(self, on: Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,15 +98,15 @@ class _Elsewhere(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not _aten.copy_.default:
-            raise RuntimeError(f"emulated CUDA: {function} on a stream that takes copies alone")
+            raise RuntimeError(f"emulated CUDA: {function} on a stream that accepts only copies")
         to, source = args[:2]
         _spoil(to)
         self._on.put(torch.inference_mode()(lambda: to.copy_(source)))
         return to
 
 
-class _Captured(TorchDispatchMode):
-    """Nothing in its body waits for the device."""
+class _Capturing(TorchDispatchMode):
+    """Mode that refuses operators that block on the device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _WAITS:
@@ -138,7 +124,7 @@ def set_stream(own: Stream) -> None:
 
 
 def stream(own: Stream) -> AbstractContextManager[Any]:
-    return nullcontext() if own is _current else _Elsewhere(own)
+    return nullcontext() if own is _current else _OnStream(own)
 
 
 def synchronize() -> None:
@@ -147,17 +133,17 @@ def synchronize() -> None:
 
 
 def graph_pool_handle() -> list[Tensor]:
-    """What replays have left."""
+    """Return an empty pool; it holds the outputs of replays."""
     return []
 
 
 def record(work: Callable[[], Tensor], stream: Stream, pool: list[Tensor]) -> Callable[[], Tensor]:
-    """As `cuda_graphs.record`. Nothing is run before the first replay."""
+    """Return a replay function as `graphs.record` does. `work` first runs at the first replay."""
     kept: Tensor | None = None
 
     def replay() -> Tensor:
         nonlocal kept
-        with _Captured():  # type: ignore[no-untyped-call]
+        with _Capturing():  # type: ignore[no-untyped-call]
             output = work()
         while pool:
             _spoil(pool.pop())
@@ -169,7 +155,7 @@ def record(work: Callable[[], Tensor], stream: Stream, pool: list[Tensor]) -> Ca
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    return min(CpuBackend().memory_available() // 2, MOST_BYTES), MOST_BYTES
+    return min(CpuBackend().memory_available() // 2, MAX_BYTES), MAX_BYTES
 
 
 def memory_reserved(device: Any = None) -> int:
@@ -185,4 +171,5 @@ def get_device_name(device: Any = None) -> str:
 
 
 def _spoil(tensor: Tensor) -> None:
+    """Fill a tensor with NaN or the smallest integer."""
     tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)

@@ -1,7 +1,7 @@
-"""What the errors of CUDA mean for a server: a `Fault` at run time.
+"""Classification of CUDA errors at run time as `Fault`.
 
-Codes, names and texts are those of the CUDA runtime (driver_types.h, cudaGetErrorString). torch and triton put the text
-into their messages; torch.AcceleratorError has the code, too.
+Codes and texts are from the CUDA runtime (driver_types.h, cudaGetErrorString). The messages of torch
+and triton contain the text; torch.AcceleratorError also has the code.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ FAULTS: dict[int, tuple[str, Fault]] = {
     804: ("forward compatibility was attempted on non supported HW", Fault.NODE),
     999: ("unknown error", Fault.NODE),
 }
-"""Error code -> its text, and what is to be done. Any other code is an error of a call: ENGINE."""
+"""Error code -> its text and fault. Any other code is an error of a call: ENGINE."""
 
 _TEXTS = sorted(((text, fault) for text, fault in FAULTS.values()), key=lambda entry: -len(entry[0]))
-"""The longest first: a text may be part of another."""
+"""Longest first: a text may be part of another."""
 
-_SAID = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ", "CUDA out of memory")
-"""How torch and triton begin what CUDA has to say. CUBLAS_STATUS_... follows the first, too."""
+_PREFIXES = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ", "CUDA out of memory")
+"""Beginnings of CUDA messages in errors of torch and triton. CUBLAS_STATUS_... may follow the first."""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what caused it."""
+    """Yield an error and its causes."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -64,7 +64,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """None if it is none of the device's."""
+    """Return the fault of an error; None if the device did not cause it."""
     return next((fault for each in _chain(error) if (fault := _sort(each)) is not None), None)
 
 
@@ -74,9 +74,9 @@ def _sort(error: BaseException) -> Fault | None:
     if (code := getattr(error, "error_code", None)) in FAULTS and isinstance(error, torch.AcceleratorError):
         return FAULTS[code][1]
     text = str(error)
-    said = next((text[text.index(begin):] for begin in _SAID if begin in text), None)
-    if said is None or not isinstance(error, RuntimeError):
+    message = next((text[text.index(begin):] for begin in _PREFIXES if begin in text), None)
+    if message is None or not isinstance(error, RuntimeError):
         return None
-    if "CUBLAS_STATUS_ALLOC_FAILED" in said:
+    if "CUBLAS_STATUS_ALLOC_FAILED" in message:
         return Fault.RETRYABLE
-    return next((fault for known, fault in _TEXTS if known in said), Fault.ENGINE)
+    return next((fault for known, fault in _TEXTS if known in message), Fault.ENGINE)

@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs: one launch is the whole step, and what it reads lies on the device alone."""
+"""Steps captured as CUDA graphs: one launch per step, with all inputs on the device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch import Tensor
 
 from npuserve.npu.backends.graphs import Graphs
 
-MOST_TOKENS = 512
-"""Of a captured step of any tokens. In larger ones the matrix products take longer than their launches."""
+MAX_TOKENS = 512
+"""Tokens of the largest captured step of any rows. In larger steps the GEMMs take longer than the launches."""
 
 Replay = Callable[[], Tensor]
-"""Queues a graph's work. What it returns is the graph's own, until a graph of the same pool is replayed."""
+"""Queues a graph's work and returns its output, valid until a graph of the same pool is replayed."""
 
 Record = Callable[[Callable[[], Tensor], Any, Any], Replay]
-"""Takes (work, stream, pool)."""
+"""Captures a graph; takes (work, stream, pool)."""
 
 
 def token_buckets(largest: int) -> tuple[int, ...]:
-    """Tokens of steps of any rows: powers of two up to 64, multiples of 64 up to `MOST_TOKENS`, and `largest` itself if
-    it is less."""
-    largest = min(largest, MOST_TOKENS)
-    sizes = [1, 2, 4, 8, 16, 32, *range(64, MOST_TOKENS, 64)]
+    """Return the token counts of captured steps: powers of two up to 64, multiples of 64 up to `MAX_TOKENS`.
+
+    The last one is `largest` if that is smaller.
+    """
+    largest = min(largest, MAX_TOKENS)
+    sizes = [1, 2, 4, 8, 16, 32, *range(64, MAX_TOKENS, 64)]
     return *(size for size in sizes if size < largest), largest
 
 
 def record(work: Callable[[], Tensor], stream: Any, pool: Any) -> Replay:
-    """`work` as a CUDA graph. stream: the current one."""
+    """Capture `work` as a CUDA graph. stream: the current stream."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         output = work()
@@ -42,6 +44,12 @@ def record(work: Callable[[], Tensor], stream: Any, pool: Any) -> Replay:
 
 
 class CudaGraphs(Graphs[Replay]):
+    """Steps captured as CUDA graphs.
+
+    streams: torch.cuda or its substitute.
+    record: captures one graph.
+    """
+
     def __init__(
         self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int], record: Record, stream: Any,
         pool: Any,
@@ -50,9 +58,9 @@ class CudaGraphs(Graphs[Replay]):
         super().__init__(streams, step, buckets)
 
     def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
-        """context_lens: attention has them from the device."""
+        """Run the step. context_lens is not used: attention reads it on the device."""
         return self._graph(rows)()[:rows]
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> Replay:
-        step(rows)  # Triton compiles at a first call, and libraries take their workspaces
+        step(rows)  # Triton compiles and libraries allocate workspaces at the first call
         return self._record(lambda: step(rows), self._stream, self._pool)

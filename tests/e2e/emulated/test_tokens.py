@@ -77,7 +77,7 @@ def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
 
 
 def test_the_wide_model_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npuserve.npu.execution.runner import load_runner
+    from npuserve.npu.execution.load import load_runner
 
     emulated = bench("emulated")
     assert emulated.QWEN3_14B.items() <= bench("roofline").QWEN3_14B.items()

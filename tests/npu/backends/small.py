@@ -1,4 +1,4 @@
-"""A small model of random numbers, and requests to it, for tests that cannot import transformers."""
+"""Small random model and requests to it, for tests that cannot import transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def saved(
     folder: Path | str, *, head_dim: int = 32, layers: int = 2, vocabulary: int = 100, inner: int = 96, seed: int = 0
 ) -> Path:
-    """A Qwen3 of 2 key-value heads, in float32."""
+    """Save a float32 Qwen3 with 2 KV heads."""
     sizes = {"hidden_size": 64, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": head_dim, "vocab_size": vocabulary, "max_position_embeddings": 512}
     config = {**sizes, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "torch_dtype": "float32"}
@@ -54,7 +54,7 @@ def saved(
 
 
 def saved_w8a8(folder: Path, **sizes: Any) -> Path:
-    """The same in W8A8, as `npuserve quantize` rounds it."""
+    """Save the same model in W8A8, quantized as by `npuserve quantize`."""
     quantize_checkpoint(saved(folder / "floats", **sizes), folder / "w8a8")
     return folder / "w8a8"
 
@@ -65,7 +65,7 @@ def ids_of(length: int, seed: int = 0, vocabulary: int = 100) -> list[int]:
 
 @dataclass
 class Ask:
-    """`count` tokens that follow `prompt`, begun at step `at`."""
+    """Request for `count` tokens after `prompt`, added at step `at`."""
 
     prompt: list[int]
     count: int
@@ -77,7 +77,7 @@ class Ask:
 
 
 def asks(number: int, count: int, **sampling: Any) -> list[Ask]:
-    """Prompts of different lengths, which begin one after the other."""
+    """Return requests with prompts of different lengths, added one after the other."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for index in range(number):
@@ -89,8 +89,10 @@ def asks(number: int, count: int, **sampling: Any) -> list[Ask]:
 def answers(
     runner: Runner, requests: list[Ask], *, chunk: int = 9, in_flight: int = 2
 ) -> tuple[list[list[int]], list[StepResult]]:
-    """The ids of each request, and all steps' results. As an engine does it: a step is launched while the one before is
-    under way, on tokens that nobody has seen yet."""
+    """Return the ids of each request and the results of all steps.
+
+    As in the engine, a step is launched while the previous one is in flight, with PENDING tokens.
+    """
     blocks = -(-512 // runner.block_size)
     flying: deque[tuple[Any, list[int]]] = deque()
     results: list[StepResult] = []

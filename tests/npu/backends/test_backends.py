@@ -25,13 +25,13 @@ from npuserve.npu.backends.cpu import CpuBackend
 needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
 
-def test_auto_is_the_first_that_this_machine_has():
+def test_select_auto_returns_the_first_available_backend():
     here = [name for name in ("npu", "cuda", "cpu") if backends.backend_class(name).available()]
     assert select("auto").name == select().name == here[0]
     assert "cpu" in backends.present()
 
 
-def test_a_backend_that_this_version_lacks_is_refused_with_those_present(monkeypatch):
+def test_select_unknown_backend_names_those_present(monkeypatch):
     monkeypatch.setitem(backends.MODULES, "tpu", "tpu")
     for name in ("tpu", "gpu"):
         with pytest.raises(BackendError, match=rf"device: this version has no backend '{name}'; it has: .*cpu"):
@@ -39,7 +39,7 @@ def test_a_backend_that_this_version_lacks_is_refused_with_those_present(monkeyp
     assert "tpu" not in backends.present()
 
 
-def test_one_that_is_not_available_is_passed_over_by_auto_and_refused_by_name(monkeypatch):
+def test_select_unavailable_backend_is_skipped_by_auto_and_refused_by_name(monkeypatch):
     monkeypatch.setattr(CpuBackend, "available", classmethod(lambda cls: False))
     monkeypatch.setattr(backends, "present", lambda: ["cpu"])
     for name in ("auto", "cpu"):
@@ -57,16 +57,16 @@ def test_one_that_is_not_available_is_passed_over_by_auto_and_refused_by_name(mo
         ("bfloat16", "float32", "bfloat16"),
     ],
 )
-def test_dtypes_of_the_cpu(asked, checkpoint, dtype):
+def test_cpu_resolve_dtype(asked, checkpoint, dtype):
     assert select("cpu").resolve_dtype(asked, checkpoint) == dtype
 
 
-def test_a_dtype_that_the_cpu_lacks():
+def test_cpu_resolve_dtype_unsupported_is_refused():
     with pytest.raises(BackendError, match="dtype: 'float16' is not one of auto, float32, bfloat16"):
         select("cpu").resolve_dtype("float16", "float16")
 
 
-def test_threads(monkeypatch, cpu):
+def test_cpu_set_threads_sets_kernels_and_torch(monkeypatch, cpu):
     set_to: list[tuple[str, int]] = []
     monkeypatch.setattr(torch, "set_num_threads", lambda count: set_to.append(("torch", count)))
     monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
@@ -79,11 +79,11 @@ def test_threads(monkeypatch, cpu):
     assert cpu.threads == 3
     if cpu.kernels == GOLDEN:
         assert set_to == [("torch", 5), ("torch", 3)]
-    else:  # torch's threads do not compete with ours
+    else:  # torch's threads do not compete with the kernels'
         assert set_to == [("native", 5), ("torch", 1), ("native", 3), ("torch", 1)]
 
 
-def test_the_cpu_has_its_own_kernels_where_they_are_built():
+def test_cpu_uses_native_kernels_where_built():
     assert (select("cpu").kernels == "cpu") == select("cpu").deterministic == native.available()
     plain = CpuBackend(native=False)
     assert (plain.name, plain.kernels, plain.deterministic, plain.block_multiple) == ("cpu", GOLDEN, False, 1)
@@ -91,7 +91,7 @@ def test_the_cpu_has_its_own_kernels_where_they_are_built():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (37, 13)])
-def test_a_weight_is_written_in_any_pieces(cpu, dtype, n, k):
+def test_cpu_weight_written_in_pieces_equals_source(cpu, dtype, n, k):
     numbers = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = cpu.weight(n, k, dtype)
     for first in range(0, n, 5):
@@ -103,7 +103,7 @@ def test_a_weight_is_written_in_any_pieces(cpu, dtype, n, k):
 
 
 @needs_native
-def test_rows_that_a_packed_weight_does_not_have_are_refused():
+def test_packed_weight_write_beyond_rows_is_refused():
     weight = CpuBackend().weight(20, 8, torch.float32)
     for first, shape in ((19, (2, 8)), (-1, (1, 8)), (0, (1, 9))):
         with pytest.raises(ValueError, match=r"of a weight of \(20, 8\)"):
@@ -115,19 +115,19 @@ def test_rows_that_a_packed_weight_does_not_have_are_refused():
     (torch.bfloat16, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
     (torch.int8, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
 ])
-def test_the_cache_is_as_the_kernels_take_it(cpu, dtype, keys, values):
+def test_cpu_cache_shapes_match_kernels(cpu, dtype, keys, values):
     shapes = cpu.cache_shapes(5, 32, 2, 10, dtype)
     assert shapes == ((keys, values) if cpu.kernels == "cpu" else ((5, 32, 2, 10),) * 2)
     assert cpu.empty(shapes[0], dtype).shape == shapes[0]
     assert cpu.scale_shape(5, 32, 2) == ((5, 2, 32) if cpu.kernels == "cpu" else (5, 32, 2))
 
 
-def test_an_int8_cache_is_asked_for_and_a_device_may_have_none(cpu, monkeypatch):
+def test_cache_dtype_int8_only_where_supported(cpu, monkeypatch):
     assert cpu.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert cpu.cache_dtype("int8", torch.bfloat16) == torch.int8
     monkeypatch.setattr(CpuBackend, "int8_cache", False)
     assert cpu.cache_dtype("auto", torch.float32) == torch.float32
-    with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; possible are auto alone"):
+    with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; only auto is possible"):
         cpu.cache_dtype("int8", torch.float32)
 
 
@@ -137,9 +137,9 @@ def anonymous_mib() -> int:
 
 
 @needs_native
-def test_small_weights_share_large_pages_and_give_them_back():
+def test_arena_small_weights_share_and_release_pages():
     backend = CpuBackend()
-    gc.collect()  # what other tests left is given back now or not at all
+    gc.collect()  # garbage of other tests must not be freed during the measurement
     before = anonymous_mib()
     small = [backend.weight(16, 16, torch.float32) for _ in range(100)]
     for weight in small:
@@ -153,14 +153,14 @@ def test_small_weights_share_large_pages_and_give_them_back():
     row = large[1].words[-8:]
     assert row.sum() != 0
     del small, large, weight
-    assert row.sum() != 0  # what is left of a mapping keeps it
+    assert row.sum() != 0  # a view keeps the mapping
     del row
     assert anonymous_mib() - before < 8
     assert not backend.empty((1000,), torch.int32).any()
 
 
 @needs_native
-def test_a_piece_larger_than_a_chunk_has_its_own(monkeypatch):
+def test_arena_large_tensor_gets_own_mapping(monkeypatch):
     monkeypatch.setattr(native.Arena, "CHUNK", 1 << 12)
     arena = native.Arena()
     made = [arena.empty((size,), torch.uint8) for size in (100, 1 << 14, 4000, 10)]
@@ -193,7 +193,7 @@ def test_a_piece_larger_than_a_chunk_has_its_own(monkeypatch):
         ),
     ],
 )
-def test_what_the_control_group_leaves(tmp_path, monkeypatch, files, room, cores):
+def test_cpu_memory_and_cores_of_control_group(tmp_path, monkeypatch, files, room, cores):
     monkeypatch.setattr(cpu_module, "_CGROUP", tmp_path)
     monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
     for name, content in files.items():
@@ -204,7 +204,7 @@ def test_what_the_control_group_leaves(tmp_path, monkeypatch, files, room, cores
     assert cpu_module.usable_cores() == (cores or 8)
 
 
-def test_work_is_done_in_order_on_a_thread_of_its_own(cpu):
+def test_cpu_enqueue_runs_in_order_on_own_thread(cpu):
     seen: list[tuple[int, str]] = []
     release = threading.Event()
 
@@ -214,14 +214,14 @@ def test_work_is_done_in_order_on_a_thread_of_its_own(cpu):
         return number * number
 
     pending = [cpu.enqueue(lambda number=number: work(number)) for number in range(5)]
-    assert not seen  # whoever enqueues does not wait
+    assert not seen  # enqueue does not block
     release.set()
     assert [task.wait() for task in pending] == [0, 1, 4, 9, 16]
     assert seen == [(number, "npuserve-cpu") for number in range(5)]
     assert pending[3].wait() == 9
 
 
-def test_work_has_the_threads_that_were_set_last():
+def test_cpu_enqueue_uses_last_set_threads():
     backend, before = CpuBackend(native=False), torch.get_num_threads()
     try:
         for number in (1, 2, 3):
@@ -232,24 +232,24 @@ def test_work_has_the_threads_that_were_set_last():
 
 
 @needs_native
-def test_threads_stay_on_cores_of_their_own_where_there_are_no_more():
+def test_cpu_threads_pinned_if_one_per_core():
     cpu, cores, before = CpuBackend(), set(os.sched_getaffinity(0)), native.library().threads
 
     def threads() -> set[str]:
         return set(os.listdir("/proc/self/task"))
 
     def check(number: int, expected: list[set[int]]) -> None:
-        """expected: where each thread is to run, the queue's first."""
+        """Check the affinity of each thread. expected: processors by thread, the queue's thread first."""
         cpu.set_threads(1)
         known = threads()
         cpu.set_threads(number)
         started = [int(thread) for thread in threads() - known]
-        until = time.monotonic() + 10  # each goes to its place when it begins
+        until = time.monotonic() + 10  # a thread sets its affinity when it starts
         while (found := sorted(map(sorted, map(os.sched_getaffinity, started)))) != sorted(map(sorted, expected[1:])):
             assert time.monotonic() < until, found
             time.sleep(0.01)
         assert cpu.enqueue(lambda: os.sched_getaffinity(0)).wait() == expected[0]
-        assert os.sched_getaffinity(0) == cores  # nobody else is kept anywhere
+        assert os.sched_getaffinity(0) == cores  # other threads are not pinned
 
     try:
         if len(cores) > 1:
@@ -261,22 +261,22 @@ def test_threads_stay_on_cores_of_their_own_where_there_are_no_more():
 
 @pytest.mark.parametrize(("wanted", "name"), [
     (Wanted(gemm="fp32"), "cpu_gemm: 'fp32'"), (Wanted(weights="compact"), "cpu_weights: 'compact'")])
-def test_cpu_without_native_kernels_has_no_choice(wanted, name):
+def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
     cpu = CpuBackend(native=False)
     assert cpu.choose_kernels(Wanted(), 1024) is None
-    with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* possible is auto alone"):
+    with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* only auto is possible"):
         cpu.choose_kernels(wanted, 1024)
 
 
 @needs_native
 @pytest.mark.skipif("avx512_bf16" in (native.library().isas if native.available() else ()),
                     reason="this processor has the bfloat16 instruction")
-def test_cpu_gemm_that_processor_lacks_is_a_backend_error():
+def test_cpu_choose_kernels_unsupported_gemm_is_backend_error():
     with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fp32"):
         CpuBackend().choose_kernels(Wanted(gemm="bf16"), 0)
 
 
-def test_what_work_raises_comes_out_where_it_is_waited_for(cpu):
+def test_cpu_enqueue_error_is_raised_by_wait(cpu):
     def fail() -> None:
         raise ValueError("the device is on fire")
 
@@ -286,7 +286,7 @@ def test_what_work_raises_comes_out_where_it_is_waited_for(cpu):
     assert after.wait() == 7
 
 
-def test_the_thread_ends_with_its_backend_and_lets_go_of_what_it_did():
+def test_cpu_thread_ends_with_backend_and_frees_results():
     before = set(threading.enumerate())
     backend = CpuBackend(native=False)
     held = torch.ones(3)
@@ -343,13 +343,13 @@ for _ in range(5):
 
 
 @pytest.mark.parametrize("step", [pytest.param("native_kernels", marks=needs_native), "torch_operators"])
-def test_exit_while_a_step_is_computed_shows_the_error_that_ends_the_process(step):
+def test_cpu_exit_during_step_shows_error(step):
     done = subprocess.run([sys.executable, "-c", EXIT, step], capture_output=True, text=True)
     assert done.stdout.split() == ["1"] * 5
     assert done.stderr.count("RuntimeError: the engine fails\n") == done.stderr.count("Error") == 5
 
 
-def test_a_copy_to_the_host_is_of_the_work_before_it(cpu):
+def test_cpu_fetch_copies_result_of_previous_work(cpu):
     tensor = torch.zeros(2, 3, dtype=torch.int64)
     buffers = [cpu.host_buffer(2, 3, dtype=torch.int64) for _ in range(2)]
 
@@ -363,7 +363,7 @@ def test_a_copy_to_the_host_is_of_the_work_before_it(cpu):
         assert (buffer == number + 1).all()
 
 
-def test_a_captured_step_takes_any_number_of_rows(cpu):
+def test_cpu_captured_step_replays_any_rows(cpu):
     x = torch.arange(1.0, 7.0).view(6, 1)
     captured = cpu.capture(lambda rows: KERNELS["rms_norm"].implementations["cpu"].function(
         x[:rows], torch.ones(1), 0.0), 6, decode=True)
@@ -379,6 +379,6 @@ def test_a_captured_step_takes_any_number_of_rows(cpu):
         assert [name for name, seconds in calls if seconds > 0] == ["rms_norm"]
 
 
-def test_the_cache_leaves_room_for_others():
+def test_cpu_kv_cache_share_is_bounded():
     assert select("cpu").kv_cache_share(8 << 20) == 2 << 20
     assert select("cpu").kv_cache_share(1 << 40) == 4 << 30

@@ -1,4 +1,4 @@
-"""What is measured for a device's acceptance: on the CPU, and on a backend that captures buckets, right or wrong."""
+"""Acceptance measurements on the CPU, and on a backend that captures buckets, with correct or wrong results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics import acceptance
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import Step
-from tests.npu.execution.test_decode_graphs import Bucketed, Graph
+from tests.npu.execution.test_dispatch import Bucketed, Graph
 from tests.support.models import random_model, saved
 
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -24,7 +24,7 @@ built = pytest.mark.skipif(not native.available(), reason="the native kernels ar
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Those of before, afterwards."""
+    """Restore the numbers of threads afterwards."""
     before, of_torch = native.library().threads if native.available() else 0, torch.get_num_threads()
     yield
     torch.set_num_threads(of_torch)
@@ -43,58 +43,58 @@ def folder(tmp_path: Path) -> Path:
     return saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
 
 
-def test_a_model_is_loaded_for_so_many_requests(folder: Path) -> None:
+def test_acceptance_load_sizes_cache_for_requests(folder: Path) -> None:
     found = loaded(folder, CpuBackend(), max_num_seqs=3, max_model_len=100, block_size=16)
     assert (found.runner.num_blocks, found.runner.block_size, found.runner.max_model_len) == (3 * 7, 16, 100)
     assert found.runner.collect(found.runner.launch(Step([]))).token_ids == {}
     assert found.model.cos_sin.shape == (100, 16)
 
 
-def test_the_reference_is_other_code_than_what_it_judges(folder: Path) -> None:
+def test_acceptance_reference_uses_other_kernels(folder: Path) -> None:
     assert acceptance.load_reference(folder, CpuBackend(), "float32", 32, 1)[1].kernels == GOLDEN
     other = type("Other", (Bucketed,), {})
     assert acceptance.load_reference(folder, other(), "float32", 32, 1)[1].kernels == GOLDEN
 
 
-def test_a_reference_that_does_not_fit_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_reference_too_large_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "memory_available", lambda _: 1 << 10)
     with pytest.raises(ModelError, match=r"needs .* of memory"):
         acceptance.load_reference(folder, CpuBackend(), "float32", 32, 1)
 
 
 @pytest.mark.parametrize("kernels", [pytest.param(True, marks=built), False])
-def test_bandwidth_of_the_cpu_is_its_ceiling(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidth_of_cpu_is_its_ceiling(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "READ_BYTES", 8 << 20)
     monkeypatch.setattr(acceptance.Ceilings, "read", lambda self: float(self.read_bytes))
     assert acceptance.bandwidth(CpuBackend(native=kernels)) == 8 << 20
 
 
 class Spanned(Bucketed):
-    """A second has passed with each span of some device's clock."""
+    """Backend on whose clock each span takes a second."""
 
     def span(self) -> Span:
         return KnownSpan(1.0)
 
 
-def test_bandwidth_of_others_is_of_the_best_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidth_of_device_is_of_best_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "READ_BYTES", 1 << 20)
-    monkeypatch.setattr(acceptance, "CpuBackend", int)  # as if it were none
+    monkeypatch.setattr(acceptance, "CpuBackend", int)  # not treated as a CPU
     assert acceptance.bandwidth(Spanned()) == 2 << 20  # a copy reads and writes
 
 
 @built
-def test_one_dispatch_for_any_number_of_rows_is_one_bucket(folder: Path) -> None:
+def test_buckets_one_dispatch_for_any_rows_is_one_bucket(folder: Path) -> None:
     (found,) = acceptance.buckets(loaded(folder, CpuBackend()), 4)
     assert (found.rows, found.difference, found.padded_difference) == (4, 0.0, 0.0)
     assert min(found.seconds, found.replay_seconds, found.single_seconds) > 0
 
 
-def test_nothing_is_captured_without_kernels_of_its_own(folder: Path) -> None:
+def test_buckets_without_native_kernels_are_empty(folder: Path) -> None:
     assert list(acceptance.buckets(loaded(folder, CpuBackend(native=False)), 4)) == []
 
 
 @built
-def test_each_bucket_the_largest_first(folder: Path) -> None:
+def test_buckets_are_yielded_largest_first(folder: Path) -> None:
     backend = Bucketed()
     backend.decode_buckets = (2, 4)
     found = list(acceptance.buckets(loaded(folder, backend), 4))
@@ -103,7 +103,7 @@ def test_each_bucket_the_largest_first(folder: Path) -> None:
 
 
 class Wrong(Graph):
-    """The rows of full batches, or of padded ones, change places."""
+    """Graph that permutes the rows of full or of padded batches."""
 
     padded = False
 
@@ -114,7 +114,7 @@ class Wrong(Graph):
 
 @built
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_capture_that_computes_another_thing(folder: Path, padded: bool) -> None:
+def test_buckets_report_wrong_captures(folder: Path, padded: bool) -> None:
     class Backend(Bucketed):
         def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
             made = Wrong(step)

@@ -1,4 +1,4 @@
-"""What is measured for a device's acceptance, on an emulated one."""
+"""Acceptance measurements on the emulated NPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ RELAX = ("fp32", "small_heads")
 
 
 @emulated(relax=RELAX)
-def test_graphs_whose_lengths_are_off_by_one() -> None:
-    from npuserve.npu.backends.ascend.graphs import Lengths
+def test_buckets_on_ascend_report_wrong_lengths() -> None:
+    from npuserve.npu.backends.ascend.lengths import LengthThread
 
-    backend, put = select("npu", RELAX), Lengths.put
+    backend, put = select("npu", RELAX), LengthThread.put
     backend.decode_buckets = (2, 4)
     loaded = acceptance.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
                              max_num_batched_tokens=16)
@@ -23,17 +23,17 @@ def test_graphs_whose_lengths_are_off_by_one() -> None:
     assert all(x.difference == 0 and x.padded_difference < 0.05 for x in right)
     assert all(min(x.seconds, x.replay_seconds, x.single_seconds) > 0 for x in right)
 
-    def off(self: Lengths, graph: object, lengths: list[int], *more: object) -> None:
+    def off(self: LengthThread, graph: object, lengths: list[int], *more: object) -> None:
         put(self, graph, [max(1, n - 1) for n in lengths], *more)  # type: ignore[arg-type]
 
-    Lengths.put = off  # type: ignore[assignment]
+    LengthThread.put = off  # type: ignore[assignment]
     try:
         wrong = list(acceptance.buckets(loaded, 4))
     finally:
-        Lengths.put = put  # type: ignore[method-assign]
+        LengthThread.put = put  # type: ignore[method-assign]
     assert all(x.difference > 0.2 for x in wrong)
 
 
 @emulated(relax=RELAX)
-def test_bandwidth() -> None:
+def test_bandwidth_on_ascend() -> None:
     assert acceptance.bandwidth(select("npu", RELAX)) > 0

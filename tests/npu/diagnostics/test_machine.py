@@ -1,4 +1,4 @@
-"""What kernels are measured on: the host itself, or a backend that captures what is timed."""
+"""Machines for kernel measurements: the host itself, or a backend that captures the measured calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuserve.npu.diagnostics.machine import Device, machine_of, takes_case
 
 
 class Graph:
-    """A step that is run again. replays: how often."""
+    """Captured step that is executed again. replays: their number."""
 
     largest = 1
 
@@ -40,7 +40,7 @@ class Graph:
 
 
 class Capturing(CpuBackend):
-    """captures: the graphs that were made, and the buckets that were asked for."""
+    """Backend that records its graphs and the requested buckets in `captures`."""
 
     int8_cache = False
 
@@ -61,11 +61,11 @@ class Capturing(CpuBackend):
             raise BackendError("heads")
 
 
-def test_the_host_needs_no_backend_around_it() -> None:
+def test_machine_of_cpu_is_host() -> None:
     assert machine_of(CpuBackend(native=False)) is HOST
 
 
-def test_a_pass_is_one_dispatch_and_the_buckets_stay() -> None:
+def test_device_record_is_one_dispatch_and_keeps_buckets() -> None:
     backend, calls = Capturing(), []
     replay = Device(backend).record(lambda: calls.append(1) or torch.empty(0))  # type: ignore[func-returns-value]
     assert replay
@@ -76,7 +76,7 @@ def test_a_pass_is_one_dispatch_and_the_buckets_stay() -> None:
     assert Device(Capturing(able=False)).record(lambda: torch.empty(0)) is None
 
 
-def test_kernels_are_timed_as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_times_captured_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_PASS_SECONDS", 1e-4)
     monkeypatch.setattr(measure, "_SECONDS", 0.0)
     monkeypatch.setattr("npuserve.kernels.bench.ceilings._TORCH_SIZES", (16, 16))
@@ -90,8 +90,8 @@ def test_kernels_are_timed_as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.seconds > 0
 
 
-def test_ceilings_of_a_device_count_what_was_copied() -> None:
-    """A clock on which everything takes a second."""
+def test_device_ceilings_count_copied_bytes() -> None:
+    """On the test's clock each span takes a second."""
 
     class Slow(Device):
         def span(self):  # type: ignore[no-untyped-def]
@@ -109,6 +109,6 @@ def test_ceilings_of_a_device_count_what_was_copied() -> None:
 @pytest.mark.parametrize(("facts", "taken"), [
     ({}, True), ({"int8_cache": True}, False), ({"zeros": True}, True), ({"head_dim": 64}, True),
     ({"head_dim": 128}, False)])
-def test_cases_that_a_device_lacks_are_left_out(facts: dict[str, int], taken: bool) -> None:
+def test_takes_case_refuses_unsupported_features(facts: dict[str, int], taken: bool) -> None:
     case = Case("some", lambda generator, dtype: (), **facts)  # type: ignore[arg-type]
     assert takes_case(Capturing(), case) is taken

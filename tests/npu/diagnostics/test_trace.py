@@ -1,4 +1,4 @@
-"""A step taken apart finds the kernel that is wrong, and no other."""
+"""Traces find exactly the kernel with wrong results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD = ["linear", "greedy", "linear_argmax"]
 
 
 def traced(**options: Any) -> tuple[list[Call], list[Replay]]:
-    """Of two layers of the built-in model."""
+    """Trace two layers of the built-in model."""
     dtype, dump, cache = (options.pop(*x) for x in (("dtype", "bfloat16"), ("dump", None), ("cache", "auto")))
     model, backend = load(storyteller.FOLDER, backend="cpu", dtype=dtype, threads=1, max_model_len=40, layers=2)
     found = list(Trace(model, backend, options.get("rows", 2), 33, options.get("lm_head", "full"), dump, cache).run())
@@ -32,7 +32,7 @@ def traced(**options: Any) -> tuple[list[Call], list[Replay]]:
 
 
 @pytest.mark.parametrize(("dtype", "cache"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")])
-def test_nothing_is_wrong(dtype: str, cache: str) -> None:
+def test_trace_of_correct_kernels_reports_no_error(dtype: str, cache: str) -> None:
     calls, replays = traced(dtype=dtype, cache=cache)
     names = ["embedding", "rms_norm", *LAYER, *LAYER, *HEAD]
     assert [(x.step, x.index, x.kernel) for x in calls] == [
@@ -47,7 +47,7 @@ def test_nothing_is_wrong(dtype: str, cache: str) -> None:
 
 
 @pytest.mark.parametrize(("lm_head", "head", "rows"), [("skip", [], 0), ("single", HEAD, 1), ("full", HEAD, 2)])
-def test_lm_head(lm_head: str, head: list[str], rows: int) -> None:
+def test_trace_lm_head_options(lm_head: str, head: list[str], rows: int) -> None:
     calls, _ = traced(lm_head=lm_head)
     of_decode = [x for x in calls if x.step == "decode"]
     assert [x.kernel for x in of_decode[18:]] == head
@@ -58,7 +58,7 @@ Breaking = Callable[[Any, tuple[Any, ...]], Any]
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, name: str, breaking: Breaking, at: int) -> None:
-    """The result of the kernel's `at`-th call on the CPU goes through `breaking(result, args)`."""
+    """Pass the result of the kernel's `at`-th call on the CPU through `breaking(result, args)`."""
     made = KERNELS[name].implementations["cpu"]
     seen: list[int] = []
 
@@ -76,7 +76,7 @@ def one_number(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def written_twice(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """The keys are written one block too far as well."""
+    """Write the keys to the next block as well."""
     args[7][1] += args[7][0]
     return result
 
@@ -86,11 +86,13 @@ def written_twice(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     ("linear_swiglu", one_number, 2, 15), ("paged_attention", one_number, 1, 4),
     ("qk_norm_rope_kv_write", written_twice, 1, 3),
 ])
-def test_the_wrong_call_is_found(
+def test_trace_finds_wrong_call(
     name: str, breaking: Breaking, call: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After it only the drift shows, since each call is judged by its own arguments. (Recording the captured step
-    calls each kernel of both layers once.)"""
+    """Later calls show only drift, since each call is compared for its own arguments.
+
+    Recording the captured step calls each kernel of both layers once.
+    """
     broken(monkeypatch, name, breaking, 2 + call)
     calls, replays = traced()
     assert [(x.step, x.index, x.kernel) for x in calls if x.wrong] == [("prompt", index, name)]
@@ -99,14 +101,14 @@ def test_the_wrong_call_is_found(
     assert (replays[0].step, replays[0].same) == ("prompt", False)
 
 
-def test_a_backend_of_golden_functions_captures_nothing_and_has_no_difference() -> None:
+def test_trace_of_golden_functions_has_no_difference() -> None:
     model, _ = load(storyteller.FOLDER, backend="cpu", threads=1, max_model_len=9, layers=1)
     found = list(Trace(model, CpuBackend(native=False), 1, 8, "skip").run())
     assert len(found) == 20
     assert all(isinstance(x, Call) and x.difference == x.relative == x.drift == 0.0 for x in found)
 
 
-def test_dump(tmp_path: Path) -> None:
+def test_trace_dump_writes_tensors(tmp_path: Path) -> None:
     calls, _ = traced(dump=tmp_path, rows=1)
     file = load_file(tmp_path / "prompt" / "0003-qk_norm_rope_kv_write.safetensors")
     names = {"result.0", "argument.7", "argument.8"}
@@ -121,6 +123,6 @@ def test_dump(tmp_path: Path) -> None:
     assert (tmp_path / "decode" / "0019-greedy.safetensors").is_file()
 
 
-def test_more_layers_than_there_are() -> None:
+def test_trace_load_too_many_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="layers: 6 are more than the 5"):
         load(storyteller.FOLDER, backend="cpu", layers=6)

@@ -14,11 +14,11 @@ from npuserve.npu.step import PENDING, Row
 CPU = select("cpu")
 
 
-def test_by_hand():
+def test_make_batch_values():
     rows = [
-        Row(7, [50], start=5, block_ids=[9, 2], samples=True),  # a decode
-        Row(8, [60, 61, 62], start=3, block_ids=[4, 0], samples=False),  # a chunk in the middle
-        Row(9, [70, 71], start=0, block_ids=[1, 99], samples=True),  # a whole prompt, with a block too many
+        Row(7, [50], start=5, block_ids=[9, 2], samples=True),  # decode row
+        Row(8, [60, 61, 62], start=3, block_ids=[4, 0], samples=False),  # middle chunk
+        Row(9, [70, 71], start=0, block_ids=[1, 99], samples=True),  # whole prompt, with an unused block
     ]
     batch = make_batch(rows, 4, CPU)
     assert batch.ids.tolist() == [50, 60, 61, 62, 70, 71]
@@ -34,7 +34,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_against_one_token_at_a_time(seed):
+def test_make_batch_equals_one_token_at_a_time(seed):
     r = random.Random(seed)
     block_size = r.choice([1, 2, 16])
     rows = []
@@ -63,7 +63,7 @@ def test_against_one_token_at_a_time(seed):
         ([Row(0, [1, 2], 4, [0], True), Row(1, [1], 9, [1], True)], "mixed"),
     ],
 )
-def test_phases(rows, phase):
+def test_phase_of(rows, phase):
     assert phase_of(rows) == phase
 
 
@@ -93,8 +93,8 @@ def same(batch: Batch, own: Batch) -> None:
         assert list(mine) == list(its)
 
 
-def test_batches_in_the_same_memory():
-    """One after the other, they lie where the largest does, and are what they are in memory of their own."""
+def test_fill_reused_buffers_equal_fresh_ones():
+    """Consecutive batches use the memory of the largest and equal batches in memory of their own."""
     r = random.Random(0)
     buffers = BatchBuffers(90, 5, 8, 16, None, CPU)
     for _ in range(50):
@@ -105,14 +105,14 @@ def test_batches_in_the_same_memory():
         assert batch.ids.data_ptr() == whole.ids.data_ptr()
         assert batch.attention.block_tables.data_ptr() == whole.attention.block_tables.data_ptr()
         for row, table in zip(rows, batch.attention.block_tables, strict=True):
-            assert table.tolist()[: len(row.block_ids)] == row.block_ids  # what lies past them is not read
+            assert table.tolist()[: len(row.block_ids)] == row.block_ids  # further columns are not read
         assert part.samples == [(row.request_id, row.start + len(row.token_ids)) for row in rows if row.samples]
         assert part.tokens == len(batch.ids)
         assert part.decodes == sum(row.is_decode for row in rows)
 
 
-def test_a_batch_is_not_touched_by_the_next_ones_on_the_host():
-    """What is on its way to the device stays as it is while one further step is filled."""
+def test_fill_next_step_keeps_host_buffer():
+    """The host buffer of a step is not overwritten while the next step is filled."""
     buffers = BatchBuffers(90, 5, 8, 16, None, CPU)
     r = random.Random(1)
     before, rows = None, []
@@ -125,7 +125,7 @@ def test_a_batch_is_not_touched_by_the_next_ones_on_the_host():
         before, rows = staged, following
 
 
-def test_block_lists_grow_and_are_replaced():
+def test_fill_block_lists_grow_and_are_replaced():
     buffers = BatchBuffers(9, 3, 4, 2, None, CPU)
     own: list[int] = []
     for step, block in enumerate([7, 3, 9, 1]):
@@ -140,7 +140,7 @@ def test_block_lists_grow_and_are_replaced():
         assert batch.slot_mapping.tolist() == [row.block_ids[row.start // 2] * 2 + 1 for row in rows]
 
 
-def test_pending_tokens_are_places_among_those_sampled_last():
+def test_fill_pending_tokens_refer_to_sampled_ids():
     buffers = BatchBuffers(9, 3, 4, 4, None, CPU)
     rows = [Row(5, [PENDING], 3, [0], True), Row(6, [8, 9], 0, [1], True), Row(7, [PENDING], 6, [2, 3], True)]
     ((_, batch),) = filled(buffers, (rows, 3), sampled={7: 0, 9: 1, 5: 2})
@@ -151,8 +151,8 @@ def test_pending_tokens_are_places_among_those_sampled_last():
         buffers.fill([(rows, 3)], {5: 0})
 
 
-def test_decode_rows_padded_and_chunks_behind_them():
-    """Padding writes to its own block, and each part is what it would be alone."""
+def test_fill_padded_decodes_with_chunks_equal_single_parts():
+    """Padding writes to its own block, and each part equals the same part alone."""
     r = random.Random(2)
     buffers = BatchBuffers(90, 8, 8, 16, 300, CPU)
     for _ in range(30):
@@ -178,7 +178,7 @@ def test_decode_rows_padded_and_chunks_behind_them():
         assert whole.attention.host_cu_seqlens_q == list(range(size + 1))
 
 
-def test_what_lies_there_before_the_first_step_is_padding():
+def test_buffers_initially_hold_padding():
     buffers = BatchBuffers(20, 3, 2, 16, 9, CPU)
     whole = buffers.decode(3)
     assert whole.ids.tolist() == whole.positions.tolist() == [0, 0, 0]
@@ -188,7 +188,7 @@ def test_what_lies_there_before_the_first_step_is_padding():
     assert whole.attention.block_tables.tolist() == [[9, 9]] * 3
 
 
-def test_what_is_put_beside_a_batch_travels_with_it():
+def test_put_values_are_uploaded_with_batch():
     buffers = BatchBuffers(9, 3, 4, 4, None, CPU)
     staged = buffers.fill([([Row(0, [1], 0, [0], True)], 1)])
     values = [np.arange(5), np.array([0.5, 1.5], np.float32), np.random.default_rng(0).random((2, 3))]
@@ -202,15 +202,15 @@ def test_what_is_put_beside_a_batch_travels_with_it():
 @pytest.mark.parametrize("rows", [
     [Row(0, [1], 0, [0], True)] * 3, [Row(0, [1] * 5, 0, [0], True)], [Row(0, [1], 32, [0, 1, 2], True)],
 ])
-def test_what_is_too_large_for_the_memory(rows):
+def test_fill_beyond_limits_is_refused(rows):
     buffers = BatchBuffers(4, 2, 2, 16, None, CPU)
     buffers.fill([([Row(0, [1], 31, [0, 1], True)] * 2, 2)])
-    with pytest.raises(ValueError, match="where there is room for 4, 2, 2"):
+    with pytest.raises(ValueError, match="while the buffers hold at most 4, 2, 2"):
         buffers.fill([(rows, len(rows))])
 
 
-def test_tokens_of_no_row_and_rows_of_no_token():
-    """Whatever longer steps have left there."""
+def test_pad_adds_tokens_and_rows_without_effect():
+    """Inputs of longer steps that remain in the buffers have no effect."""
     r = random.Random(3)
     buffers = BatchBuffers(40, 4, 8, 16, 300, CPU)
     buffers.clear()

@@ -1,4 +1,4 @@
-"""Logits against transformers, which computes each sequence whole, without a cache."""
+"""Logits compared with transformers, which computes each sequence at once without a cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def backend(request):
 
 
 class Bench:
-    """A model and its cache, without a runner."""
+    """Decoder and its cache, without a runner."""
 
     def __init__(
         self, folder, backend: CpuBackend, block_size: int = 16, num_blocks: int = 64,
@@ -44,7 +44,7 @@ class Bench:
 
     @torch.inference_mode()
     def logits(self, rows: list[Row]) -> list[torch.Tensor]:
-        """Of all tokens of each row, over the real vocabulary."""
+        """Return the logits of all tokens of each row, without the padding of the vocabulary."""
         batch = make_batch(rows, self.block_size, self.backend)
         logits = self.model.logits(self.model.hidden(batch, self.cache))[:, : self.model.config.vocab_size]
         return list(logits.split([len(row.token_ids) for row in rows]))
@@ -60,7 +60,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_prompt_in_one_piece(tmp_path, kind, backend):
+def test_decoder_whole_prompt_equals_transformers(tmp_path, kind, backend):
     model = random_model(kind)
     ids = ids_of(50)
     [logits] = Bench(saved(model, tmp_path), backend).logits([Row(0, ids, 0, list(range(13)), True)])
@@ -69,7 +69,7 @@ def test_a_prompt_in_one_piece(tmp_path, kind, backend):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias", "llama-yarn"])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
-def test_chunks_decodes_and_prompts_in_one_step_with_blocks_out_of_order(tmp_path, kind, block_size, backend):
+def test_decoder_mixed_step_with_scattered_blocks_equals_transformers(tmp_path, kind, block_size, backend):
     if block_size % backend.block_multiple:
         return
     model = random_model(kind)
@@ -95,7 +95,7 @@ def test_chunks_decodes_and_prompts_in_one_step_with_blocks_out_of_order(tmp_pat
         torch.testing.assert_close(torch.cat(parts[request]), oracle(model, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_requests_that_share_the_blocks_of_their_prefix(tmp_path, backend):
+def test_decoder_shared_prefix_blocks(tmp_path, backend):
     model = random_model("qwen3")
     bench = Bench(saved(model, tmp_path), backend)
     shared, first, second = ids_of(32, 1), ids_of(5, 2), ids_of(9, 3)
@@ -106,17 +106,17 @@ def test_requests_that_share_the_blocks_of_their_prefix(tmp_path, backend):
     torch.testing.assert_close(of_first, oracle(model, [*shared, *first, 42])[37:], atol=1e-4, rtol=1e-4)
 
 
-def test_a_rows_logits_are_close_to_those_in_company_in_bfloat16(tmp_path, backend):
+def test_decoder_bfloat16_logits_close_in_any_batch(tmp_path, backend):
     model = random_model("qwen3").to(torch.bfloat16)
     bench = Bench(saved(model, tmp_path), backend, dtype=torch.bfloat16)
     ids = ids_of(30)
     [logits] = bench.logits([Row(0, ids, 0, list(range(8)), True)])
     reference = oracle(random_model("qwen3"), ids)
     theirs = (oracle(model, ids).float() - reference).abs().mean()
-    assert (logits.float() - reference).abs().mean() < 1.5 * theirs  # as far from float32 as transformers' bfloat16
+    assert (logits.float() - reference).abs().mean() < 1.5 * theirs  # error of transformers' bfloat16 to float32
 
 
-def test_the_cache_takes_the_bytes_it_says(tmp_path, backend):
+def test_kv_cache_bytes_equal_block_bytes(tmp_path, backend):
     bench = Bench(saved(random_model("qwen3"), tmp_path), backend, block_size=32, num_blocks=5)
     taken = sum(tensor.nbytes for tensor in bench.cache.tensors)
     assert taken == 5 * block_bytes(bench.model.config, 32, torch.float32, backend)

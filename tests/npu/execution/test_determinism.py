@@ -1,5 +1,5 @@
-"""What the CPU's native kernels promise: a request's numbers are its own. Tokens and the logarithms of their
-probabilities, bit by bit, in whatever company, chunks and threads a request runs, and computed anew."""
+"""Determinism of the CPU's native kernels: tokens and logprobs of a request are bit-identical for any other requests in
+the batch, any chunks and threads, and after recomputation."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def alone(runner, request: int, chunk: int) -> Answer:
 ])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
-def test_company_chunks_threads_and_recomputation_change_no_bit(tmp_path, kind, scheme, cache, dtype):
-    """scheme: of int8 weights, an int8 head with them. cache: the KV cache's dtype."""
+def test_native_kernels_bit_identical_in_any_batch_chunks_and_threads(tmp_path, kind, scheme, cache, dtype):
+    """scheme: of int8 weights; the LM head is int8 too then. cache: dtype of the KV cache."""
     model = random_model(kind, max_position_embeddings=128).to(getattr(torch, dtype))
     folder = saved_w8a8(model, tmp_path, scheme) if scheme else saved(model, tmp_path)
     runner = load(folder, lm_head_dtype="int8" if scheme else "auto", dtype=dtype, kv_cache_dtype=cache)
@@ -78,7 +78,7 @@ def test_company_chunks_threads_and_recomputation_change_no_bit(tmp_path, kind, 
             running = list(driver.tokens)
             driver.step(only=set(r.sample(running, r.randint(1, len(running)))))
             if r.random() < 0.1 and driver.tokens:
-                # Preempted: its blocks are gone, its tokens are computed anew.
+                # Preemption: the request loses its blocks, and its tokens are computed again.
                 request = r.choice(list(driver.tokens))
                 driver.free.extend(driver.blocks[request])
                 driver.blocks[request], driver.done[request] = [], 0

@@ -1,5 +1,7 @@
-"""Prompts computed on the host for a device that decodes: the tokens are those of one device. The device here is the
-golden functions on the CPU, in buckets as graphs have them; at the end of the file it is the emulated NPU."""
+"""Prompts computed on the host for a device that decodes: tokens equal the tokens of one device.
+
+The device here is the CPU with golden functions and captured buckets; at the end of the file it is the emulated NPU.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from npuserve.npu import backends
-from npuserve.npu.backends import BackendError, select_prefill
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution import runner as runner_module
-from npuserve.npu.execution.host_prefill import HostPrefill, Run, _portions
-from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution import load as load_module
+from npuserve.npu.execution.host_prefill import HostPrefill, SlotRange, _portions
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.cli import check
-from npuserve.service.config import ServerConfig
 from tests.npu.backends import small
 from tests.npu.emulator.child import missing, run
 
@@ -31,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Device(CpuBackend):
-    """In memory of its own, though it is the host's."""
+    """Device with memory of its own, although it is host memory."""
 
     name = "device"
     padding_blocks = 1
@@ -43,7 +38,7 @@ class Device(CpuBackend):
 
 
 class Graph:
-    """Of two or four rows."""
+    """Captured step of two or four rows."""
 
     largest = 4
 
@@ -67,7 +62,7 @@ class Bucketed(Device):
 
 def load(folder: Path, **settings: Any) -> Runner:
     defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 48, "threads": 1}
-    runner = runner_module.load_runner(
+    runner = load_module.load_runner(
         folder, **{"kv_cache_memory": 16 << 20, **defaults, **settings}, progress=lambda done, total: None)
     assert (runner._prefill is not None) == (settings.get("prefill_device") == "cpu")
     return runner
@@ -75,8 +70,8 @@ def load(folder: Path, **settings: Any) -> Runner:
 
 @pytest.fixture(params=[Device, Bucketed])
 def pair(request, tmp_path, monkeypatch, restored_threads) -> tuple[Runner, Runner]:
-    """(all on the device, prompts on the host), of one model."""
-    monkeypatch.setattr(runner_module, "select", lambda *_: request.param())
+    """Return runners of one model: all on the device, and prompts on the host."""
+    monkeypatch.setattr(load_module, "select", lambda *_: request.param())
     folder = small.saved(tmp_path, head_dim=16)
     return load(folder), load(folder, prefill_device="cpu")
 
@@ -90,11 +85,11 @@ def restored_threads():
 
 
 def check_mirror(runner: Runner) -> int:
-    """What the mirror holds is what the device has, bit by bit; of how many slots."""
+    """Assert that the mirror equals the device's cache bit by bit; return the number of slots compared."""
     prefill, size = runner._prefill, runner.block_size
     assert prefill is not None
     runner._backend.synchronize()
-    runs = [Run(block, 0, held) for block, held in enumerate(prefill._held) if held]
+    runs = [SlotRange(block, 0, held) for block, held in enumerate(prefill._held) if held]
     assert all(run.last <= size for run in runs)
     slots = prefill._slots(runs)
     for own, cached in zip(prefill._mirror.layers, runner._cache.layers, strict=True):
@@ -108,8 +103,8 @@ def check_mirror(runner: Runner) -> int:
 
 
 class Talks:
-    """Turns of talks through the real scheduler: each turn's prompt is all before it and more. What comes next to a
-    preempted request is a prompt, too."""
+    """Conversations through the real scheduler: each prompt is the whole conversation and more. The tokens of a
+    preempted request are a prompt, too."""
 
     def __init__(self, runner: Runner, blocks: int, depth: int, budget: int = 24, seats: int = 4):
         from npuserve.service.scheduling.block_manager import BlockManager
@@ -122,7 +117,7 @@ class Talks:
         self.arrivals = 0
 
     def turn(self, prompts: list[list[int]], count: int, **sampling: Any) -> list[list[int]]:
-        """The answers of `count` tokens, computed side by side."""
+        """Return answers of `count` tokens, computed concurrently."""
         from npuserve.service.ipc.messages import Request
 
         sequences = []
@@ -150,7 +145,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def restored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the slots of each copy from the device to the mirror."""
+    """Return a list that receives the number of slots of each copy from the device to the mirror."""
     counts: list[int] = []
     original = HostPrefill._restore
     monkeypatch.setattr(HostPrefill, "_restore", lambda self, runs: (
@@ -160,8 +155,8 @@ def restored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [
     {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.2, "logit_bias": {7: 4.0}}], ids=str)
-def test_tokens_are_those_of_one_device(pair, sampling):
-    """Two steps in flight; chunks come while others decode, and for a while more decode than the largest bucket."""
+def test_host_prefill_tokens_equal_one_device(pair, sampling):
+    """Two steps are in flight. Chunks run next to decode rows, in some steps more than the largest bucket."""
     plain, hosted = pair
     expected, _ = small.answers(plain, small.asks(6, 12, **sampling))
     got, results = small.answers(hosted, small.asks(6, 12, **sampling))
@@ -171,7 +166,7 @@ def test_tokens_are_those_of_one_device(pair, sampling):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_later_turns_find_what_the_device_generated(pair, monkeypatch, depth):
+def test_host_prefill_next_prompt_restores_generated_tokens(pair, monkeypatch, depth):
     seen = []
     counts = restored(pair[1], monkeypatch)
     for runner in pair:
@@ -184,13 +179,13 @@ def test_later_turns_find_what_the_device_generated(pair, monkeypatch, depth):
         seen.append((answers, talks.scheduler.prefix_hits))
     assert seen[0] == seen[1]
     assert seen[0][1] > 200
-    assert sum(counts) >= 100  # generated, and never copied but for the next turn
+    assert sum(counts) >= 100  # generated tokens are copied only for the next prompt of their conversation
     check_mirror(pair[1])
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_requests_go_on_where_they_were(pair, monkeypatch, depth, sampling):
+def test_host_prefill_preempted_requests_continue(pair, monkeypatch, depth, sampling):
     seen = []
     counts = restored(pair[1], monkeypatch)
     for runner in pair:
@@ -202,16 +197,18 @@ def test_preempted_requests_go_on_where_they_were(pair, monkeypatch, depth, samp
     check_mirror(pair[1])
 
 
-def test_blocks_may_go_to_others_at_any_time(pair):
-    """A block whose old owner decoded into it, a new owner's chunk in it, decode rows behind that, and a chunk again
-    behind those: what the mirror lacks is found by slots."""
+def test_host_prefill_reused_blocks_are_restored(pair):
+    """A block's old owner decodes into it, its new owner computes a chunk in it, then decode rows and another chunk.
+
+    The mirror tracks valid slots.
+    """
     asked: list[list[int]] = []
     for runner in pair:
         answers = []
         for request, prompt in enumerate((ids(1, 1), ids(30, 2), ids(7, 3))):
             tokens, blocks, done = list(prompt), [3, 1, 2, 7], 0
             runner.collect(runner.launch(Step([], [NewRequest(request, prompt, [], GREEDY)])))
-            for length in (1, 4, 1, 1, 3, 1, 40, 1, 2, 1):  # as no scheduler would have it: chunks of guessed tokens
+            for length in (1, 4, 1, 1, 3, 1, 40, 1, 2, 1):  # chunks of guessed tokens, which no scheduler would plan
                 while len(tokens) < done + length:
                     tokens.append((7 * len(tokens) + request) % 100)
                 end = min(done + length, len(tokens))
@@ -226,7 +223,7 @@ def test_blocks_may_go_to_others_at_any_time(pair):
     check_mirror(pair[1])
 
 
-def test_log_probabilities_are_those_of_one_device(pair):
+def test_host_prefill_logprobs_equal_one_device(pair):
     prompt = ids(40, 4)
     seen = []
     for runner in pair:
@@ -245,8 +242,8 @@ def test_log_probabilities_are_those_of_one_device(pair):
         assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
 
 
-def test_decode_rows_do_not_wait_for_the_host(pair):
-    """Nor does the step before: it is collected while the host computes a chunk."""
+def test_host_prefill_decode_rows_do_not_wait(pair):
+    """The previous step does not wait either: it is collected while the host computes a chunk."""
     _, runner = pair
     first = runner.launch(Step([Row(0, [5], 0, [0], True)], [NewRequest(0, [5], [], GREEDY)]))
     free = threading.Event()
@@ -254,7 +251,7 @@ def test_decode_rows_do_not_wait_for_the_host(pair):
     second = runner.launch(Step(
         [Row(0, [-1], 1, [0], True), Row(1, ids(9, 1), 0, [1], True)], [NewRequest(1, ids(9, 1), [], GREEDY)]))
     token = runner.collect(first).token_ids[0]
-    runner._waiting.begun.wait()  # its decode rows are done
+    runner._waiting.begun.wait()  # the decode rows are complete
     early = int(runner._last[0])
     assert second.ran is None
     free.set()
@@ -266,7 +263,7 @@ def test_decode_rows_do_not_wait_for_the_host(pair):
     assert result.token_ids[1] == expected[1][0]
 
 
-def test_what_goes_wrong_on_the_host_is_told(pair, monkeypatch):
+def test_host_prefill_error_is_raised_by_collect(pair, monkeypatch):
     _, runner = pair
     monkeypatch.setattr(runner._prefill, "_decode", lambda *_: 1 // 0)
     launched = runner.launch(Step([Row(0, [5, 6], 0, [0], True)], [NewRequest(0, [5, 6], [], GREEDY)]))
@@ -274,8 +271,8 @@ def test_what_goes_wrong_on_the_host_is_told(pair, monkeypatch):
         runner.collect(launched)
 
 
-def test_kernels_of_both_are_timed(tmp_path, monkeypatch, restored_threads):
-    monkeypatch.setattr(runner_module, "select", lambda *_: Device())
+def test_host_prefill_times_kernels_of_both(tmp_path, monkeypatch, restored_threads):
+    monkeypatch.setattr(load_module, "select", lambda *_: Device())
     calls: list[tuple[str, ...]] = []
     runner = load(small.saved(tmp_path, head_dim=16), prefill_device="cpu", kernel_sampling=1,
                   observe=lambda *call: calls.append(call[:3]))
@@ -288,80 +285,15 @@ def test_kernels_of_both_are_timed(tmp_path, monkeypatch, restored_threads):
     assert {label for name, _, label in calls if name == "linear_argmax"} == {"golden"}
 
 
-def test_it_is_refused_where_the_model_runs_already():
-    with pytest.raises(BackendError, match="prefill_device: the whole model runs on cpu; leave prefill_device at same"):
-        select_prefill("cpu", CpuBackend())
-    assert select_prefill("same", CpuBackend()) is None
-
-
-def test_a_dtype_and_blocks_that_the_host_has_not(tmp_path, monkeypatch):
-    config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
-    device, host = Device(), CpuBackend()
-    device.dtypes = ("float16",)  # type: ignore[misc]
-    with pytest.raises(BackendError, match=r"prefill_device: cpu does not compute in float16; .* float32, bfloat16"):
-        predict(config, device, dtype="float16", prefill=host)
-    if host.block_multiple > 1:
-        with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are multiples of 16"):
-            predict(config, Device(), block_size=8, prefill=host)
-
-
-def test_what_the_host_takes_is_planned(tmp_path, monkeypatch):
-    config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
-    device, host = Device(), CpuBackend()
-    monkeypatch.setattr(device, "memory_available", lambda: 1 << 30)
-    monkeypatch.setattr(host, "memory_available", lambda: 1 << 30)
-    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
-    whole, plan = predict(config, device, **settings), predict(config, device, prefill=host, **settings)
-    assert whole.host is None
-    assert plan.fits
-    assert plan.activations < whole.activations  # those of the decode rows
-    block = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, slots, numbers, bytes
-    assert plan.host.kv_cache == plan.num_blocks * block == plan.kv_cache - block  # no block for padding
-    assert plan.host.staging == 2 * 64 * (2 * 2 * 2 * 16 + 64) * 4
-    assert plan.host.needed == (
-        plan.host.weights + plan.host.kv_cache + plan.host.activations + plan.host.staging) <= 1 << 30
-    # The mirror is a part of the host's share: what that holds bounds the device's blocks.
-    free = plan.host.needed - plan.host.kv_cache + 8 * block
-    monkeypatch.setattr(host, "memory_available", lambda: free + 4 * 5 * block - 8 * block)
-    assert predict(config, device, prefill=host, **settings).num_blocks == 5
-    monkeypatch.setattr(host, "memory_available", lambda: 1 << 10)
-    short = predict(config, device, prefill=host, **settings)
-    assert not short.fits
-    with pytest.raises(ModelError, match=r"computing prompts on cpu needs .* \(weights .* staging .*\), and 0.0 MiB"):
-        short.require_fit()
-
-
-def test_check_shows_both(tmp_path, monkeypatch):
-    def select(name: str = "auto", emulate: Sequence[str] | None = None) -> CpuBackend:
-        return CpuBackend() if name == "cpu" else Device()
-
-    monkeypatch.setattr(backends, "select", select)
-    folder = small.saved(tmp_path, head_dim=16)
-    config = ServerConfig(model=str(folder), device="npu", prefill_device="cpu", dtype="float32")
-    found = check.model(config)
-    host = found["host"]
-    assert found["fits"]
-    assert host["fits"]
-    assert host["needed"] == sum(host[part] for part in ("weights", "kv_cache", "activations", "staging")) > 0
-    native = check.native(found["cpu_kernels"])
-    report = {"machine": check.machine(), "native": native, "backends": {}, "optional": {}, "emulated": False}
-    said = check.text(report | {"model": found})
-    assert "prompts are computed on cpu, whose memory holds" in said
-    assert said.count(" fits: needs ") == 2
-    assert check.model(msgspec.structs.replace(config, prefill_device="same"))["host"] is None
-    refused = check.model(msgspec.structs.replace(config, device="cpu"))
-    assert refused["error"].startswith("prefill_device: the whole model runs on cpu")
-
-
-def test_portions_of_what_is_copied():
-    runs = [Run(1, 0, 16), Run(2, 4, 16), Run(5, 0, 16), Run(6, 0, 3)]
+def test_portions_of_slot_ranges():
+    runs = [SlotRange(1, 0, 16), SlotRange(2, 4, 16), SlotRange(5, 0, 16), SlotRange(6, 0, 3)]
     assert list(_portions(runs, 28)) == [runs[:2], runs[2:]]
     assert list(_portions(runs, 1)) == [[run] for run in runs]
     assert list(_portions([], 9)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_of_every_layout(cpu, dtype):
+def test_read_and_write_cache_slots_of_every_layout(cpu, dtype):
     shapes = cpu.cache_shapes(5, 16, 3, 24, dtype)
     keys, values = (cpu.empty(shape, dtype).zero_() for shape in shapes)
     slots = torch.tensor([79, 0, 17, 18, 33, 63])
@@ -407,8 +339,8 @@ def on_the_npu(folder: Path, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1), ("eager", 0)])
-def test_the_emulated_npu_goes_on_from_the_hosts_chunks(tmp_path: Path, order: str, seed: int) -> None:
-    """Whatever the device does first, and whatever stands in new memory; its heads are padded."""
+def test_host_prefill_emulated_npu_continues_from_chunks(tmp_path: Path, order: str, seed: int) -> None:
+    """The order in which the device runs its streams and the contents of new memory do not matter; heads are padded."""
     if reason := missing():
         pytest.skip(reason)
     run(on_the_npu, {"folder": tmp_path, "head_dim": 32},

@@ -1,4 +1,4 @@
-"""What an int8 KV cache does to a model that knows something: the built-in one, from end to end."""
+"""Effect of an int8 KV cache on the built-in model, end to end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
 
 
 def told(prompts: list[list[int]], cache: str) -> list[list[int]]:
-    """The likeliest stories, all in one batch."""
+    """Return greedy stories, computed in one batch."""
     driver = Driver(load(storyteller.FOLDER, kv_cache_dtype=cache, max_model_len=256))
     for request, prompt in enumerate(prompts):
         driver.add(request, prompt)
@@ -45,9 +45,8 @@ def logits(backend: CpuBackend, dtype: torch.dtype, sequences: list[list[int]], 
     return torch.cat(list(forced_logits(model, backend, sequences, 40, cache_dtype=cache)))
 
 
-def test_stories_keep_their_likeliest_tokens(cpu: CpuBackend, prompts: list[list[int]]) -> None:
-    """At least 97 of 100 positions of stories told without it have the same likeliest token; their logarithms of
-    probabilities hardly move."""
+def test_int8_cache_keeps_argmax_tokens(cpu: CpuBackend, prompts: list[list[int]]) -> None:
+    """With an int8 cache at least 97 % of the positions have the same argmax token, and logprobs hardly change."""
     sequences = told(prompts, "auto")
     exact, found = (logits(cpu, torch.float32, sequences, cache) for cache in (None, torch.int8))
     assert not torch.equal(exact, found)
@@ -56,6 +55,6 @@ def test_stories_keep_their_likeliest_tokens(cpu: CpuBackend, prompts: list[list
     assert (chances.exp() * (chances - found.log_softmax(-1))).sum(-1).mean() < 1e-3
 
 
-def test_stories_begin_as_they_do_without_it(prompts: list[list[int]]) -> None:
+def test_int8_cache_stories_begin_equally(prompts: list[list[int]]) -> None:
     without, within = told(prompts, "auto"), told(prompts, "int8")
     assert all(a[: len(p) + 16] == b[: len(p) + 16] for a, b, p in zip(without, within, prompts, strict=True))

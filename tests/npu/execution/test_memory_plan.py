@@ -14,13 +14,13 @@ from npuserve.kernels.native.packed import compacts, packed_words
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
+from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.memory_plan import predict
-from npuserve.npu.execution.runner import load_runner
-from npuserve.npu.model import loader
+from npuserve.npu.model import progress
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.weights import read_bytes, stored_bytes
+from npuserve.npu.model.storage import read_bytes, stored_bytes
 from tests.npu.model.test_weights import storage
 from tests.support.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
 
@@ -39,7 +39,7 @@ def available(monkeypatch, cpu):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_and_cache_take_what_is_predicted(tmp_path, kind, dtype, cpu):
+def test_predict_weights_and_cache_equal_allocated(tmp_path, kind, dtype, cpu):
     folder = saved(random_model(kind), tmp_path)
     config = ModelConfig.from_folder(folder)
     plan = predict(config, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3)
@@ -51,8 +51,8 @@ def test_weights_and_cache_take_what_is_predicted(tmp_path, kind, dtype, cpu):
     assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
 
 
-def test_kv_cache_that_takes_long_shows_progress(cpu, monkeypatch, caplog):
-    monkeypatch.setattr(loader, "FIRST_REPORT_SECONDS", 0)
+def test_kv_cache_slow_allocation_shows_progress(cpu, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "FIRST_REPORT_SECONDS", 0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
     plan = predict(config, cpu, kv_cache_memory=64 << 20)
@@ -62,8 +62,8 @@ def test_kv_cache_that_takes_long_shows_progress(cpu, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (128, "float32")])
-def test_an_int8_cache_holds_nearly_twice_the_tokens_and_takes_what_is_predicted(cpu, head_dim, dtype):
-    """A token's head takes head_dim bytes and 2 of its scale. Beside float32 it is nearly four times."""
+def test_predict_int8_cache_tokens_and_bytes(cpu, head_dim, dtype):
+    """A head of a token takes head_dim bytes and 2 for its scale, nearly a quarter of float32."""
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": head_dim})
     plans = [predict(config, cpu, dtype=dtype, kv_cache_dtype=cache, kv_cache_memory=16 << 20, block_size=16)
              for cache in ("auto", "int8")]
@@ -77,27 +77,27 @@ def test_an_int8_cache_holds_nearly_twice_the_tokens_and_takes_what_is_predicted
     assert plans[1].weights == plans[0].weights
 
 
-def test_the_default_cache_holds_all_requests_at_full_length(cpu, available):
+def test_predict_default_cache_holds_all_requests(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5)
     assert (plan.block_size, plan.max_model_len, plan.num_blocks) == (cpu.block_size, 64, 5)
     assert plan.fits
     assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 5 * 4
 
 
-def test_or_a_share_of_what_is_free(cpu, available):
+def test_predict_default_cache_is_limited_to_share_of_free_memory(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
     beside = plan.activations + plan.logits + plan.weights - 4 * plan.max_model_len * CONFIG.head_dim
     available(beside + 4 * 7 * BLOCK)
     assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 7
     available(beside + 4 * 3 * BLOCK)
     short = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
-    assert (short.num_blocks, short.max_model_len) == (3, 48)  # the context follows what the cache holds
+    assert (short.num_blocks, short.max_model_len) == (3, 48)  # the context is limited to the cache
     asked = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, max_model_len=64)
-    assert (asked.num_blocks, asked.max_model_len) == (4, 64)  # unless it was asked for
+    assert (asked.num_blocks, asked.max_model_len) == (4, 64)  # unless max_model_len is given
     assert asked.fits
 
 
-def test_weights_that_take_more_take_it_from_the_cache(cpu, available):
+def test_plan_grown_takes_blocks_from_cache(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
     available(plan.peak - plan.base + 100)
     plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, kv_cache_memory=plan.kv_cache, max_model_len=64)
@@ -109,7 +109,7 @@ def test_weights_that_take_more_take_it_from_the_cache(cpu, available):
         plan.grown(plan.kv_cache, BLOCK).require_fit()
 
 
-def test_a_model_whose_weights_stay_plain_is_counted_so(tmp_path):
+def test_load_runner_counts_weights_that_are_not_compact(tmp_path):
     model = random_model("qwen3")
     down = model.model.layers[0].mlp.down_proj.weight
     with torch.no_grad():
@@ -124,12 +124,12 @@ def test_a_model_whose_weights_stay_plain_is_counted_so(tmp_path):
     assert read == (more - 4 * packed_words(*down.shape, torch.bfloat16, True) if compact else 0)
 
 
-def test_a_given_cache_is_taken_as_it_is(cpu, available):
+def test_predict_given_cache_size_is_kept(cpu, available):
     plan = predict(CONFIG, cpu, kv_cache_memory=10 * BLOCK + 1, max_num_seqs=1000, block_size=16)
     assert (plan.num_blocks, plan.kv_cache, plan.max_model_len) == (10, 10 * BLOCK, 64)
 
 
-def test_what_does_not_fit_says_so_with_its_parts(cpu, available):
+def test_require_fit_lists_parts(cpu, available):
     available(1 << 20)
     plan = predict(CONFIG, cpu, kv_cache_memory=1 << 21)
     assert not plan.fits
@@ -150,7 +150,8 @@ def test_what_does_not_fit_says_so_with_its_parts(cpu, available):
             "kv_cache_memory: .* holds 48 tokens; max_model_len 64 needs",
         ),
         ({"dtype": "float64"}, BackendError, "dtype: 'float64'"),
-        ({"kv_cache_dtype": "int4"}, BackendError, "kv_cache_dtype: 'int4' is not possible on cpu; possible are auto"),
+        ({"kv_cache_dtype": "int4"}, BackendError,
+         "kv_cache_dtype: 'int4' is not possible on cpu; possible are auto, int8"),
         (
             {"kv_cache_dtype": "int8", "prefill": CpuBackend()},
             BackendError,
@@ -158,12 +159,12 @@ def test_what_does_not_fit_says_so_with_its_parts(cpu, available):
         ),
     ],
 )
-def test_settings_that_contradict_the_model(cpu, available, settings, error, message):
+def test_predict_contradictory_settings_are_refused(cpu, available, settings, error, message):
     with pytest.raises(error, match=message):
         predict(CONFIG, cpu, **settings)
 
 
-def test_a_block_size_that_the_kernels_cannot_have(cpu):
+def test_predict_unsupported_block_size_is_refused(cpu):
     assert predict(CONFIG, cpu, block_size=32).block_size == 32
     if cpu.block_multiple == 1:
         assert predict(CONFIG, cpu, block_size=8).block_size == 8
@@ -175,9 +176,9 @@ def test_a_block_size_that_the_kernels_cannot_have(cpu):
 PROCESS = """
 import sys
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.runner import load_runner
+from npuserve.npu.execution.load import load_runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.npu.execution import memory_plan as memory, runner as module
+from npuserve.npu.execution import memory_plan as memory, load as module
 
 plans = []
 module.select = lambda *_: CpuBackend(native=sys.argv[2] == "cpu")
@@ -196,9 +197,9 @@ print(plans[0].peak, next(int(l.split()[1]) * 1024 for l in open("/proc/self/sta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_predicted_peak_is_the_measured_one_within_a_tenth(tmp_path: Path, cpu, quantized):
-    """Of a process that loads 80 MB of weights, prefills and decodes: a loader that held a tensor or a mapped page
-    twice would show."""
+def test_predict_peak_is_within_a_tenth_of_measured(tmp_path: Path, cpu, quantized):
+    """The process loads 80 MB of weights, prefills and decodes: a loader that held a tensor or a mapped page twice
+    would exceed the limit."""
     model = random_model("qwen3", vocab_size=20000, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
                          head_dim=64, max_position_embeddings=1024)
     folder = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)

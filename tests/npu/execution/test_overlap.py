@@ -1,5 +1,5 @@
-"""Two steps in flight give the tokens of one: the real scheduler and the real runner, on the CPU's native kernels, bit
-by bit, in whatever company requests run, are preempted, cancelled and ended."""
+"""Two steps in flight give the same tokens as one, bit by bit, with the real scheduler and runner on the CPU's native
+kernels. Requests run concurrently and are preempted, cancelled and ended."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(all_asks=st.lists(asks(), min_size=3, max_size=8), pool=st.sampled_from([7, 9, 40]),
        seats=st.sampled_from([8, 3, 1]), budget=st.sampled_from([48, 9]))
-def test_two_steps_in_flight_give_the_tokens_of_one(
+def test_two_steps_in_flight_equal_one(
     runner: Runner, all_asks: list[Ask], pool: int, seats: int, budget: int
 ) -> None:
     (plain, _), (overlapped, scheduler) = (serve(runner, all_asks, depth, pool, seats, budget) for depth in (1, 2))
     event(f"preemptions: {min(scheduler.preemptions, 3)}")
     for one, other in zip(plain, overlapped, strict=True):
-        if "cancelled" in (one.reason, other.reason):  # when it comes is another matter
+        if "cancelled" in (one.reason, other.reason):  # the time of the cancellation differs
             both = min(len(one.tokens), len(other.tokens))
             assert one.tokens[:both] == other.tokens[:both]
         else:

@@ -1,4 +1,4 @@
-"""Tokens against transformers' greedy ones, through whole steps."""
+"""Tokens of whole steps compared with greedy tokens of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import runner as runner_module
-from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
 from tests.npu.backends.small import ids_of
@@ -30,7 +31,7 @@ def load(folder, **settings) -> Runner:
 
 
 class Driver:
-    """Plans steps as a scheduler would, with blocks in no order."""
+    """Plans steps as a scheduler does, with blocks in random order."""
 
     def __init__(self, runner: Runner, seed: int = 0):
         self.runner = runner
@@ -53,13 +54,13 @@ class Driver:
         self.new.append(NewRequest(request, prompt, list(output), sampling))
 
     def end(self, request: int) -> list[int]:
-        """Forget it, and its generated tokens."""
+        """Remove a request; return its generated tokens."""
         self.free.extend(self.blocks.pop(request))
         self.ended.append(request)
         return self.tokens.pop(request)[self.prompt[request] :]
 
     def step(self, chunk: int | None = None, only: set[int] | None = None) -> StepResult:
-        """chunk: tokens of a prompt at most; None for random."""
+        """Plan and run a step. chunk: maximum tokens of a prompt; None for random."""
         rows = []
         for request, tokens in self.tokens.items():
             if only is None or request in only:
@@ -92,13 +93,13 @@ class Driver:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("chunk", [64, 5])
-def test_greedy_answers_are_those_of_transformers(tmp_path, kind, chunk):
+def test_runner_greedy_tokens_equal_transformers(tmp_path, kind, chunk):
     model = random_model(kind)
     prompt = ids_of(20)
     assert Driver(load(saved(model, tmp_path))).answer(prompt, 40, chunk) == greedy(model, prompt, 40)
 
 
-def test_many_requests_come_and_go(tmp_path):
+def test_runner_many_requests_equal_transformers(tmp_path):
     model = random_model("qwen3-untied")
     driver = Driver(load(saved(model, tmp_path, max_shard_size="20KB")))
     prompts = {request: ids_of(1 + 7 * request % 30, request) for request in range(8)}
@@ -114,7 +115,7 @@ def test_many_requests_come_and_go(tmp_path):
     assert answers == expected
 
 
-def test_a_continued_request_goes_on_where_it_was(tmp_path):
+def test_runner_request_with_output_continues(tmp_path):
     model = random_model("qwen3")
     prompt = ids_of(9)
     expected = greedy(model, prompt, 20)
@@ -125,8 +126,8 @@ def test_a_continued_request_goes_on_where_it_was(tmp_path):
     assert driver.end(3) == expected
 
 
-def test_padded_ids_are_never_chosen(tmp_path):
-    """Id 0 is made the likeliest by far, and the padded rows of the LM head repeat it."""
+def test_runner_never_samples_padding_ids(tmp_path):
+    """Id 0 has by far the largest logit, and the padding rows of the LM head repeat it."""
     model = random_model("llama")
     model.lm_head.weight.data *= 0.01
     model.lm_head.weight.data[0] = 0
@@ -146,12 +147,12 @@ def test_padded_ids_are_never_chosen(tmp_path):
 
 @pytest.mark.parametrize("slice_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_logprobs_are_those_of_the_models_distribution(tmp_path, monkeypatch, slice_bytes, chunk):
-    monkeypatch.setattr(runner_module, "LOGITS_BYTES", slice_bytes)
+def test_runner_logprobs_equal_log_softmax(tmp_path, monkeypatch, slice_bytes, chunk):
+    monkeypatch.setattr(runner_module, "MAX_LOGITS_BYTES", slice_bytes)
     model = random_model("qwen3")
     prompt = ids_of(17)
     driver = Driver(load(saved(model, tmp_path)))
-    driver.add(1, ids_of(11, 5))  # in company that asks for nothing
+    driver.add(1, ids_of(11, 5))  # another request without logprobs
     driver.add(2, prompt, SamplingParams(temperature=0.0, prompt_logprobs=3, logprobs=2))
     while len(driver.generated(2)) < 4:
         driver.step(chunk)
@@ -169,7 +170,7 @@ def test_logprobs_are_those_of_the_models_distribution(tmp_path, monkeypatch, sl
         assert report.top_logprobs == pytest.approx(row.topk(n).values.tolist(), abs=1e-3)
 
 
-def test_a_step_may_hold_nothing_but_news(tmp_path):
+def test_runner_step_without_rows(tmp_path):
     runner = load(saved(random_model("llama"), tmp_path))
     assert runner.collect(runner.launch(Step([]))) == StepResult({}, {}, {}, 0.0)
     runner.collect(runner.launch(Step([], new=[NewRequest(5, [1, 2], [], SamplingParams(prompt_logprobs=1))])))
@@ -177,11 +178,11 @@ def test_a_step_may_hold_nothing_but_news(tmp_path):
     result = runner.collect(runner.launch(Step(
         [Row(5, [1, 2, 3], 0, [0], False)], new=[NewRequest(5, [1, 2, 3, 4], [], GREEDY)])))
     assert result.token_ids == {}
-    assert result.prompt_logprobs == {}  # of the one that ended
+    assert result.prompt_logprobs == {}  # not of the request that ended
     assert result.device_seconds > 0
 
 
-def test_every_so_many_steps_each_kernel_is_timed(tmp_path):
+def test_runner_kernel_sampling_times_every_nth_step(tmp_path):
     seen: list[tuple[str, str, str, float]] = []
     runner = load(saved(random_model("qwen3"), tmp_path), kernel_sampling=3, observe=lambda *call: seen.append(call))
     driver = Driver(runner)
@@ -206,7 +207,7 @@ def test_every_so_many_steps_each_kernel_is_timed(tmp_path):
     assert {name for name, _, backend, _ in seen if backend == "golden"} <= set(runner.fallbacks)
 
 
-def test_what_it_says_of_itself(tmp_path):
+def test_runner_properties(tmp_path):
     model = random_model("qwen3")
     runner = load(saved(model, tmp_path), max_model_len=40, dtype="bfloat16", kv_cache_memory=1 << 20)
     assert runner.config.architecture == "Qwen3ForCausalLM"
@@ -217,7 +218,7 @@ def test_what_it_says_of_itself(tmp_path):
     assert runner.num_blocks == (1 << 20) // (2 * 3 * 16 * 2 * 16 * 2)
 
 
-def test_settings_that_cannot_be(tmp_path):
+def test_load_runner_unsupported_settings_are_refused(tmp_path):
     saved(random_model("qwen3"), tmp_path)
     for settings, error, message in (
         ({"backend": "abacus"}, BackendError, "no backend 'abacus'"),
@@ -231,7 +232,7 @@ def test_settings_that_cannot_be(tmp_path):
 
 
 @pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K", "stories260K-qwen3", "minimind2-small")])
-def test_real_models_answer_as_under_transformers(name: str):
+def test_runner_real_models_equal_transformers(name: str):
     folder = model_folder(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = ids_of(24, 1, model.config.vocab_size)
@@ -243,8 +244,8 @@ def test_real_models_answer_as_under_transformers(name: str):
     assert Driver(runner).answer(prompt, 64, chunk=16) == expected[len(prompt) :]
 
 
-def test_what_compiles_at_a_first_call_is_called_before_any_request(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that may follow the last norm, of one row, of powers of two and of the largest number."""
+def test_runner_warm_up_calls_compiling_kernels(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels after the last norm are called for one row, powers of two and the largest number of rows."""
     folder = saved(random_model("qwen3"), tmp_path / "model")
     called: list[tuple[str, int]] = []
     monkeypatch.setattr(CpuBackend, "compiles", True)

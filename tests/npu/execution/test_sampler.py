@@ -1,4 +1,4 @@
-"""What the sampler makes of a request's parameters, state and position."""
+"""Sampling as a function of a request's parameters, state and position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = select("cpu")
 
 
 def logits_of(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Padding looks likeliest."""
+    """Return random logits whose padding has the largest values."""
     logits = torch.randn(rows, PADDED, generator=torch.Generator().manual_seed(seed)).mul(3)
     logits[:, VOCABULARY:] = 100
     return logits.to(dtype)
@@ -35,7 +35,7 @@ def logits_of(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 @dataclass
 class Chosen:
-    """What one call chose. ids: [R, W]."""
+    """Result of one call. ids: [R, W]."""
 
     plan: Plan
     sampled: SampledIds
@@ -50,17 +50,17 @@ class Chosen:
 
 
 class Whole(Sampler):
-    """Plans and samples at once."""
+    """Sampler that plans and samples in one call."""
 
     def choose(self, logits: Tensor, rows: list[tuple[int, int]]) -> Chosen:
         plan = self.plan(rows, torch.from_numpy)
-        if plan.likeliest:  # whoever runs the step has the LM head choose
+        if plan.argmax:  # the runner calls the LM head with argmax instead
             return Chosen(plan, SampledIds(self._k.greedy(logits, self._vocabulary)))
         return Chosen(plan, self.sample(logits, plan))
 
 
 def sampler(*params: SamplingParams, prompt: list[int] = [1, 2, 3], output: list[int] = []) -> Whole:  # noqa: B006
-    """Knows requests 0, 1, ... of these parameters."""
+    """Return a sampler with requests 0, 1, ... of these parameters."""
     made = Whole(KernelSet("none"), VOCABULARY, CPU)
     for request_id, p in enumerate(params):
         made.add(NewRequest(request_id, prompt, output, p))
@@ -68,7 +68,7 @@ def sampler(*params: SamplingParams, prompt: list[int] = [1, 2, 3], output: list
 
 
 def choose(logits: Tensor, params: SamplingParams, **request: Any) -> int:
-    """The token after prompt and output of one request."""
+    """Return the token after prompt and output of one request."""
     made = sampler(params, **request)
     position = len(request.get("prompt", [1, 2, 3])) + len(request.get("output", []))
     return int(made.choose(logits, [(0, position)]).ids[0, 0])
@@ -78,7 +78,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_rows_are_one_call_on_the_logits_as_they_are(dtype: torch.dtype) -> None:
+def test_sampler_greedy_is_one_call_on_unedited_logits(dtype: torch.dtype) -> None:
     logits = logits_of(4, dtype=dtype)
     made = sampler(*[GREEDY] * 4)
     calls = []
@@ -106,7 +106,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+def test_sampler_row_does_not_depend_on_others(dtype: torch.dtype) -> None:
     together = sampler(*MIXED)
     alone = [sampler(*MIXED) for _ in MIXED]
     order = [3, 0, 9, 5, 2, 8, 1, 7, 4, 6]
@@ -124,7 +124,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
             assert one.reports().get(0) == reports.get(row)
 
 
-def test_a_sampled_token_is_a_function_of_seed_and_position() -> None:
+def test_sampler_token_depends_on_seed_and_position() -> None:
     params = [SamplingParams(seed=s, temperature=2.0) for s in (11, 12)]
     logits = logits_of(1).expand(2, -1)
     made = sampler(*params)
@@ -139,8 +139,8 @@ def test_a_sampled_token_is_a_function_of_seed_and_position() -> None:
     assert first[0][0] == expected[0].tolist()
 
 
-def test_ids_are_read_from_the_first_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that pads its results to eight columns with anything."""
+def test_sampler_reads_ids_from_first_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device pads its results to eight columns of arbitrary values."""
 
     def padded(name: str) -> Any:
         def call(*args: Any) -> Tensor:
@@ -162,8 +162,8 @@ def test_ids_are_read_from_the_first_column(monkeypatch: pytest.MonkeyPatch) -> 
             assert a.reports() == b.reports()
 
 
-def test_penalties_against_transformers_and_the_formula_as_tokens_come() -> None:
-    """Greedy over many steps: repetition as transformers applies it, presence and frequency counted by hand."""
+def test_sampler_penalties_equal_transformers() -> None:
+    """Greedy over many steps: repetition as in transformers, presence and frequency computed by hand."""
     params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
     prompt, output = [1, 2, 3, 3], [5]
     made = sampler(params, prompt=prompt, output=output)
@@ -179,7 +179,7 @@ def test_penalties_against_transformers_and_the_formula_as_tokens_come() -> None
     assert len(set(output)) > 3
 
 
-def test_a_request_goes_on_from_the_output_of_a_dead_engine() -> None:
+def test_sampler_request_with_output_continues() -> None:
     params = SamplingParams(seed=5, repetition_penalty=1.3, frequency_penalty=0.7, min_tokens=6, ending_ids=(4, 8))
     whole, output = sampler(params), []
     for position in range(3, 20):
@@ -193,7 +193,7 @@ def test_a_request_goes_on_from_the_output_of_a_dead_engine() -> None:
             assert output[-1] == expected
 
 
-def test_logit_bias_against_transformers() -> None:
+def test_sampler_logit_bias_equals_transformers() -> None:
     bias = {5: 4.0, 60: -100.0, 0: 1.5}
     theirs = SequenceBiasLogitsProcessor([[[i], b] for i, b in bias.items()])
     for seed in range(10):
@@ -203,7 +203,7 @@ def test_logit_bias_against_transformers() -> None:
     assert choose(logits_of(1), SamplingParams(seed=3, logit_bias={9: 100.0})) == 9
 
 
-def test_only_allowed_tokens_are_chosen() -> None:
+def test_sampler_chooses_only_allowed_tokens() -> None:
     allowed = (3, 50, 96)
     logits = logits_of(1)
     greedy = SamplingParams(temperature=0.0, allowed_token_ids=allowed)
@@ -214,7 +214,7 @@ def test_only_allowed_tokens_are_chosen() -> None:
     assert choose(logits, biased) == 50
 
 
-def test_no_ending_before_min_tokens_against_transformers() -> None:
+def test_sampler_min_tokens_equals_transformers() -> None:
     ending = (6, 7)
     logits = logits_of(1)
     logits[0, 7] = 60
@@ -226,24 +226,24 @@ def test_no_ending_before_min_tokens_against_transformers() -> None:
         assert (int(expected.argmax()) == 7) == (position >= 7)
 
 
-def test_endings_are_not_withheld_where_nothing_else_is_allowed() -> None:
+def test_sampler_min_tokens_with_only_endings_allowed_is_ignored() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=4, ending_ids=(6, 7, 8), allowed_token_ids=(6, 7))
     assert choose(logits_of(1), params) in (6, 7)
 
 
-def test_bias_cannot_bring_an_ending_back() -> None:
+def test_sampler_bias_does_not_override_min_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=4, ending_ids=(6,), logit_bias={6: 100.0, 9: 50.0})
     assert choose(logits_of(1), params) == 9
 
 
-def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
+def test_sampler_ignores_ids_beyond_vocabulary() -> None:
     params = SamplingParams(
         temperature=0.0, min_tokens=9, ending_ids=(100, 10**6), logit_bias={99: 9.0}, allowed_token_ids=(5, 98)
     )
     assert choose(logits_of(1), params) == 5
 
 
-def test_reports_are_of_the_logits_as_they_came() -> None:
+def test_sampler_logprobs_use_unedited_logits() -> None:
     edits = {"repetition_penalty": 5.0, "logit_bias": {9: 100.0, 4: -100.0}, "min_tokens": 5, "ending_ids": (1,)}
     params = SamplingParams(temperature=0.0, logprobs=2, **edits)  # type: ignore[arg-type]
     logits = logits_of(2)
@@ -259,7 +259,7 @@ def test_reports_are_of_the_logits_as_they_came() -> None:
     assert report.top_logprobs == pytest.approx(order.values[:2].tolist(), abs=1e-5)
 
 
-def test_each_report_is_as_long_as_asked() -> None:
+def test_sampler_logprobs_have_requested_length() -> None:
     params = [SamplingParams(logprobs=n) for n in (0, 5, 20)] + [SamplingParams(logprobs=1000)]
     reports = sampler(*params).choose(logits_of(4), [(r, 3) for r in range(4)]).reports()
     assert [len(reports[r].top_ids) for r in range(4)] == [0, 5, 20, VOCABULARY]
@@ -267,7 +267,7 @@ def test_each_report_is_as_long_as_asked() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prompt_logprobs(dtype: torch.dtype) -> None:
+def test_sampler_prompt_logprobs(dtype: torch.dtype) -> None:
     logits = logits_of(5, dtype=dtype)
     next_ids = torch.tensor([4, 0, 96, 50, 4])
     reports = sampler().prompt_logprobs(logits, next_ids, 3).reports()
@@ -280,9 +280,9 @@ def test_prompt_logprobs(dtype: torch.dtype) -> None:
     assert sampler().prompt_logprobs(logits[:0], next_ids[:0], 3).reports() == []
 
 
-def test_state_is_kept_from_add_to_remove() -> None:
+def test_sampler_state_lives_from_add_to_remove() -> None:
     made = sampler(GREEDY)
-    with pytest.raises(ValueError, match="request 0 is known already"):
+    with pytest.raises(ValueError, match="request 0 exists already"):
         made.add(NewRequest(0, [1], [], GREEDY))
     made.remove(0)
     with pytest.raises(KeyError):
@@ -293,7 +293,7 @@ def test_state_is_kept_from_add_to_remove() -> None:
     made.choose(logits_of(1), [(0, 1)])
 
 
-def test_counts_are_only_for_requests_with_penalties() -> None:
+def test_sampler_counts_only_with_penalties() -> None:
     made = sampler(*MIXED)
     made.choose(logits_of(len(MIXED)), [(request, 3) for request in range(len(MIXED))])
     penalized = [request for request, state in made._states.items() if state.on_device and state.on_device.counts]
@@ -301,7 +301,7 @@ def test_counts_are_only_for_requests_with_penalties() -> None:
 
 
 @pytest.mark.parametrize("position", [2, 4])
-def test_a_penalized_request_takes_its_positions_in_order(position: int) -> None:
+def test_sampler_penalized_position_out_of_order_is_refused(position: int) -> None:
     made = sampler(SamplingParams(presence_penalty=1.0))
     with pytest.raises(ValueError, match=f"request 0: position {position} instead of 3"):
         made.choose(logits_of(1), [(0, position)])

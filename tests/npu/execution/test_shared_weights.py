@@ -1,5 +1,5 @@
-"""A second life finds the weights of the first in memory. Needs the native kernels and a system that makes large pages
-of a file in memory; elsewhere every life loads."""
+"""A restarted engine finds the weights of the previous one in memory. Needs the native kernels and a system with large
+pages for memory files; on others every engine loads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shared(file: int) -> int:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Weights have the form that they had, afterwards."""
+    """Restore the form of weights afterwards."""
     before = available() and library().compact
     yield
     if available():
@@ -55,20 +55,20 @@ def tokens(runner) -> list[int]:
 
 
 def told(left: object) -> dict:
-    """As the supervisor gets it."""
+    """Return the description as the supervisor receives it."""
     return json.loads(json.dumps(left))
 
 
 @pytest.fixture
 def no_reading(monkeypatch: pytest.MonkeyPatch):
     def forbid() -> None:
-        monkeypatch.setattr("npuserve.npu.model.loader._places", lambda *_: pytest.fail("a checkpoint is read"))
+        monkeypatch.setattr("npuserve.npu.model.loader._open_files", lambda *_: pytest.fail("a checkpoint is read"))
 
     return forbid
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama-bias", "w8a8"])
-def test_a_second_life_reads_nothing_and_makes_the_same_tokens(kind, shared, tmp_path, no_reading):
+def test_shared_weights_restart_reads_no_files(kind, shared, tmp_path, no_reading):
     folder = saved_w8a8(random_model("qwen3"), tmp_path) if kind == "w8a8" else saved(random_model(kind), tmp_path)
     alone = tokens(load(folder))
     first = load(folder, memory=SharedMemory(shared))
@@ -82,7 +82,7 @@ def test_a_second_life_reads_nothing_and_makes_the_same_tokens(kind, shared, tmp
         assert tokens(again) == alone
 
 
-def test_a_model_that_has_changed_is_loaded(shared, tmp_path):
+def test_shared_weights_changed_model_is_loaded(shared, tmp_path):
     folder = saved(random_model("qwen3"), tmp_path)
     first = load(folder, memory=SharedMemory(shared))
     left = told(first.leaves)
@@ -92,7 +92,7 @@ def test_a_model_that_has_changed_is_loaded(shared, tmp_path):
     assert tokens(load(folder, memory=SharedMemory(shared, left))) == tokens(load(folder))
 
 
-def test_weights_that_lie_there_in_another_form_are_loaded(shared, tmp_path):
+def test_shared_weights_other_form_is_loaded(shared, tmp_path):
     folder = saved(random_model("qwen3"), tmp_path)
     compact, plain = (Wanted(weights=form) for form in ("compact", "plain"))
     settings = {"dtype": "bfloat16"}
@@ -105,15 +105,15 @@ def test_weights_that_lie_there_in_another_form_are_loaded(shared, tmp_path):
     assert told(second.leaves) != left
 
 
-def test_a_life_that_was_never_ready_leaves_nothing(shared, tmp_path):
-    """Half a model lies there, and nobody said of it that it is whole."""
+def test_shared_weights_without_description_are_loaded(shared, tmp_path):
+    """The file holds half a model, and no ready engine described it."""
     os.ftruncate(shared, 64 << 20)
     os.pwrite(shared, b"\x7f" * (1 << 20), 0)
     folder = saved(random_model("qwen3"), tmp_path)
     assert tokens(load(folder, memory=SharedMemory(shared))) == tokens(load(folder))
 
 
-def test_without_large_pages_every_life_loads(file, tmp_path, monkeypatch):
+def test_shared_weights_without_large_pages_are_loaded(file, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise MemoryError
 
@@ -125,7 +125,7 @@ def test_without_large_pages_every_life_loads(file, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not available(), reason="the native kernels are not built")
-def test_what_comes_after_the_weights_is_not_shared(shared, tmp_path):
+def test_shared_weights_exclude_later_allocations(shared, tmp_path):
     folder = saved(random_model("qwen3"), tmp_path)
     load(folder, memory=SharedMemory(shared))
     small = os.fstat(shared).st_size

@@ -7,7 +7,8 @@ import sys
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from npuserve.npu.model.config import ModelConfig, ModelError, RopeConfig
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.rope_config import RopeConfig
 from tests.support.models import FAMILIES, random_model
 
 QWEN3_06B = {
@@ -19,18 +20,18 @@ QWEN3_06B = {
 }
 
 
-def test_a_published_configuration_in_the_style_of_transformers_4():
+def test_config_published_in_style_of_transformers_4():
     config = ModelConfig.from_dict(QWEN3_06B)
     assert (config.family, config.head_dim, config.q_size, config.kv_size) == ("qwen3", 128, 2048, 1024)
     assert config.rope == RopeConfig("default", 1e6)
     assert (config.dtype, config.quantization, config.context_length) == ("bfloat16", None, 40960)
-    assert config.num_parameters == 596_049_920  # "0.6B" of the model's card, to the last number
+    assert config.num_parameters == 596_049_920  # "0.6B" in the model card
     assert config.padded_vocabulary(64) == 151936
     assert ModelConfig.from_dict({**QWEN3_06B, "vocab_size": 100}).padded_vocabulary(64) == 128
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_parameters_are_counted_as_transformers_counts_them(kind):
+def test_config_num_parameters_equals_transformers(kind):
     model = random_model(kind)
     config = ModelConfig.from_dict({**model.config.to_dict(), "architectures": [type(model).__name__]})
     assert config.num_parameters == model.num_parameters()
@@ -38,7 +39,7 @@ def test_parameters_are_counted_as_transformers_counts_them(kind):
 
 @pytest.mark.parametrize("config_class", [Qwen3Config, Qwen2Config, LlamaConfig])
 @pytest.mark.parametrize("nulls", [False, True])
-def test_absent_keys_mean_what_they_mean_to_transformers(config_class, nulls):
+def test_config_absent_keys_default_as_in_transformers(config_class, nulls):
     sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 48, "num_hidden_layers": 3}
     optional = {"num_key_value_heads": None} if nulls else {}
     theirs = config_class(**sizes, **optional, num_attention_heads=32)
@@ -52,7 +53,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(config_class, nulls):
     assert ours.rope == RopeConfig("default", theirs.rope_parameters["rope_theta"])
 
 
-def test_yarn_stretches_the_context_that_was_trained():
+def test_config_yarn_extends_trained_context():
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = ModelConfig.from_dict({**QWEN3_06B, "rope_scaling": yarn})
     assert config.context_length == 131072
@@ -75,7 +76,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         {"dtype": "bfloat16", "torch_dtype": "float16"},
     ],
 )
-def test_what_changes_nothing_is_accepted(harmless):
+def test_config_keys_without_effect_are_accepted(harmless):
     assert ModelConfig.from_dict({**QWEN3_06B, **harmless}) == ModelConfig.from_dict(QWEN3_06B)
 
 
@@ -121,7 +122,7 @@ def test_what_changes_nothing_is_accepted(harmless):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(change, message):
+def test_config_unsupported_value_is_refused_by_name(change, message):
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_dict({**QWEN3_06B, **change})
 
@@ -130,14 +131,14 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
     ("content", "message"),
     [(None, "no such file"), ("{", "cannot be read"), ("[]", "must hold a JSON object")],
 )
-def test_a_folder_without_a_readable_configuration(tmp_path, content, message):
+def test_config_unreadable_file_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=f"config.json: {message}"):
         ModelConfig.from_folder(tmp_path)
 
 
-def test_it_needs_no_torch(tmp_path):
+def test_config_imports_no_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     code = (
         "import sys; from npuserve.npu.model.config import ModelConfig; "

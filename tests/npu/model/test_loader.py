@@ -32,8 +32,8 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("shards", [False, True])
-def test_every_number_of_the_checkpoint_finds_its_place(tmp_path, monkeypatch, kind, shards, cpu):
-    monkeypatch.setattr(loader, "PIECE", 1 << 10)  # a few rows
+def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 1 << 10)  # a few rows
     model = random_model(kind)
     saved(model, tmp_path, **({"max_shard_size": "20KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
@@ -69,7 +69,7 @@ def test_every_number_of_the_checkpoint_finds_its_place(tmp_path, monkeypatch, k
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3-untied", False)])
-def test_the_vocabulary_is_padded_to_the_backends_tile(tmp_path, kind, tied, cpu):
+def test_loader_pads_vocabulary_to_tile(tmp_path, kind, tied, cpu):
     weights = load(saved(random_model(kind), tmp_path), cpu)
     assert cpu.vocabulary_tile == 64
     embedding, head = dense(weights.embedding), dense(weights.lm_head.weight)
@@ -82,7 +82,7 @@ def test_the_vocabulary_is_padded_to_the_backends_tile(tmp_path, kind, tied, cpu
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
-def test_dtypes_are_converted_as_torch_converts_them(tmp_path, stored, loaded, cpu):
+def test_loader_converts_dtypes_as_torch(tmp_path, stored, loaded, cpu):
     model = random_model("qwen3-bias").to(stored)
     weights = load(saved(model, tmp_path), cpu, loaded)
     state = model.state_dict()
@@ -93,15 +93,15 @@ def test_dtypes_are_converted_as_torch_converts_them(tmp_path, stored, loaded, c
     assert torch.equal(dense(down), state["model.layers.1.mlp.down_proj.weight"].to(loaded))
 
 
-def test_tensors_that_do_no_harm_are_passed_over(tmp_path):
+def test_loader_ignores_harmless_tensors(tmp_path):
     saved(random_model("qwen3"), tmp_path)
-    rewrite(tmp_path, lm_head__weight=torch.ones(100, 32))  # the model is tied: the embedding is what counts
+    rewrite(tmp_path, lm_head__weight=torch.ones(100, 32))  # the model is tied: the embedding is used
     rewrite(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     weights = load(tmp_path)
     assert not (dense(weights.lm_head.weight) == 1).all()
 
 
-def test_all_that_does_not_fit_is_named_at_once(tmp_path):
+def test_loader_reports_all_problems_at_once(tmp_path):
     saved(random_model("llama"), tmp_path)
     rewrite(
         tmp_path,
@@ -138,7 +138,7 @@ def test_loader_with_many_missing_tensors_names_a_few(tmp_path):
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.up_proj.weight", "norm.weight"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_loader_with_a_number_that_is_not_finite_names_its_tensor(tmp_path, name, number, cpu):
+def test_loader_not_finite_number_names_tensor(tmp_path, name, number, cpu):
     saved(random_model("qwen3"), tmp_path)
     name = f"model.{name}"
     tensor = load_file(tmp_path / "model.safetensors")[name]
@@ -149,7 +149,7 @@ def test_loader_with_a_number_that_is_not_finite_names_its_tensor(tmp_path, name
     assert str(caught.value) == f"{tmp_path}: {name}: has numbers that are not finite (NaN or infinity)"
 
 
-def test_loader_with_a_number_beyond_the_dtype_refuses_it():
+def test_loader_number_beyond_dtype_is_refused():
     numbers = torch.tensor([65504.0, -1e5])
     loader._check_finite(numbers, torch.bfloat16)
     loader._check_finite(numbers[:1], torch.float16)
@@ -185,7 +185,7 @@ def test_loader_with_a_git_lfs_pointer_names_the_file(tmp_path, file):
                                  f"download it with: git -C {tmp_path} lfs pull")
 
 
-def test_a_bias_that_the_configuration_does_not_mention_is_not_dropped_in_silence(tmp_path):
+def test_loader_unexpected_bias_is_refused(tmp_path):
     saved(random_model("llama-bias"), tmp_path)
     edit_config(tmp_path, mlp_bias=False)
     with pytest.raises(ModelError, match=r"9 unknown: .*mlp.down_proj.bias"):
@@ -219,22 +219,22 @@ def _index(folder: Path, value: object) -> None:
     [
         (_pickled, "pytorch_model.bin is pickled, which can run code.*convert it to safetensors"),
         (_absent, "has neither model.safetensors nor model.safetensors.index.json$"),
-        (_truncated, "is not a whole safetensors file"),
-        (_noise, "is not a whole safetensors file"),
+        (_truncated, "is not a complete safetensors file"),
+        (_noise, "is not a complete safetensors file"),
         (lambda folder: _index(folder, {}), "must be a JSON object whose weight_map"),
         (lambda folder: _index(folder, []), "must be a JSON object whose weight_map"),
         (lambda folder: _index(folder, {"weight_map": {"x": "b.safetensors"}}), "not in the folder: b.safetensors"),
         (lambda folder: _index(folder, {"weight_map": {"x": "../a.safetensors"}}), "not in the folder: ../a"),
     ],
 )
-def test_files_that_cannot_be_loaded_are_refused_with_a_sentence(tmp_path, spoil, message):
+def test_loader_invalid_files_are_refused(tmp_path, spoil, message):
     saved(random_model("llama"), tmp_path)
     spoil(tmp_path)
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+def test_loader_tensor_in_two_shards_is_refused(tmp_path):
     saved(random_model("llama"), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
@@ -245,12 +245,12 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_the_mapped_file_is_never_resident_as_a_whole(tmp_path, monkeypatch, cpu):
+def test_loader_releases_mapped_pages(tmp_path, monkeypatch, cpu):
     def mapped_kib() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssFile:"))
 
-    monkeypatch.setattr(loader, "PIECE", 1 << 20)
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 1 << 20)
     folder = saved(random_model("llama", vocab_size=40000, hidden_size=128, tie_word_embeddings=False), tmp_path)
     size = (folder / "model.safetensors").stat().st_size >> 10
     assert size > 40000
@@ -258,23 +258,3 @@ def test_the_mapped_file_is_never_resident_as_a_whole(tmp_path, monkeypatch, cpu
     load(folder, cpu, progress=lambda done, total: resident.append(mapped_kib()))
     assert len(resident) > 40
     assert max(resident) - before < size / 3
-
-
-def test_progress_is_logged_where_there_is_no_terminal(tmp_path, monkeypatch, caplog):
-    clock = iter(range(0, 10000, 2))
-    monkeypatch.setattr("npuserve.npu.model.loader.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
-    folder = saved(random_model("llama"), tmp_path / "a model")
-    with caplog.at_level("INFO"):
-        load(folder, progress=None)
-    assert caplog.messages
-    assert all(message.startswith("loading a model: ") for message in caplog.messages)
-
-
-def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with loader.reporting("loading a model") as progress:
-        progress(1 << 20, 2 << 20)
-    captured = capsys.readouterr()
-    assert "loading a model" in captured.err
-    assert captured.out == ""

@@ -19,7 +19,7 @@ KINDS = {"default": {"rope_type": "default", "rope_theta": 1e6}, **ROPES}
     ("config_class", "module", "architecture"),
     [(LlamaConfig, LlamaRotaryEmbedding, "LlamaForCausalLM"), (Qwen3Config, Qwen3RotaryEmbedding, "Qwen3ForCausalLM")],
 )
-def test_the_table_is_that_of_transformers_bit_for_bit(config_class, module, architecture, head_dim, kind):
+def test_rope_table_equals_transformers_bit_for_bit(config_class, module, architecture, head_dim, kind):
     length = 40000
     config = config_class(**SIZES, head_dim=head_dim, rope_parameters=dict(KINDS[kind]))
     cos, sin = module(config)(torch.zeros(1), torch.arange(length)[None])
@@ -33,7 +33,7 @@ def test_the_table_is_that_of_transformers_bit_for_bit(config_class, module, arc
         assert torch.equal(table[:, half:], sin[0, :, part])
 
 
-def test_the_attention_factor_of_the_configuration_wins():
+def test_rope_attention_factor_of_config_takes_precedence():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.5}
     config = ModelConfig.from_dict({**SIZES, "architectures": ["LlamaForCausalLM"], "rope_scaling": rope})
     assert cos_sin_table(config.rope, 8, 3)[0].tolist() == [0.5] * 4 + [0.0] * 4

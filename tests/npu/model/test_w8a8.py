@@ -1,9 +1,8 @@
-"""Checkpoints that compressed-tensors made, against transformers, which computes them in floats and rounds by it.
+"""Checkpoints made by compressed-tensors, compared with transformers, which computes them in floats with its rounding.
 
-Two ways of adding floats differ in the last bits, and now and then a number between two of int8 goes to the other for
-it, which shows in what follows it: foremost a token's largest number where it is negative, which lies between -127 and
--128 by definition of its scale. So many short sequences are compared, and the median must differ by a few such flips at
-most.
+Two float implementations differ in the last bits, so that a near tie occasionally rounds to the other int8 value and
+changes what follows. This mostly affects a token's largest number if it is negative, which by definition of its scale
+lies between -127 and -128. The tests compare many short sequences, whose median may contain a few such flips.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.support.models import edit_config, random_model
 from tests.support.quantized import SCHEMES, edit_quantization, loaded, save_quantized, scheme
 
 FLIPS = 3e-3
-"""What a few of them change, of the logits' size. int8 as such changes more than 0.02."""
+"""Relative change of the logits by a few flips. int8 itself changes more than 0.02."""
 
 SEQUENCES = [ids_of(4, seed) for seed in range(15)]
 BACKENDS = [CpuBackend(native=False), *([CpuBackend()] if available() else [])]
@@ -35,7 +34,7 @@ def backend(request) -> CpuBackend:
 
 
 def logits(folder, backend: CpuBackend, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Of each sequence, teacher-forced: all but the last token in one step, the last in another."""
+    """Return the logits of each sequence, teacher-forced: all but the last token in one step, the last in another."""
     bench = Bench(folder, backend, dtype=dtype)
     steps = [bench.logits([Row(i, ids[begin:end], begin, [i], True) for i, ids in enumerate(SEQUENCES)])
              for begin, end in ((0, 3), (3, 4))]
@@ -47,23 +46,23 @@ def oracles(model) -> list[torch.Tensor]:
 
 
 def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """|| ours - theirs || / || theirs || of a sequence, the median."""
+    """Return the median over the sequences of || ours - theirs || / || theirs ||."""
     return statistics.median(
         float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
-def test_logits_are_those_of_transformers(tmp_path, kind, name, backend):
+def test_w8a8_logits_equal_transformers(tmp_path, kind, name, backend):
     model = random_model(kind)
     whole = oracles(model)
     theirs = oracles(loaded(save_quantized(model, tmp_path, scheme(name))))
-    assert far(theirs, whole) > 0.02  # so much int8 changes
+    assert far(theirs, whole) > 0.02  # the change by int8
     assert far(logits(tmp_path, backend), theirs) < FLIPS
 
 
 @pytest.mark.parametrize("status", ["compressed", "frozen"])
-def test_a_quantized_head_in_shards_in_an_older_configuration(tmp_path, status, backend):
+def test_w8a8_quantized_head_in_shards_of_old_config(tmp_path, status, backend):
     model = random_model("qwen3-untied")
     save_quantized(model, tmp_path, scheme("dynamic"), ignore=(), max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -78,7 +77,7 @@ def test_a_quantized_head_in_shards_in_an_older_configuration(tmp_path, status, 
     assert far(logits(tmp_path, backend), theirs) < FLIPS
 
 
-def test_two_groups_and_layers_that_are_left_out(tmp_path, backend):
+def test_w8a8_two_groups_and_ignored_layers(tmp_path, backend):
     model = random_model("llama")
     save_quantized(
         model, tmp_path, scheme("static", ["re:.*down_proj$", "model.layers.2.self_attn.o_proj"]),
@@ -92,8 +91,8 @@ def test_two_groups_and_layers_that_are_left_out(tmp_path, backend):
 
 
 @pytest.mark.parametrize("name", ["static", "static asymmetric"])
-def test_fused_layers_whose_parts_have_scales_of_their_own(tmp_path, caplog, name, backend):
-    """One scale serves them: the results are near, and as near to the whole model."""
+def test_w8a8_fused_layers_with_different_input_scales(tmp_path, caplog, name, backend):
+    """One scale serves all parts: the results are close, and as close to the unquantized model."""
     model = random_model("qwen3")
     whole = oracles(model)
     theirs = oracles(loaded(save_quantized(model, tmp_path, scheme(name), alike=False)))
@@ -103,7 +102,7 @@ def test_fused_layers_whose_parts_have_scales_of_their_own(tmp_path, caplog, nam
     assert far(ours, whole) < 1.25 * far(theirs, whole)
 
 
-def test_bfloat16_is_as_far_as_theirs(tmp_path, backend):
+def test_w8a8_bfloat16_error_equals_transformers(tmp_path, backend):
     model = random_model("qwen3").to(torch.bfloat16)
     whole = oracles(random_model("qwen3"))
     folder = save_quantized(model, tmp_path, scheme("dynamic"))

@@ -1,4 +1,4 @@
-"""int8 weights: where the numbers of a quantized checkpoint go, what is made of floats, and what is refused."""
+"""int8 weights: destinations of a checkpoint's tensors, weights quantized from floats, and refused checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights, compared_inputs, read_bytes, stored_bytes
+from npuserve.npu.model.storage import compared_inputs, read_bytes, stored_bytes
+from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
 from npuserve.npu.quantization import W8A8, Quantization
 from tests.support.models import SIZES, edit_config, random_model, saved, saved_w8a8
 
@@ -47,7 +48,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Add, replace or (None) remove tensors of layer 1, "__" standing for a dot."""
+    """Add, replace or (None) remove tensors of layer 1; "__" in a name stands for a dot."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in changes.items():
         name = f"model.layers.1.{name.replace('__', '.')}"
@@ -64,7 +65,7 @@ def int8_of(linear: Linear) -> Int8Weight:
 
 
 def storage(weights: ModelWeights) -> list[torch.Tensor]:
-    """All that is stored, once."""
+    """Return all stored tensors once."""
     linears = [linear for x in weights.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
     found = [weights.embedding, weights.norm, *(() if weights.lm_head.weight is weights.embedding
                                                 else (weights.lm_head.weight,))]
@@ -83,8 +84,8 @@ def storage(weights: ModelWeights) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("kind", "shards"), [("qwen2", False), ("qwen3-untied", True), ("llama-bias", False)])
-def test_every_number_of_a_quantized_checkpoint_finds_its_place(tmp_path, monkeypatch, kind, shards, scheme, cpu):
-    monkeypatch.setattr(loader, "PIECE", 200)  # a few rows
+def test_int8_weights_every_number_is_written(tmp_path, monkeypatch, kind, shards, scheme, cpu):
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 200)  # a few rows
     saved_w8a8(random_model(kind), tmp_path, scheme, **({"max_shard_size": "10KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
     seen: list[tuple[int, int]] = []
@@ -121,12 +122,12 @@ def test_every_number_of_a_quantized_checkpoint_finds_its_place(tmp_path, monkey
 
 
 def each_row(there: dict[str, torch.Tensor], names: tuple[str, ...], part: str) -> torch.Tensor:
-    """A scale or zero for each row of the parts, one below the other."""
+    """Return a scale or zero point per row of the concatenated parts."""
     return torch.cat([
         there[f"{name}.{part}"].reshape(-1).expand(len(there[f"{name}.weight"])) for name in names])
 
 
-def test_a_scale_may_be_a_vector_and_a_number_a_scalar(tmp_path):
+def test_int8_scales_accept_vectors_and_scalars(tmp_path):
     saved_w8a8(random_model("llama"), tmp_path, W8A8(dynamic=False))
     before = load(tmp_path).layers[1]
     there = tensors_of(tmp_path)
@@ -138,7 +139,7 @@ def test_a_scale_may_be_a_vector_and_a_number_a_scalar(tmp_path):
     assert int8_of(after.down).inputs.scale == 0.1
 
 
-def test_zero_points_that_are_0_are_passed_over_where_there_are_none(tmp_path):
+def test_int8_zero_points_of_0_are_ignored_if_symmetric(tmp_path):
     saved_w8a8(random_model("llama"), tmp_path, W8A8(dynamic=False))
     rewrite(tmp_path, mlp__down_proj__weight_zero_point=torch.zeros(32, 1, dtype=torch.int8),
             mlp__down_proj__input_zero_point=torch.zeros(1, dtype=torch.int8))
@@ -149,7 +150,7 @@ def test_zero_points_that_are_0_are_passed_over_where_there_are_none(tmp_path):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_static_inputs_take_the_range_of_all_fused_parts(tmp_path, caplog, symmetric):
+def test_int8_static_inputs_take_range_of_fused_parts(tmp_path, caplog, symmetric):
     saved_w8a8(random_model("llama"), tmp_path, W8A8(dynamic=False, symmetric_inputs=symmetric))
     scales, zeros = {"q": 0.02, "k": 0.05, "v": 0.03}, {"q": 100, "k": -90, "v": 5}
     changes = {f"self_attn__{part}_proj__input_scale": torch.tensor([scale]) for part, scale in scales.items()}
@@ -174,8 +175,8 @@ def test_static_inputs_take_the_range_of_all_fused_parts(tmp_path, caplog, symme
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied"])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_in_int8_is_made_of_floats_row_by_row(tmp_path, monkeypatch, kind, quantized, dtype, cpu):
-    monkeypatch.setattr(loader, "PIECE", 500)
+def test_int8_head_is_quantized_by_row(tmp_path, monkeypatch, kind, quantized, dtype, cpu):
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 500)
     model = random_model(kind)
     made = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)
     weights = load(made, cpu, "int8", dtype)
@@ -187,13 +188,13 @@ def test_a_head_in_int8_is_made_of_floats_row_by_row(tmp_path, monkeypatch, kind
     assert weights.padded_vocabulary == 128
     assert torch.equal(head.scale[:100], scale)
     assert torch.equal(dense(head.values)[:100], (rows / scale.unsqueeze(1)).round().to(torch.int8))
-    for numbers in (dense(head.values), head.scale, head.sums):  # a padded row is row 0
+    for numbers in (dense(head.values), head.scale, head.sums):  # padding rows equal row 0
         assert torch.equal(numbers[100:128], numbers[:1].expand(28, *numbers.shape[1:]))
     assert (weights.embedding is head) == (kind == "qwen3")
     assert isinstance(weights.layers[0].o.weight, Int8Weight) == quantized
 
 
-def test_a_head_that_the_checkpoint_has_in_int8(tmp_path, cpu):
+def test_int8_head_of_checkpoint_is_kept(tmp_path, cpu):
     saved_w8a8(random_model("qwen3-untied"), tmp_path, W8A8(symmetric=False), ignore=())
     there = tensors_of(tmp_path)
     for head in ("auto", "int8"):
@@ -204,7 +205,7 @@ def test_a_head_that_the_checkpoint_has_in_int8(tmp_path, cpu):
         assert torch.equal(weight.zero[100:], weight.zero[:1].expand(28))
 
 
-def test_ignored_layers_stay_floats(tmp_path):
+def test_int8_ignored_layers_stay_floats(tmp_path):
     model = random_model("llama")
     saved_w8a8(model, tmp_path, ignore=("lm_head", "re:.*layers.1.mlp", "model.layers.2.self_attn.o_proj"))
     layers = load(tmp_path).layers
@@ -216,7 +217,7 @@ def test_ignored_layers_stay_floats(tmp_path):
     assert isinstance(layers[1].o.weight, Int8Weight)
 
 
-def test_scales_of_a_quantized_cache_are_passed_over(tmp_path, caplog):
+def test_int8_cache_scales_are_ignored_with_warning(tmp_path, caplog):
     saved_w8a8(random_model("llama"), tmp_path)
     rewrite(tmp_path, self_attn__k_scale=torch.ones(1), self_attn__v_scale=torch.ones(1),
             self_attn__k_proj__output_scale=torch.ones(1))
@@ -226,7 +227,7 @@ def test_scales_of_a_quantized_cache_are_passed_over(tmp_path, caplog):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"mlp__down_proj__weight_scale": None}, r"1 missing: model.layers.1.mlp.down_proj.weight_scale$"),
-    ({"mlp__down_proj__weight_scale": torch.ones(48, 1)},  # of its inputs, not of its outputs
+    ({"mlp__down_proj__weight_scale": torch.ones(48, 1)},  # per input instead of per output
      r"1 of the wrong shape: \S+down_proj.weight_scale \[48, 1\] instead of \[32\] or \[32, 1\]"),
     ({"mlp__down_proj__weight_scale": torch.ones(1)}, r"weight_scale \[1\] instead of \[32\] or \[32, 1\]"),
     ({"self_attn__q_proj__weight_scale": torch.ones(1, 32)}, r"weight_scale \[1, 32\] instead of \[32\]"),
@@ -243,14 +244,14 @@ def test_scales_of_a_quantized_cache_are_passed_over(tmp_path, caplog):
     ({"mlp__down_proj__weight_scale": torch.zeros(32, 1)}, r"down_proj.weight_scale: scales must be numbers above 0"),
     ({"mlp__down_proj__weight_zero_point": torch.ones(32, 1, dtype=torch.int8)}, r"weight_zero_point: is not 0"),
 ])
-def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, changes, message):
+def test_int8_wrong_tensors_are_refused_by_name(tmp_path, changes, message):
     saved_w8a8(random_model("llama"), tmp_path)
     rewrite(tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
 
 
-def test_zero_points_are_of_int8(tmp_path):
+def test_int8_zero_points_out_of_range_are_refused(tmp_path):
     saved_w8a8(random_model("llama"), tmp_path, W8A8(symmetric=False))
     rewrite(tmp_path, mlp__down_proj__weight_zero_point=torch.full((32, 1), 128, dtype=torch.int32))
     with pytest.raises(ModelError, match=r"down_proj.weight_zero_point: zero points must be in \[-128, 127\]"):
@@ -261,13 +262,13 @@ def test_zero_points_are_of_int8(tmp_path):
     (("lm_head", "re:.*k_proj"), r"layers.0.self_attn.q_proj and \S+k_proj are quantized in different ways"),
     (("lm_head", "model.layers.2.mlp.up_proj"), r"layers.2.mlp.gate_proj and .*; supported: .* gate_proj, up_proj"),
 ])
-def test_parts_of_a_fused_layer_are_quantized_alike(tmp_path, ignore, message):
+def test_int8_fused_parts_with_different_schemes_are_refused(tmp_path, ignore, message):
     saved_w8a8(random_model("llama"), tmp_path, ignore=ignore)
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
 
 
-def test_a_quantized_head_is_not_tied(tmp_path):
+def test_int8_tied_quantized_head_is_refused(tmp_path):
     saved_w8a8(random_model("qwen3"), tmp_path, ignore=())
     with pytest.raises(ModelError, match="tie_word_embeddings: the LM head is quantized, and the embedding"):
         ModelConfig.from_folder(tmp_path)
@@ -282,7 +283,7 @@ def test_a_quantized_head_is_not_tied(tmp_path):
 
 
 class Tiled(CpuBackend):
-    """Reads int8 weights transposed."""
+    """Backend that reads int8 weights transposed."""
 
     def __init__(self) -> None:
         super().__init__(native=False)
@@ -290,12 +291,12 @@ class Tiled(CpuBackend):
 
     def arrange(self, weight: Int8Weight, *, table: bool) -> None:
         assert isinstance(weight.values, torch.Tensor)
-        assert torch.equal(weight.values.sum(dim=1, dtype=torch.int32), weight.sums)  # it is whole
+        assert torch.equal(weight.values.sum(dim=1, dtype=torch.int32), weight.sums)  # completely written
         self.arranged.append((weight, table))
         weight.values.data = weight.values.t().contiguous()
 
 
-def test_a_backend_arranges_each_int8_weight_once_it_is_whole(tmp_path):
+def test_int8_weights_are_arranged_once_complete(tmp_path):
     backend = Tiled()
     weights = load(saved_w8a8(random_model("qwen3"), tmp_path), backend, "int8")
     made = [linear.weight for x in weights.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
@@ -309,7 +310,7 @@ def test_a_backend_arranges_each_int8_weight_once_it_is_whole(tmp_path):
     assert backend.arranged[-1][0] is untied.lm_head.weight
 
 
-def test_more_inputs_than_sums_of_int8_can_have(tmp_path):
+def test_int8_too_many_inputs_are_refused(tmp_path):
     folder = saved_w8a8(random_model("llama"), tmp_path)
     config = ModelConfig.from_folder(folder)
     wide = dataclasses.replace(config, intermediate_size=40000)
@@ -320,7 +321,7 @@ def test_more_inputs_than_sums_of_int8_can_have(tmp_path):
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-bias", "llama"])
 @pytest.mark.parametrize("head", ["auto", "int8"])
-def test_what_is_stored_is_what_is_predicted(tmp_path, kind, scheme, head, cpu):
+def test_stored_bytes_equal_allocated(tmp_path, kind, scheme, head, cpu):
     model = random_model(kind).to(torch.bfloat16)
     folder = saved_w8a8(model, tmp_path, scheme) if scheme else saved(model, tmp_path)
     config = ModelConfig.from_folder(folder, head)
@@ -335,37 +336,37 @@ def test_what_is_stored_is_what_is_predicted(tmp_path, kind, scheme, head, cpu):
     assert read_bytes(config, torch.bfloat16, cpu) == stored_bytes(config, torch.bfloat16, cpu) - unread
 
 
-def test_int8_weights_are_half_of_bfloat16s():
+def test_stored_bytes_int8_are_half_of_bfloat16():
     sizes = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 1024, "hidden_size": 1024, "num_hidden_layers": 4,
              "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
     config = ModelConfig.from_dict(sizes)
     quantized = dataclasses.replace(
         config, quantization=Quantization(((("Linear",), W8A8()),)), lm_head_dtype="int8")
-    cpu = CpuBackend(native=False)  # which holds floats as they are
+    cpu = CpuBackend(native=False)  # stores floats unchanged
     whole, half = (stored_bytes(c, torch.bfloat16, cpu) for c in (config, quantized))
-    assert half == pytest.approx(whole / 2 + 1024**2, rel=0.01)  # the embedding stays
+    assert half == pytest.approx(whole / 2 + 1024**2, rel=0.01)  # the embedding stays in bfloat16
 
 
-def test_every_linear_layer_is_asked_for_its_inputs(tmp_path):
+def test_int8_every_linear_layer_has_an_input_scheme(tmp_path):
     layer: LayerWeights = load(saved(random_model("llama"), tmp_path)).layers[0]
     assert [linear.inputs for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)] == [None] * 4
 
 
 @pytest.mark.parametrize(("changes", "dtype", "expected"), [
-    ({}, torch.bfloat16, 1024),  # gate and up, together the largest of the first layer
+    ({}, torch.bfloat16, 1024),  # gate and up, the largest of the first layer
     ({"intermediate_size": 1024, "head_dim": 512}, torch.bfloat16, 1024),  # queries, keys and values
     ({}, torch.float32, 0),
-    ({"num_layers": 1, "vocab_size": 1000}, torch.bfloat16, 0),  # small enough for a cache
+    ({"num_layers": 1, "vocab_size": 1000}, torch.bfloat16, 0),  # fits into the cache
     ({"hidden_size": 1020}, torch.bfloat16, 0),  # only `down` can be compact, less than 128 MiB of it
 ])
-def test_compared_inputs_are_of_the_first_layers_largest(changes, dtype, expected):
+def test_compared_inputs_are_of_largest_weight_in_first_layer(changes, dtype, expected):
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 10, "num_heads": 16, "num_kv_heads": 8,
              "head_dim": 128, "vocab_size": 50000}
     config = dataclasses.replace(ModelConfig.from_dict(QWEN3), **sizes | changes)
     assert compared_inputs(config, dtype) == expected
 
 
-def test_compared_inputs_of_int8_layers_are_the_heads():
+def test_compared_inputs_of_int8_layers_are_of_head():
     config = dataclasses.replace(
         ModelConfig.from_dict(QWEN3), hidden_size=1024, vocab_size=150000,
         quantization=Quantization(((("Linear",), W8A8()),), ("lm_head",)))

@@ -1,4 +1,4 @@
-"""Checkpoints of `npuserve quantize` in transformers with compressed-tensors, and here. The other way: test_w8a8.py."""
+"""Checkpoints of `npuserve quantize` loaded by transformers with compressed-tensors; test_w8a8.py tests the reverse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.npu.model import test_w8a8
 from tests.npu.model.test_w8a8 import FLIPS, far, logits, oracles
-from tests.npu.quantize.test_w8a8_checkpoint import outlying, sequences
+from tests.npu.quantize.test_w8a8 import outlying, sequences
 from tests.support.models import saved
 from tests.support.quantized import loaded
 
@@ -19,7 +19,7 @@ backend = test_w8a8.backend
     ("qwen3", torch.bfloat16), ("qwen3-untied", torch.float16), ("qwen2", torch.float32),
     ("llama-bias", torch.bfloat16),
 ])
-def test_transformers_and_this_server_agree_on_what_quantize_made(tmp_path, kind, dtype, backend):
+def test_quantized_checkpoint_logits_equal_transformers(tmp_path, kind, dtype, backend):
     model = outlying(kind, dtype)
     folder = saved(model, tmp_path / "model", max_shard_size="20KB")
     quantize_checkpoint(folder, tmp_path / "out", sequences(), strength=0.5)
@@ -28,7 +28,7 @@ def test_transformers_and_this_server_agree_on_what_quantize_made(tmp_path, kind
     assert far(logits(tmp_path / "out", backend), theirs) < FLIPS
 
 
-def test_layers_that_were_left_out_are_left_out_there_too(tmp_path, backend):
+def test_quantized_checkpoint_ignored_layers_equal_transformers(tmp_path, backend):
     folder = saved(outlying("qwen3-untied", torch.float32), tmp_path / "model")
     quantize_checkpoint(folder, tmp_path / "out", ignore=["re:.*layers.1.self_attn", "model.layers.2.mlp.down_proj"])
     theirs = loaded(tmp_path / "out")

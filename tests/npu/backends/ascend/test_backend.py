@@ -1,4 +1,4 @@
-"""The Ascend backend on the emulated device: whole steps, their order and their calls."""
+"""Ascend backend on the emulated device: whole steps, their order and their calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.ascend.backend import AscendBackend
-from npuserve.npu.backends.ascend.graphs import AscendGraphs, Lengths
+from npuserve.npu.backends.ascend.graphs import AscendGraphs
+from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
-from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from tests.npu.backends.small import GREEDY, answers, asks, saved
@@ -50,14 +52,14 @@ def equal_to_the_cpu(folder: Path, sampling: dict[str, Any]) -> None:
     got, results = answers(npu, asks(6, 8, **sampling))
     expected, _ = answers(cpu, asks(6, 8, **sampling))
     assert got == expected
-    # Chunks arrive while others decode, and for a while more decode than the largest graph has rows.
+    # Chunks arrive while other requests decode, and some steps have more decode rows than the largest graph.
     assert {result.captured for result in results} == {True, False}
     assert len({len(result.token_ids) for result in results}) > 3
 
 
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1), ("shuffled", 2), ("eager", 0)])
-def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path, order: str, seed: int) -> None:
-    """Whatever the device does first, and whatever stands in new memory."""
+def test_ascend_greedy_tokens_equal_cpu(tmp_path: Path, order: str, seed: int) -> None:
+    """The order in which the device runs its streams and the contents of new memory do not matter."""
     if reason := missing():
         pytest.skip(reason)
     options = {"relax": RELAX, "order": order, "seed": seed, "poison": True}
@@ -70,15 +72,15 @@ def test_greedy_tokens_are_those_of_the_cpu(tmp_path: Path, order: str, seed: in
     {"logit_bias": {5: 4.0}, "min_tokens": 3, "ending_ids": (5, 7)}, {"logprobs": 3, "prompt_logprobs": 2},
 ], ids=lambda sampling: "+".join(sampling))
 @emulated(relax=RELAX)
-def test_chosen_tokens_are_those_of_the_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
-    """Random numbers are a function of seed and position, and float32 rounds no draw to a neighbour here."""
+def test_ascend_sampled_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Random numbers depend on seed and position only; in float32 no draw falls between two tokens here."""
     equal_to_the_cpu(tmp_path, sampling)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @emulated()
-def test_a_step_needs_no_relaxation_in_the_devices_dtypes(tmp_path: Path, dtype: str) -> None:
-    """Heads of 32 dimensions are padded to what attention takes. Logits are near the CPU's in float32."""
+def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str) -> None:
+    """Heads of 32 dimensions are padded to a size that attention supports. Logits are near the CPU's in float32."""
     saved(tmp_path)
     npu, cpu = load(tmp_path, dtype=dtype), load(tmp_path, "cpu", threads=1)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -92,8 +94,8 @@ def test_a_step_needs_no_relaxation_in_the_devices_dtypes(tmp_path: Path, dtype:
 
 
 @emulated(relax=RELAX)
-def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> None:
-    """Two steps in flight. Calls of this thread; the plugin's own queue and the lengths have their threads."""
+def test_ascend_steady_step_is_one_replay_without_blocking(tmp_path: Path) -> None:
+    """Two steps are in flight. Only calls of this thread count, not of torch_npu's queue and the length thread."""
     saved(tmp_path, layers=LAYERS)
     runner = load(tmp_path)
     rows, here = range(3), threading.get_native_id()
@@ -101,7 +103,7 @@ def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> No
                                 [NewRequest(i, [5, 7, 9], [], GREEDY) for i in rows]))
     lengths = runner.backend._lengths
     for step in range(12):
-        lengths.check(lengths.given)  # its thread has told of the step before
+        lengths.check(lengths.given)  # the length thread is done with the previous step
         emulator.clear_calls()
         following = runner.launch(Step([Row(i, [PENDING], 3 + step, [i], True) for i in rows]))
         emulator.mark("launched")
@@ -115,7 +117,7 @@ def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> No
     assert Counter(launch)["aclmdlRIExecuteAsync"] == 1
     assert len(launch) + len(collect) <= 12
     assert not [name for name in launch if "Synchronize" in name]
-    # The host waits for the copy of the ids and reads two events that are past: no stream, no device.
+    # The host waits for the copy of the ids and reads two events that are recorded: no stream, no device.
     assert {name for name in collect if "Synchronize" in name} == {"aclrtSynchronizeEvent"}
     updates = Counter(call.name for call in calls if call.thread != here and "TaskUpdate" in call.name)
     assert updates == {"aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS}
@@ -123,10 +125,10 @@ def test_a_steady_step_is_one_replay_and_waits_for_nothing(tmp_path: Path) -> No
 
 
 @emulated(relax=RELAX)
-def test_large_batches_run_eagerly_and_small_ones_are_padded(tmp_path: Path) -> None:
+def test_ascend_large_batch_is_eager_small_is_padded(tmp_path: Path) -> None:
     saved(tmp_path)
     got, results = answers(load(tmp_path, decode_buckets=(2, 4)), asks(6, 16))
-    for result in results[20:]:  # all decode, and one after the other is done
+    for result in results[20:]:  # all requests decode and finish one after the other
         rows = len(result.token_ids)
         assert result.captured_decodes == (rows if rows <= 4 else 0)
     assert {len(result.token_ids) for result in results[20:]} >= {1, 3, 4}
@@ -138,8 +140,8 @@ def test_large_batches_run_eagerly_and_small_ones_are_padded(tmp_path: Path) -> 
 
 
 class Attention:
-    """Graphs of one row's attention over a cache whose values are their slots: a context of n gives the mean of the
-    first n slots."""
+    """Graphs of one row's attention over a cache whose values are their slot numbers: a context of n tokens yields the
+    mean of the first n slots."""
 
     def __init__(self, backend: AscendBackend):
         from npuserve.kernels.attention import AttentionMetadata, paged_attention
@@ -156,7 +158,7 @@ class Attention:
         self.replay = made.replay
 
     def of(self, *lengths: int) -> Iterator[float]:
-        """Of replays that follow each other, all lengths being on their way before anything runs."""
+        """Yield the results of consecutive replays, whose lengths are all requested before any of them runs."""
         buffers = [self.backend.host_buffer(1, 128, dtype=torch.float16) for _ in lengths]
         events = [self.backend.fetch(self.replay(1, [n]), buffer) for n, buffer in zip(lengths, buffers, strict=True)]
         self.lengths.check(self.lengths.given)
@@ -167,7 +169,7 @@ class Attention:
 
 
 @emulated()
-def test_each_replay_has_its_own_lengths() -> None:
+def test_ascend_replays_use_their_own_lengths() -> None:
     attention = Attention(started())
     assert list(attention.of(1, 3, 128)) == [0.0, 1.0, 63.5]
     for n in (5, 99, 2, 64):
@@ -175,18 +177,18 @@ def test_each_replay_has_its_own_lengths() -> None:
 
 
 @emulated(fresh=True)
-def test_lengths_that_do_not_wait_for_the_replay_before_are_wrong() -> None:
-    """The emulated device shows what the wait is for: the first replay meets the lengths of the second, which then
-    waits for its own in vain."""
-    attention, put = Attention(started()), Lengths.put
-    Lengths.put = lambda self, graph, lengths, after: put(self, graph, lengths, None)  # type: ignore[method-assign]
+def test_ascend_lengths_without_wait_for_last_replay_are_wrong() -> None:
+    """Without the wait the first replay reads the lengths of the second, which then waits forever for its own."""
+    attention, put = Attention(started()), LengthThread.put
+    LengthThread.put = (  # type: ignore[method-assign]
+        lambda self, graph, lengths, after: put(self, graph, lengths, None))
     assert next(attention.of(1, 3)) == 1.0
-    attention.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [3]}])  # and lets go of it
+    attention.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [3]}])  # releases the second replay
 
 
 @emulated()
-def test_what_is_fetched_is_what_it_was_then() -> None:
-    """Though it is written anew before the copy runs, and its memory given to others."""
+def test_ascend_fetch_of_overwritten_tensor_returns_old_value() -> None:
+    """The tensor is overwritten before the copy runs, and its memory is reused."""
     backend = started()
     buffers = [backend.host_buffer(1000, dtype=torch.int64) for _ in range(2)]
     assert all(buffer.is_pinned() for buffer in buffers)
@@ -205,7 +207,7 @@ def test_what_is_fetched_is_what_it_was_then() -> None:
 
 
 @emulated()
-def test_spans_are_on_the_devices_clock() -> None:
+def test_ascend_span_measures_device_time() -> None:
     backend = started()
     span = backend.span()
     torch.ones(100, device=backend.device).sum()
@@ -214,14 +216,14 @@ def test_spans_are_on_the_devices_clock() -> None:
     assert span.read() >= 0
     again = backend.span()
     assert again._events is not None  # type: ignore[attr-defined]
-    assert backend._spans == []  # the pair of events is the same
+    assert backend._spans == []  # the pair of events is reused
 
 
 # Faults
 
 
 def let_go() -> None:
-    """Replays that wait for lengths get some, so that the process may end."""
+    """Update the lengths of replays that wait for them, so that the process can exit."""
     emulator.heal()
     for graph in [x for x in gc.get_objects() if isinstance(x, torch.npu.NPUGraph)]:
         rows = len(graph.graph_dispatch_mode.graph_dispatch_records[0].kwargs["actual_seq_lengths_kv"])
@@ -231,8 +233,8 @@ def let_go() -> None:
 
 
 @emulated(fresh=True)
-def test_lengths_that_cannot_be_given_end_the_step_with_the_devices_error(tmp_path: Path) -> None:
-    """And not with a wait for what never comes."""
+def test_ascend_failed_length_update_raises_device_error(tmp_path: Path) -> None:
+    """The step raises the error instead of waiting forever for the lengths."""
     saved(tmp_path)
     runner = load(tmp_path, dtype="bfloat16")
     runner.collect(runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)])))
@@ -248,7 +250,7 @@ def test_lengths_that_cannot_be_given_end_the_step_with_the_devices_error(tmp_pa
 
 @pytest.mark.parametrize(("code", "fault"), [(507015, Fault.ENGINE), (507010, Fault.NODE), (507014, Fault.ENGINE)])
 @emulated(fresh=True)
-def test_an_error_of_the_device_is_told_by_the_step_that_meets_it(tmp_path: Path, code: int, fault: Fault) -> None:
+def test_ascend_device_error_is_raised_by_its_step(tmp_path: Path, code: int, fault: Fault) -> None:
     saved(tmp_path)
     runner = load(tmp_path, dtype="bfloat16")
     emulator.fail("task", code)
@@ -259,7 +261,7 @@ def test_an_error_of_the_device_is_told_by_the_step_that_meets_it(tmp_path: Path
 
 
 @emulated(fresh=True, memory=64 << 20)
-def test_a_cache_that_does_not_fit_says_what_takes_less(tmp_path: Path) -> None:
+def test_ascend_cache_too_large_names_settings(tmp_path: Path) -> None:
     backend = started()
     with pytest.raises(BackendError, match=r"no 100 MiB of device memory.*smaller kv_cache_memory"):
         backend.empty((100 << 20,), torch.uint8)
@@ -270,7 +272,7 @@ def test_a_cache_that_does_not_fit_says_what_takes_less(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("code", "said"), [
     (207000, "driver is too old"), (207008, "short of streams or memory .error 207008.: fewer decode_buckets")])
 @emulated(fresh=True)
-def test_what_keeps_steps_from_being_captured_says_what_to_do(tmp_path: Path, code: int, said: str) -> None:
+def test_ascend_capture_error_gives_advice(tmp_path: Path, code: int, said: str) -> None:
     saved(tmp_path)
     emulator.fail("aclmdlRICaptureTaskUpdateBegin" if code == 207000 else "aclmdlRICaptureBegin", code)
     with pytest.raises(BackendError, match=said):
@@ -282,7 +284,7 @@ def test_what_keeps_steps_from_being_captured_says_what_to_do(tmp_path: Path, co
 
 
 @emulated()
-def test_what_it_says_of_itself(tmp_path: Path) -> None:
+def test_ascend_properties(tmp_path: Path) -> None:
     backend = started()
     assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("npu", "ascend", "emulated", False)
     assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (128, 128, 1)

@@ -7,7 +7,7 @@ from npuserve.npu import backends
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
 
-# As torch_npu words them (NPU_CHECK_ERROR and OPS_CHECK_ERROR of its NPUException.h).
+# Messages of torch_npu (NPU_CHECK_ERROR and OPS_CHECK_ERROR in NPUException.h).
 NPU = ("synchronize:build/csrc/core/npu/NPUStream.cpp:466 NPU function error: aclrtSynchronizeStreamWithTimeout, "
        "error code is {}\n[ERROR] 2026-11-20-12:00:00 (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed")
 OPS = "build/op.cpp:8 OPS function error: aclnnMm, error code is {}\n[ERROR] ERR01100 OPS call acl api failed"
@@ -22,7 +22,7 @@ OPS = "build/op.cpp:8 OPS function error: aclnnMm, error code is {}\n[ERROR] ERR
     (507018, Fault.ENGINE), (507035, Fault.ENGINE), (507046, Fault.ENGINE), (507053, Fault.ENGINE),
     (507054, Fault.NODE), (507056, Fault.NODE), (507899, Fault.NODE), (507901, Fault.NODE),
 ])
-def test_each_code_is_one_fault(code, fault):
+def test_sort_code_returns_fault(code, fault):
     assert acl_errors.sort(code) is fault
     for text in (NPU, OPS):
         error = RuntimeError(text.format(code))
@@ -30,7 +30,7 @@ def test_each_code_is_one_fault(code, fault):
         assert backends.fault(error) is fault
 
 
-def test_ranges_are_in_order_and_within_those_before():
+def test_faults_ranges_are_ordered_and_nested():
     ranges = [(first, last) for first, last, _ in acl_errors.FAULTS]
     wide = [r for r in ranges if r[1] - r[0] > 1000]
     assert all(first <= last for first, last in ranges)
@@ -40,20 +40,20 @@ def test_ranges_are_in_order_and_within_those_before():
     assert acl_errors.sort(0) is acl_errors.sort(99999) is acl_errors.sort(400000) is None
 
 
-def test_what_is_none_of_the_devices():
+def test_fault_of_other_error_is_none():
     for error in (ValueError("max_num_seqs: 0 is not in [1, 5]"), RuntimeError("shape [107001]"), KeyError(507015)):
         assert backends.fault(error) is None
     assert backends.fault(torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB")) is Fault.RETRYABLE
 
 
-def test_the_code_is_found_in_what_caused_the_error():
+def test_code_of_error_with_cause_is_found():
     error = RuntimeError("the step failed")
     error.__cause__ = RuntimeError(NPU.format(507015))
     assert acl_errors.code_of(error) == 507015
     assert backends.fault(error) is Fault.ENGINE
 
 
-def test_a_launch_that_failed_later_is_told_without_its_code():
+def test_fault_of_late_launch_failure_without_code():
     error = RuntimeError(
         "The Inner error is reported as above. The process exits for this inner error, and the current working "
         "operator name is aclnnInplaceCopy.\nSince the operator is called asynchronously, the stacktrace may be "
@@ -75,7 +75,7 @@ def test_a_launch_that_failed_later_is_told_without_its_code():
     (torch.OutOfMemoryError("NPU out of memory"), "no memory left", "npu-smi info"),
     (RuntimeError("something new\nand more"), "cannot be started (something new)", "CANN's logs"),
 ])
-def test_a_device_that_cannot_be_started_says_what_to_do(error, said, to_do):
+def test_advice_for_device_that_does_not_start(error, said, to_do):
     sentence = acl_errors.advice(error)
     assert said in sentence
     assert to_do in sentence

@@ -1,4 +1,4 @@
-"""W8A8 on the emulated Ascend device: steps, weights as they lie there, and what is refused."""
+"""W8A8 on the emulated Ascend device: steps, layout of the weights, and refused schemes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuserve.npu.backends import BackendError, select
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.weights import stored_bytes
+from npuserve.npu.model.storage import stored_bytes
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import load
@@ -31,7 +31,7 @@ WIDE = ascend.SWIGLU_ROW // 2 + 32
 
 
 def static(folder: Path) -> None:
-    """Inputs of one scale for all tokens instead, of each layer's own."""
+    """Convert a model to static inputs, with one scale per layer for all tokens."""
     path, config = folder / "model.safetensors", folder / "config.json"
     tensors = load_file(path)
     for name in [name for name in tensors if name.endswith(".weight_scale")]:
@@ -56,10 +56,10 @@ def equal_to_the_cpu(folder: Path, is_static: bool, head: HeadDtype) -> None:
 
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
 @pytest.mark.parametrize(("is_static", "head"), [(False, "auto"), (False, "int8"), (True, "auto")])
-def test_greedy_tokens_are_those_of_the_cpu(
+def test_ascend_w8a8_greedy_tokens_equal_cpu(
     tmp_path: Path, is_static: bool, head: HeadDtype, order: str, seed: int
 ) -> None:
-    """Whose int8 is of the device's levels."""
+    """The CPU uses the device's int8 levels."""
     if reason := missing():
         pytest.skip(reason)
     options = {"relax": ("fp32",), "order": order, "seed": seed, "poison": True}
@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @emulated()
-def test_a_step_needs_no_relaxation_in_the_devices_dtypes(tmp_path: Path, dtype: str) -> None:
+def test_ascend_w8a8_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str) -> None:
     folder = saved_w8a8(tmp_path)
     prompt, reports = [3, 1, 4, 1, 5, 9, 2, 6], []
     for runner in (load(folder, dtype=dtype), load(folder, "cpu", threads=1, int8_levels=ascend.LEVELS)):
@@ -84,9 +84,11 @@ APART = Counter({"aclnnSwiGlu": LAYERS, "aclnnDynamicQuantV2": 2 * LAYERS + 1})
 
 @pytest.mark.parametrize(("inner", "expected"), [(96, FUSED), (WIDE, APART)])
 @emulated()
-def test_an_operator_does_all_that_it_can(tmp_path: Path, inner: int, expected: Counter[str]) -> None:
-    """Of a chunk of a prompt, where the first norm and attention's output are quantized by themselves. The gated unit
-    is fused up to the width that is documented."""
+def test_ascend_w8a8_operators_are_fused(tmp_path: Path, inner: int, expected: Counter[str]) -> None:
+    """A prompt chunk needs separate quantization only for the first norm and the output of attention.
+
+    SwiGLU is fused up to the documented width.
+    """
     runner = load(saved_w8a8(tmp_path, layers=LAYERS, inner=inner), dtype="bfloat16", lm_head_dtype="int8")
     new = [NewRequest(0, [1, 2], [], GREEDY)]
     torch.npu.synchronize()
@@ -97,14 +99,14 @@ def test_an_operator_does_all_that_it_can(tmp_path: Path, inner: int, expected: 
     wanted = Counter({
         "aclnnRmsNorm": 1 + 2 * LAYERS, "aclnnAddRmsNormDynamicQuantV2": 2 * LAYERS - 1, "aclnnAddRmsNorm": 1,
         "aclnnQuantMatmulWeightNz": 4 * LAYERS, "aclnnQuantMatmulV5": 1})
-    expected = expected + wanted + Counter({"aclnnDynamicQuantV2": 1})  # of the head's input
+    expected = expected + wanted + Counter({"aclnnDynamicQuantV2": 1})  # input of the LM head
     found = Counter({name: calls[name] for name in (expected | FUSED | APART) if calls[name]})
     assert found == expected, found
 
 
 @emulated()
-def test_weights_are_there_once_and_as_predicted(tmp_path: Path) -> None:
-    """In FRACTAL_NZ each; while one becomes so, that one is there twice more."""
+def test_ascend_w8a8_weights_stored_once_as_predicted(tmp_path: Path) -> None:
+    """Each weight is in FRACTAL_NZ. While a weight is converted, it is in memory two more times."""
     import torch_npu
 
     folder = saved_w8a8(tmp_path, layers=6)
@@ -123,7 +125,7 @@ def test_weights_are_there_once_and_as_predicted(tmp_path: Path) -> None:
         pieces += 4  # values, scale, sums; a norm
     assert torch_npu.get_npu_format(weights.embedding.values) != ascend.FRACTAL_NZ
     expected = stored_bytes(config, torch.bfloat16, backend)
-    assert expected <= taken <= expected + 512 * (pieces + 16)  # by which the device's memory is given out
+    assert expected <= taken <= expected + 512 * (pieces + 16)  # granularity of the device's allocator
     largest = max(weight.values.nbytes for weight in linears)
     assert peak <= taken + 2 * largest + 4096
 
@@ -136,7 +138,7 @@ ZEROS: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", ZEROS)
 @emulated()
-def test_zero_points_are_refused_before_anything_is_read(tmp_path: Path, what: str) -> None:
+def test_ascend_zero_points_are_refused_before_loading(tmp_path: Path, what: str) -> None:
     config = replace(
         ModelConfig.from_folder(saved(tmp_path)), quantization=Quantization(((("Linear",), W8A8(**ZEROS[what])),)))
     with pytest.raises(BackendError, match=rf"quantization_config: {what} with zero points .*symmetric: true"):
@@ -144,6 +146,6 @@ def test_zero_points_are_refused_before_anything_is_read(tmp_path: Path, what: s
 
 
 @emulated()
-def test_an_int8_cache_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match=r"kv_cache_dtype: 'int8' .* rows of one token alone, and not for chunks"):
+def test_ascend_int8_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"kv_cache_dtype: 'int8' .* only for rows of one token, not for chunks"):
         load(saved(tmp_path), dtype="bfloat16", kv_cache_dtype="int8")

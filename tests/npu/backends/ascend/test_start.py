@@ -1,4 +1,4 @@
-"""What a machine must have for an NPU, and what it is told where it has not."""
+"""Requirements of an NPU, and the messages if one is missing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from npuserve.npu.backends.cpu import CpuBackend
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_npu, as far as one looks without importing it."""
+    """Make torch_npu appear installed, as far as can be seen without importing it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "torch_npu" else find(name))
-    monkeypatch.setattr(ascend.emulator, "active", lambda: False)
+    monkeypatch.setattr(backends, "_emulated", {})
 
 
 def without(name: str) -> Any:
@@ -32,14 +32,14 @@ def without(name: str) -> Any:
     return load
 
 
-def test_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_start_without_torch_npu_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not AscendBackend.available()
     assert "torch_npu is not installed: pip install npuserve[npu]" in AscendBackend.unavailable()
 
 
 @pytest.mark.usefixtures("installed")
-def test_without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_start_without_cann_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", without("libascendcl.so"))
     assert not AscendBackend.available()
     with pytest.raises(BackendError, match=r"^device: CANN is not found \(libascendcl.so .*source its set_env.sh"):
@@ -48,7 +48,7 @@ def test_without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_looking_for_it_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_available_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ctypes, "CDLL", asked.append)
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
@@ -58,7 +58,9 @@ def test_looking_for_it_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("version", "right"), [
     ("0", True), ("0.post4", True), ("0+git1", True), ("0rc1", True), ("1", False), ("10", False)])
-def test_torch_npu_must_be_that_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, right: bool) -> None:
+def test_ascend_start_with_other_torch_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, right: bool
+) -> None:
     major, minor, *_ = torch.__version__.split("+")[0].split(".")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{major}.{minor}.{version}")
     if right:
@@ -68,12 +70,12 @@ def test_torch_npu_must_be_that_of_torch(monkeypatch: pytest.MonkeyPatch, versio
         ascend._matching_versions()
 
 
-def test_only_an_npu_is_emulated() -> None:
+def test_emulate_cpu_is_refused() -> None:
     with pytest.raises(BackendError, match="emulate: there is no emulator of cpu"):
         select("cpu", [])
-    assert next(iter(backends.MODULES)) == "npu"  # so that auto emulates it
+    assert next(iter(backends.MODULES)) == "npu"  # so that "auto" emulates it
 
 
-def test_what_cannot_be_emulated_says_so() -> None:
+def test_emulate_unknown_relaxation_is_refused() -> None:
     with pytest.raises(BackendError, match=r"^emulate: .*relax must be of fp32, small_heads, not anything"):
         select("npu", ["anything"])

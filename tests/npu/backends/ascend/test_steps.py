@@ -1,4 +1,4 @@
-"""What a step on the device is made of: parts that do without one another, rows that all get what is theirs."""
+"""Parts of a step on the device: each can be missing, and every row gets its own results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.npu.backends.small import GREEDY, answers, asks, saved
 from tests.npu.emulator.child import emulated
 
 HEAD, TABLE = ("linear_argmax", "greedy"), ("embedding",)
-"""Kernels that choose a token, and that embed it."""
+"""Kernels that select a token, and the kernel that embeds it."""
 
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """The device's own kernels of these names: their golden functions serve."""
+    """Replace the device's kernels of these names by their golden functions."""
     taken = {name: KERNELS[name].implementations.pop(LABEL) for name in names}
     try:
         yield
@@ -35,7 +35,7 @@ def without(*names: str) -> Iterator[None]:
 
 @contextmanager
 def counted(runner: Runner) -> Iterator[Counter[str]]:
-    """Calls of kernels by name; those that a replay makes are not among them."""
+    """Count kernel calls by name, without the calls of replays."""
     kernels, calls = runner._kernels, Counter[str]()
     before = dict(kernels._functions)
 
@@ -54,7 +54,7 @@ def counted(runner: Runner) -> Iterator[Counter[str]]:
 
 
 def prefill(runner: Runner, rows: int, length: int = 3) -> StepResult:
-    """Of `rows` requests with prompts of their own, a block each."""
+    """Prefill `rows` requests with different prompts, one block each."""
     prompts = [[(7 * row + token) % 90 for token in range(length)] for row in range(rows)]
     return runner.collect(runner.launch(Step(
         [Row(row, prompt, 0, [row], True) for row, prompt in enumerate(prompts)],
@@ -67,9 +67,9 @@ def decode(runner: Runner, rows: int, at: int) -> StepResult:
 
 @pytest.mark.parametrize("missing", [TABLE, HEAD, (*TABLE, *HEAD)], ids="+".join)
 @emulated(relax=RELAX)
-def test_embedding_and_choice_do_without_one_another(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    """Where the device has one of them only, the other is golden, on the device and in the captured step all the same:
-    no token is on the host in between."""
+def test_ascend_step_without_one_kernel_uses_its_golden_function(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """If the device lacks one of the kernels, its golden function runs on the device and in the captured step, so that
+    no token is copied to the host in between."""
     saved(tmp_path)
     expected, _ = answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(4, 8))
     with without(*missing):
@@ -81,8 +81,8 @@ def test_embedding_and_choice_do_without_one_another(tmp_path: Path, missing: tu
 
 
 @emulated(relax=RELAX)
-def test_a_prompts_token_is_chosen_by_the_kernel_of_its_own(tmp_path: Path) -> None:
-    """And that of a decode row within the captured step."""
+def test_ascend_prompt_token_is_selected_by_separate_kernel(tmp_path: Path) -> None:
+    """A decode row's token is selected in the captured step, a prompt's by a separate kernel call."""
     saved(tmp_path)
     runner, cpu = load(tmp_path), load(tmp_path, "cpu", threads=1)
     with counted(runner) as calls:
@@ -97,8 +97,8 @@ def test_a_prompts_token_is_chosen_by_the_kernel_of_its_own(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("vocabulary", [63, 64, 65, 100, 128, 200])
 @emulated(relax=RELAX)
-def test_every_row_of_every_bucket_has_its_norm_its_logits_and_its_token(tmp_path: Path, vocabulary: int) -> None:
-    """Whatever the vocabulary's padding: alone, in full and in padded buckets, and beyond the largest."""
+def test_ascend_rows_of_every_bucket_get_their_results(tmp_path: Path, vocabulary: int) -> None:
+    """The padding of the vocabulary varies; rows run alone, in full and padded buckets, and beyond the largest."""
     saved(tmp_path, vocabulary=vocabulary)
     runner = load(tmp_path, decode_buckets=(1, 2, 4, 7))
     cpu = load(tmp_path, "cpu", block_size=128, threads=1)
@@ -118,8 +118,8 @@ def test_every_row_of_every_bucket_has_its_norm_its_logits_and_its_token(tmp_pat
 
 
 @emulated(relax=RELAX)
-def test_a_row_of_several_tokens_is_none_of_a_captured_decode(tmp_path: Path) -> None:
-    """All its tokens are computed, beside the decode rows that are replayed."""
+def test_ascend_chunk_is_not_part_of_captured_decode(tmp_path: Path) -> None:
+    """All its tokens are computed, next to the decode rows that are replayed."""
     saved(tmp_path)
     several = Step([
         Row(0, [PENDING], 3, [0], True), Row(1, [9, 8, 7], 3, [1], True), Row(2, [PENDING], 3, [2], True)])
@@ -134,13 +134,13 @@ def test_a_row_of_several_tokens_is_none_of_a_captured_decode(tmp_path: Path) ->
 
 
 @emulated(relax=RELAX)
-def test_what_is_no_decode_batch_is_refused_and_not_cut(tmp_path: Path) -> None:
+def test_ascend_replay_of_other_batch_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     runner = load(tmp_path, decode_buckets=(2, 4))
     prefill(runner, 2)
     with pytest.raises(ValueError, match="request 1: a token that is being sampled must be alone in its row"):
         runner.launch(Step([Row(0, [PENDING], 3, [0], True), Row(1, [PENDING, 5], 3, [1], True)]))
-    graphs = runner._likeliest
+    graphs = runner._dispatch.greedy
     assert graphs is not None
     for rows, lengths in ((2, [1]), (2, [1, 1, 1]), (3, [1, 1, 1])):
         with pytest.raises(ValueError, match=f"{len(lengths)} context lengths for a graph of {graphs.size(rows)} rows"):

@@ -1,4 +1,4 @@
-"""The CUDA backend emulated: whole steps by Triton's interpreter, their order and their graphs."""
+"""Emulated CUDA backend: whole steps on Triton's interpreter, their order and their graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from npuserve.kernels import triton
+from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
+from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
-from npuserve.npu.execution.runner import Runner, load_runner
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved, saved_w8a8
 from tests.support.loop import Ask, serve
@@ -26,9 +29,9 @@ from tests.support.real_models import model_folder
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
         pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton_ascend")
-    monkeypatch.setattr(cuda_emulated, "_active", False)  # and so it is again at the end
+    monkeypatch.setattr(backends, "_emulated", {})  # restores the device's backend at the end
     monkeypatch.setattr(triton, "DEVICE", "cpu")
-    cuda_emulated.activate()
+    emulated_backend.emulate()
 
 
 def load(folder: Path, backend: str = "cuda", **settings: Any) -> Runner:
@@ -52,8 +55,8 @@ def started() -> CudaBackend:
 @pytest.mark.parametrize("sampling", [
     {}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2},
 ], ids=["greedy", "all"])
-def test_tokens_are_those_of_the_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
-    """In chunks, in mixed steps, with more rows than the largest decode graph has, two steps in flight."""
+def test_cuda_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Chunks, mixed steps, more rows than the largest decode graph, and two steps in flight."""
     saved(tmp_path, layers=1)
     cuda = load(tmp_path, max_num_batched_tokens=32, decode_buckets=(2,))
     assert cuda.fallbacks == []
@@ -64,9 +67,9 @@ def test_tokens_are_those_of_the_cpu(tmp_path: Path, sampling: dict[str, Any]) -
     assert {result.captured_decodes for result in results} >= {0, 1, 2, 3}
 
 
-def test_a_step_of_more_tokens_than_are_captured_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode rows and a chunk, kernel by kernel."""
-    monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", 4)
+def test_cuda_step_beyond_captured_tokens_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows and a chunk run kernel by kernel."""
+    monkeypatch.setattr(cuda_graphs, "MAX_TOKENS", 4)
     saved(tmp_path, layers=1)
     prompt = ids_of(9)
     found = []
@@ -83,8 +86,8 @@ def test_a_step_of_more_tokens_than_are_captured_is_one_batch(tmp_path: Path, mo
     assert found[0] == found[1]
 
 
-def test_logprobs_in_int8_are_near_those_of_the_cpu(tmp_path: Path) -> None:
-    """Weights, activations, LM head and KV cache; the same int8 but where a number lies between two."""
+def test_cuda_int8_logprobs_are_near_cpu(tmp_path: Path) -> None:
+    """Weights, activations, LM head and KV cache are int8, equal to the CPU's except where a number is a near tie."""
     folder, prompt = saved_w8a8(tmp_path, layers=1), ids_of(20)
     found = []
     for name in ("cuda", "cpu"):
@@ -99,15 +102,16 @@ def test_logprobs_in_int8_are_near_those_of_the_cpu(tmp_path: Path) -> None:
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
 
 
-def test_padding_touches_nobodys_cache(tmp_path: Path) -> None:
-    """Of rows that decode, and of tokens of any rows: after longer steps that left theirs in the buffers."""
+def test_cuda_padding_does_not_change_cache(tmp_path: Path) -> None:
+    """Decode rows and tokens of any rows are padded after longer steps that left their inputs in the buffers."""
     saved(tmp_path, layers=1)
     runner = load(tmp_path)
     ((keys, values),) = runner._cache.plain
     news = [NewRequest(q, ids_of(5, q), [], GREEDY) for q in range(3)]
     runner.collect(runner.launch(Step([Row(q, ids_of(5, q), 0, [q], True) for q in range(3)], news)))
-    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._any),  # 3 tokens of 4
-                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._likeliest)):  # 2 rows of 3
+    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._dispatch.mixed),  # 3 tokens of 4
+                        # 2 rows of 3
+                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._dispatch.greedy)):
         assert graph is not None
         assert graph.size(sum(len(row.token_ids) for row in rows)) > sum(len(row.token_ids) for row in rows)
         before = [tensor.clone() for tensor in (keys, values)]
@@ -118,7 +122,7 @@ def test_padding_touches_nobodys_cache(tmp_path: Path) -> None:
             assert [slot for slot in slots if slot[0] != runner.num_blocks] == own
 
 
-def test_timed_steps_run_kernel_by_kernel(tmp_path: Path) -> None:
+def test_cuda_timed_step_runs_kernel_by_kernel(tmp_path: Path) -> None:
     saved(tmp_path, layers=1)
     calls: list[tuple[str, str, str, float]] = []
     runner = load(tmp_path, kernel_sampling=2, observe=lambda *call: calls.append(call), decode_buckets=(1,))
@@ -131,8 +135,8 @@ def test_timed_steps_run_kernel_by_kernel(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [pytest.param("stories260K-qwen3", marks=pytest.mark.model), "random"])
-def test_tokens_through_prefix_hits_and_preemption(tmp_path: Path, name: str) -> None:
-    """The real scheduler, with few blocks: in float32 the CPU's tokens to the last one."""
+def test_cuda_tokens_with_prefix_hits_and_preemption_equal_cpu(tmp_path: Path, name: str) -> None:
+    """The real scheduler has few blocks. All tokens in float32 equal the CPU's."""
     folder = saved(tmp_path, layers=1, head_dim=8) if name == "random" else model_folder(name)
     shared = ids_of(16)
     prompts = [[*shared, *ids_of(12, 1)], [*shared, *ids_of(14, 2)], ids_of(14, 3)]
@@ -150,8 +154,8 @@ def test_tokens_through_prefix_hits_and_preemption(tmp_path: Path, name: str) ->
 # Order
 
 
-def test_a_copy_is_there_once_it_is_waited_for() -> None:
-    """And holds what the tensor was then, though it is written anew before."""
+def test_cuda_fetch_is_complete_after_wait() -> None:
+    """The copy holds the value of the tensor at the time of the call, although the tensor is overwritten before it."""
     backend = started()
     tensor = torch.arange(4)
     buffers = [backend.host_buffer(4, dtype=torch.int64) for _ in range(3)]
@@ -160,16 +164,16 @@ def test_a_copy_is_there_once_it_is_waited_for() -> None:
     second, third = backend.fetch(tensor, buffers[1]), backend.fetch(tensor + 1, buffers[2])
     assert not first.done()
     assert buffers[0].tolist() == [torch.iinfo(torch.int64).min] * 4
-    second.wait()  # copies arrive in order
+    second.wait()  # copies complete in order
     assert first.done()
     assert [buffer.tolist() for buffer in buffers[:2]] == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert [third.done() for _ in range(3)] == [False, False, True]
     assert buffers[2].tolist() == [11, 12, 13, 14]
-    with pytest.raises(RuntimeError, match="takes copies alone"), cuda_emulated.stream(backend._copies):
+    with pytest.raises(RuntimeError, match="accepts only copies"), cuda_emulated.stream(backend._copies):
         torch.ones(3)
 
 
-def test_events_are_used_again() -> None:
+def test_cuda_events_are_reused() -> None:
     backend = started()
     for _ in range(3):
         backend.fetch(torch.ones(2), backend.host_buffer(2, dtype=torch.float32)).wait()
@@ -180,7 +184,7 @@ def test_events_are_used_again() -> None:
     assert (len(backend._events), len(backend._spans)) == (2, 1)
 
 
-def test_a_graphs_output_lasts_until_the_next_replay() -> None:
+def test_cuda_graph_output_is_valid_until_next_replay() -> None:
     backend = started()
     x = torch.ones(4)
     backend.decode_buckets = (2, 4)
@@ -201,7 +205,7 @@ def test_a_graphs_output_lasts_until_the_next_replay() -> None:
         graphs.replay(5, [])
 
 
-def test_a_graph_cannot_ask_the_device() -> None:
+def test_cuda_graph_with_device_read_is_refused() -> None:
     graphs = started().capture(lambda rows: torch.full((rows,), float(torch.ones(1).sum().item())), 1, decode=False)
     assert graphs is not None
     with pytest.raises(RuntimeError, match=r"not permitted when .* capturing: aten\._local_scalar_dense"):
@@ -211,11 +215,11 @@ def test_a_graph_cannot_ask_the_device() -> None:
 # The device
 
 
-def test_what_it_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = started()
     assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("cuda", "cuda", "emulated", False)
     assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (32, 16, 1)
-    assert 0 < backend.memory_available() <= cuda_emulated.MOST_BYTES
+    assert 0 < backend.memory_available() <= cuda_emulated.MAX_BYTES
     assert backend.kv_cache_share(1000) == 900
     for asked, checkpoint, dtype in (("auto", "bfloat16", "bfloat16"), ("auto", "float16", "float16"),
                                      ("auto", "float32", "bfloat16"), ("float32", "bfloat16", "float32")):

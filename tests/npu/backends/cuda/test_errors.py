@@ -1,4 +1,4 @@
-"""Errors as torch and triton word them."""
+"""Faults by the messages of torch and triton."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CUBLAS = "CUDA error: {} when calling `cublasGemmEx( handle, opa, opb, m, n, k)`
     ("Invalid access of peer GPU memory over nvlink or a hardware error", Fault.NODE),
     ("unknown error", Fault.NODE),
 ])
-def test_each_text_is_one_fault(text: str, fault: Fault) -> None:
+def test_fault_by_message(text: str, fault: Fault) -> None:
     for error in (RuntimeError(TORCH.format(text)), RuntimeError(TRITON.format(text)),
                   torch.AcceleratorError(TORCH.format(text))):
         assert CudaBackend.fault(error) is backends.fault(error) is fault
@@ -42,11 +42,11 @@ def test_each_text_is_one_fault(text: str, fault: Fault) -> None:
 
 @pytest.mark.parametrize(("status", "fault"), [
     ("CUBLAS_STATUS_ALLOC_FAILED", Fault.RETRYABLE), ("CUBLAS_STATUS_EXECUTION_FAILED", Fault.ENGINE)])
-def test_libraries_have_words_of_their_own(status: str, fault: Fault) -> None:
+def test_fault_by_cublas_status(status: str, fault: Fault) -> None:
     assert backends.fault(RuntimeError(CUBLAS.format(status))) is fault
 
 
-def test_the_code_says_more_than_the_text() -> None:
+def test_fault_code_takes_precedence_over_message() -> None:
     error = torch.AcceleratorError("CUDA error: it is said otherwise")
     error.error_code = 214
     assert backends.fault(error) is Fault.NODE
@@ -54,7 +54,7 @@ def test_the_code_says_more_than_the_text() -> None:
     assert backends.fault(error) is Fault.ENGINE
 
 
-def test_what_caused_an_error_counts() -> None:
+def test_fault_of_cause() -> None:
     error = RuntimeError("the step failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB")
     assert backends.fault(error) is backends.fault(error.__cause__) is Fault.RETRYABLE
@@ -63,11 +63,11 @@ def test_what_caused_an_error_counts() -> None:
 @pytest.mark.parametrize("error", [
     ValueError("CUDA error: out of memory"), RuntimeError("shape '[2]' is invalid for input of size 3"),
     RuntimeError("unknown error"), KeyError(700)])
-def test_what_is_none_of_the_devices(error: Exception) -> None:
+def test_fault_of_other_error_is_none(error: Exception) -> None:
     assert backends.fault(error) is None
 
 
-def test_the_texts_are_those_of_the_runtime() -> None:
+def test_faults_messages_equal_cuda_runtime() -> None:
     found = ctypes.util.find_library("cudart")
     if found is None:
         pytest.skip("libcudart is not installed")

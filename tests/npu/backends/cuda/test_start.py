@@ -1,4 +1,4 @@
-"""What a machine must have for a GPU, and what it is told where it has not. No GPU, and no triton."""
+"""Requirements of a GPU, and the messages if one is missing. Needs neither a GPU nor triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from npuserve.kernels import triton
-from npuserve.npu.backends import BackendError, select
+from npuserve.npu import backends
+from npuserve.npu.backends import BackendError, backend_class, select
 from npuserve.npu.backends.cuda import backend as cuda
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
@@ -22,12 +23,12 @@ from npuserve.npu.backends.cuda.graphs import token_buckets
 
 @pytest.fixture(autouse=True)
 def not_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_emulated, "_active", False)
+    monkeypatch.setattr(backends, "_emulated", {})
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """triton, and a GPU, as far as one looks without starting it."""
+    """Make triton and a GPU appear present, as far as can be seen without starting it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else find(name))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -41,7 +42,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_start_without_triton_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     without_triton(monkeypatch)
     assert not CudaBackend.available()
     with pytest.raises(BackendError, match=r"^device: triton is not installed: pip install npuserve\[cuda\]"):
@@ -51,7 +52,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_with_all_that_is_needed() -> None:
+def test_cuda_available_with_triton_and_gpu() -> None:
     assert CudaBackend.available()
 
 
@@ -61,7 +62,7 @@ def test_with_all_that_is_needed() -> None:
     (torch.cuda, "is_available", lambda: False, "no NVIDIA GPU can be used: check with nvidia-smi"),
     (torch.cuda, "get_device_capability", lambda _: (7, 5), "a GPU has compute capability 7.5, and 8.0 or later"),
 ])
-def test_without_a_gpu_that_does(
+def test_cuda_start_without_suitable_gpu_gives_advice(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any, said: str
 ) -> None:
     monkeypatch.setattr(module, name, value)
@@ -71,7 +72,7 @@ def test_without_a_gpu_that_does(
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_gpu_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_start_failure_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(device: Any) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors")
 
@@ -80,14 +81,14 @@ def test_a_gpu_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
         select("cuda")
 
 
-def test_there_is_nothing_to_relax() -> None:
+def test_cuda_emulate_with_relaxation_is_refused() -> None:
     with pytest.raises(BackendError, match=r"^emulate_relax: fp32: cuda takes none"):
         select("cuda", ["fp32"])
-    assert not cuda_emulated.active()
+    assert backend_class("cuda") is CudaBackend
 
 
-def test_the_stand_in_takes_what_torch_takes() -> None:
-    """Each function and class of torch.cuda that a backend calls has its like, with parameters of the same names."""
+def test_emulated_torch_has_signatures_of_torch_cuda() -> None:
+    """The substitute has each function and class of torch.cuda that a backend uses, with the same parameter names."""
     for name in ("Event", "Stream", "graph_pool_handle", "set_stream", "stream", "synchronize", "mem_get_info",
                  "memory_reserved", "memory_allocated", "get_device_name"):
         real, own = getattr(torch.cuda, name), getattr(cuda_emulated, name)
@@ -99,7 +100,7 @@ def test_the_stand_in_takes_what_torch_takes() -> None:
     inspect.signature(torch.cuda.graph.__init__).bind(None, None, pool=0, stream=0, capture_error_mode="thread_local")
 
 
-def test_a_graph_is_recorded_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_record_captures_once_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Graph:
@@ -134,7 +135,7 @@ def test_token_buckets() -> None:
     assert token_buckets(8192) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 
-def test_what_it_is_for() -> None:
+def test_cuda_class_properties() -> None:
     assert (CudaBackend.name, triton.LABEL) == ("cuda", "cuda")
     assert cuda.BACKEND is CudaBackend
     assert CudaBackend.int8_cache

@@ -74,16 +74,16 @@ def test_latency_kernels_are_timed_on_the_device() -> None:
 @emulated(relax=RELAX)
 def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     """The graphs run, but their tokens differ from the CPU's."""
-    from npuserve.npu.backends.ascend.graphs import Lengths
+    from npuserve.npu.backends.ascend.lengths import LengthThread
 
-    put = Lengths.put
+    put = LengthThread.put
 
     def off(self: Any, graph: Any, lengths: list[int], *more: Any) -> None:
         put(self, graph, [max(1, n - 1) for n in lengths] if len(lengths) > 1 else lengths, *more)
 
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
-        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(Lengths, "put", off),
+        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(LengthThread, "put", off),
         mock.patch.object(command, "check_kernels", return_value=[]),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):

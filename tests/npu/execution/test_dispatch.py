@@ -1,5 +1,5 @@
-"""A backend that captures decode steps alone, in buckets, as graphs on a device are: on the CPU's kernels, so that what
-comes out can be compared bit by bit with a backend that captures every step."""
+"""Backend that captures only decode steps, in buckets, as a device with graphs does. It uses the CPU's kernels, so that
+results can be compared bit by bit with a backend that captures every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from npuserve.kernels import native
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution import runner as runner_module
+from npuserve.npu.execution import load as load_module
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.execution.test_runner import Driver, ids_of, load
@@ -25,14 +25,14 @@ BUCKETS = (2, 4)
 
 
 class Graph:
-    """Computes whole buckets, and cannot be taken apart. replays: rows of each."""
+    """Captured step that computes whole buckets and cannot be split into kernels. replays: rows of each replay."""
 
     largest = BUCKETS[-1]
 
     def __init__(self, step: Callable[[int], Tensor]):
         self._step = step
         self.replays: list[int] = []
-        for rows in BUCKETS:  # as a graph is warmed up: on what lies in the buffers then
+        for rows in BUCKETS:  # graphs are warmed up on the padding in the buffers
             step(rows)
 
     def size(self, rows: int) -> int:
@@ -58,11 +58,11 @@ class Bucketed(CpuBackend):
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch) -> Iterator[tuple[Runner, Runner]]:
-    """(buckets, every step captured), of one model."""
+    """Return runners of one model: decode buckets captured, every step captured."""
     before = native.library().threads
     folder = saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
     plain = load(folder, max_num_seqs=8)
-    monkeypatch.setattr(runner_module, "select", lambda *_: Bucketed())
+    monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
     yield load(folder, max_num_seqs=8), plain
     native.library().set_threads(before)
 
@@ -75,7 +75,7 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
+def test_bucketed_steps_are_bit_identical(pair, greedy):
     seen = []
     for runner in pair:
         r, driver = random.Random(4), Driver(runner, seed=3)
@@ -97,12 +97,12 @@ def test_padding_and_chunks_behind_decode_rows_change_no_bit(pair, greedy):
         if runner is pair[1]:
             assert captured == decodes
     assert seen[0] == seen[1]
-    graphs = [pair[0]._likeliest, pair[0]._decoding]
+    graphs = [pair[0]._dispatch.greedy, pair[0]._dispatch.decode]
     assert {rows for graph in graphs for rows in graph.replays} == {1, 2, 3, 4}
     assert len(graphs[0].replays) > 0
 
 
-def test_nobodys_cache_is_touched_by_padding(pair):
+def test_bucketed_padding_does_not_change_cache(pair):
     runner, _ = pair
     caches = [tensor for layer in runner._cache.layers for tensor in layer]
     prompt = ids_of(5)
@@ -110,14 +110,14 @@ def test_nobodys_cache_is_touched_by_padding(pair):
         [Row(0, prompt, 0, [3], True)], [NewRequest(0, prompt, [], SAMPLING[0])])))
     before = [tensor.clone() for tensor in caches]
     runner.collect(runner.launch(Step([Row(0, [1], 5, [3], True)])))
-    assert runner._likeliest.replays[-1] == 1
+    assert runner._dispatch.greedy.replays[-1] == 1
     for tensor, was in zip(caches, before, strict=True):
         changed = [block for block in range(len(tensor)) if not torch.equal(tensor[block], was[block])]
         assert set(changed) <= {3, runner.num_blocks}
         assert 3 in changed
 
 
-def test_a_chunk_does_not_end_the_captured_decode(pair):
+def test_mixed_step_still_replays_decode_rows(pair):
     runner, _ = pair
     news = [NewRequest(q, ids_of(4, q), [], SAMPLING[0]) for q in range(6)]
     runner.collect(runner.launch(Step(
@@ -130,15 +130,15 @@ def test_a_chunk_does_not_end_the_captured_decode(pair):
     mixed = step(*decodes[:3], Row(5, ids_of(3, 5), 0, [5], False))
     assert (mixed.captured, mixed.captured_decodes) == (True, 3)
     assert set(mixed.token_ids) == {0, 1, 2}
-    beyond = step(*decodes)  # more than the largest bucket: each row gets its token all the same
+    beyond = step(*decodes)  # more rows than the largest bucket: each row still gets its token
     assert (beyond.captured, beyond.captured_decodes) == (False, 0)
     assert set(beyond.token_ids) == set(range(5))
     chunk = step(Row(5, ids_of(4, 5)[3:], 3, [5], True))
-    assert chunk.captured_decodes == 1  # a prompt's last token is a decode row like any other
+    assert chunk.captured_decodes == 1  # a prompt's last token counts as a decode row
 
 
-def test_a_step_whose_kernels_are_timed_runs_them_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner_module, "select", lambda *_: Bucketed())
+def test_timed_step_runs_kernel_by_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
     calls: list[str] = []
     folder = saved(random_model("qwen3"), tmp_path)
     runner = load(folder, kernel_sampling=2, observe=lambda name, *_: calls.append(name))

@@ -1,4 +1,4 @@
-"""Calls that fit a release of torch_npu pass, and wrong ones are told apart."""
+"""Calls that fit a release of torch_npu pass; calls that do not are reported."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.npu.ladder.__main__ import TAG, wheel_file
-from tests.npu.ladder.calls import Use, our_uses
-from tests.npu.ladder.release import EMULATED, VERSIONS, Release, problems
-from tests.npu.ladder.wheel import Wheel
+from tests.npu.compatibility.__main__ import TAG, wheel_file
+from tests.npu.compatibility.calls import Use, our_uses
+from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, problems
+from tests.npu.compatibility.wheel import Wheel
 
 RELEASES = {version: Release.load(version) for version in VERSIONS}
 SCORE = "npu::npu_score"
@@ -22,23 +22,23 @@ MADE = Release("2.13.0", "", "", {
      "torch_npu.npu.NPUGraph().update": "cpu_update_input"})
 
 
-def test_all_our_calls_fit_every_version() -> None:
+def test_our_calls_fit_every_version() -> None:
     wrong = [problem for release in RELEASES.values() for problem in problems(our_uses(), release, RELEASES[EMULATED])]
     assert not wrong
 
 
-def test_the_data_hold_no_more_than_is_used() -> None:
+def test_data_contain_only_used_names() -> None:
     used = {use.path.split(".")[0] if use.path.startswith("npu::") else use.path for use in our_uses()}
     for release in RELEASES.values():
-        assert {*release.operators, *release.python} == used, "run python -m tests.npu.ladder write"
+        assert {*release.operators, *release.python} == used, "run python -m tests.npu.compatibility write"
         assert release.wheel == f"torch_npu-{release.version}-{TAG}.whl"
         assert len(release.sha256) == 64
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_data_are_those_of_the_wheel(version: str) -> None:
+def test_data_equal_wheel(version: str) -> None:
     if not wheel_file(version).exists():
-        pytest.skip(f"{wheel_file(version).name} is not there; python -m tests.npu.ladder check downloads it")
+        pytest.skip(f"{wheel_file(version).name} is not there; python -m tests.npu.compatibility check downloads it")
     assert Release.of(Wheel(wheel_file(version)), (use.path for use in our_uses())) == RELEASES[version]
 
 
@@ -56,7 +56,7 @@ def call(path: str, *positional: str, results: int | None = None, **keywords: st
     Use("a.py:1", "torch_npu.npu.Stream"),
     replace(call("torch_npu.npu.NPUGraph().update", cpu_update_input="list"), keys=("lengths",)),
 ], ids=lambda use: use.path)
-def test_right_calls_pass(use: Use) -> None:
+def test_problems_of_correct_call_are_empty(use: Use) -> None:
     assert problems([call(SCORE, "", layout="str"), use], MADE, MADE) == []
 
 
@@ -87,7 +87,7 @@ def test_right_calls_pass(use: Use) -> None:
     (replace(call("torch_npu.npu.NPUGraph().update", cpu_update_input="list"), keys=("length",)),
      "length is an argument of no operator"),
 ], ids=lambda value: value if isinstance(value, str) else value.path)
-def test_wrong_calls_are_told(use: Use, said: str) -> None:
+def test_problems_of_wrong_call_are_reported(use: Use, said: str) -> None:
     (problem,) = problems([use], MADE, MADE)
     assert problem.startswith(f"a.py:1: {use.path}, torch_npu 2.13.0: ")
     assert said in problem
@@ -106,7 +106,7 @@ def other(schema: str) -> Release:
      call(SCORE, "", layout="", scale=""), "scale takes Optional[float], and float in 2.13.0"),
     (other("npu_score() -> ()"), call("torch_npu.npu.Stream", ""), "priority is 1 by default, and 0 in 2.13.0"),
 ])
-def test_a_version_that_means_another_thing_is_told(release: Release, use: Use, said: str) -> None:
+def test_problems_of_incompatible_version_are_reported(release: Release, use: Use, said: str) -> None:
     (problem,) = problems([use], release, MADE)
     assert said in problem
 
@@ -115,13 +115,13 @@ def test_a_version_that_means_another_thing_is_told(release: Release, use: Use, 
     "npu_score(Tensor query, *, float? scale=1.0, str layout) -> (Tensor, Tensor)",
     "npu_score(Tensor query, *, int[] lengths=[], float scale=1.0, str layout) -> (Tensor, Tensor)",
 ])
-def test_what_is_optional_in_one_version_alone_is_the_same_where_it_is_given(schema: str) -> None:
+def test_problems_ignore_optional_types_of_given_values(schema: str) -> None:
     use = call(SCORE, "", layout="", scale="float", **({"lengths": "list"} if "lengths" in schema else {}))
     assert problems([use], other(schema), MADE) == []
 
 
 def mutants(use: Use) -> list[Use]:
-    """Wrong in one place each."""
+    """Return uses that differ from `use` in one place and are wrong."""
     made = [replace(use, path=use.path.replace("npu_", "npu_no_such_", 1) if "::" in use.path else f"{use.path}_gone")]
     if use.called:
         made.append(replace(use, keywords=(*use.keywords, ("no_such_keyword", ""))))
@@ -133,7 +133,7 @@ def mutants(use: Use) -> list[Use]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_of_our_calls_made_wrong_is_told(version: str) -> None:
+def test_problems_of_mutated_calls_are_reported(version: str) -> None:
     release = RELEASES[version]
     for use in our_uses():
         arguments = release.python.get(use.path) or ""

@@ -1,8 +1,8 @@
-"""What a torch_npu wheel offers, read from the file: nothing of it is installed, imported or run.
+"""Contents of a torch_npu wheel, read from the file: it is not installed, imported or run.
 
-Operators: libtorch_npu.so holds the schema of each as the text that it registers, which is what a call has to fit (the
-wheel's YAML names some arguments differently). The YAML lists them all, so that a schema that cannot be read is an
-error and not an absent operator. Python: signatures, as `ast` sees them in the wheel's sources.
+Operators: libtorch_npu.so holds the text of each schema that it registers, which calls must fit (the wheel's YAML names
+some arguments differently). The YAML lists all operators, so that an unreadable schema is an error and not a missing
+operator. Python: signatures, as `ast` reads them from the wheel's sources.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ LIBRARY = "torch_npu/lib/libtorch_npu.so"
 LISTING = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 SCHEMA = re.compile(rb"(?<=\0)([A-Za-z_][\w.]*)(\([^\0\n]*\) -> [^\0\n]+)(?=\0)")
 NATIVE = "native"
-"""In place of the arguments of what is written in C++, where only the name can be known."""
+"""Replaces the arguments of functions in C++, of which only the name is known."""
 
 
 class WheelError(ValueError):
-    """The file is no wheel of torch_npu that can be read; the message says what is missing."""
+    """The file is not a readable wheel of torch_npu; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A name in the wheel's Python. node: its definition, None if that is native. instance: of the class `node`.
-    bound: a method that has its first argument already."""
+    """Name in the wheel's Python.
+
+    node: its definition; None if it is native.
+    instance: it is an instance of the class `node`.
+    bound: it is a method whose first argument is bound.
+    """
 
     module: str
     node: ast.AST | None
@@ -39,7 +43,7 @@ class Symbol:
 
 
 class Wheel:
-    """Raises WheelError."""
+    """Reader of a wheel. Raises WheelError."""
 
     def __init__(self, file: Path) -> None:
         name = re.fullmatch(r"torch_npu-([\w.]+)-cp\d+-cp\d+-[\w.]+\.whl", file.name)
@@ -49,7 +53,7 @@ class Wheel:
         self._archive = zipfile.ZipFile(file)
         self._names = frozenset(self._archive.namelist())
         self._modules: dict[str, ast.Module] = {}
-        self._ahead: set[tuple[str, str]] = set()  # being looked for, since modules import each other in circles
+        self._ahead: set[tuple[str, str]] = set()  # lookups in progress, since modules import each other in circles
 
     @property
     def sha256(self) -> str:
@@ -62,7 +66,7 @@ class Wheel:
 
     @cached_property
     def operators(self) -> dict[str, list[str]]:
-        """Schemas by the operator's name in the namespace npu, one for each overload: `x.overload(args) -> returns`."""
+        """Return operator name in the namespace npu -> schemas, one per overload: `x.overload(args) -> returns`."""
         listing = self._read(LISTING).decode()
         custom = re.search(r"^custom:\n(.*?)(?=^\w|\Z)", listing, re.MULTILINE | re.DOTALL)
         listed = set(re.findall(r"func: *([\w.]+)\(", custom[1])) if custom else set()
@@ -76,8 +80,11 @@ class Wheel:
         return operators
 
     def signature(self, path: str) -> str | None:
-        """The arguments of `torch_npu.npu.set_device`: "device"; of a class: those that make one. None: there is no
-        such name. A method of an instance is written `torch_npu.npu.Event().record`, and has no self."""
+        """Return the arguments of a Python name, None if it does not exist.
+
+        `torch_npu.npu.set_device` has "device"; a class has the arguments of its constructor. A method of an instance
+        is written `torch_npu.npu.Event().record`, and its arguments exclude self.
+        """
         symbol = self._find(path)
         return None if symbol is None else self._arguments(symbol)
 
@@ -138,11 +145,11 @@ class Wheel:
 
     @cached_property
     def _natives(self) -> frozenset[bytes]:
-        """Every name in the Python bindings' part of the library; a method in C++ is one of these."""
+        """Names in the section of the library with Python bindings, among which are the methods in C++."""
         return frozenset(re.findall(rb"(?<=\0)[A-Za-z_]\w*(?=\0)", self._read(LIBRARY)))
 
     def _in_module(self, module: str, name: str) -> Symbol | None:
-        """As Python would find it: the last definition counts, star imports are looked through, submodules last."""
+        """Look up a name as Python does: the last definition, then star imports, then submodules."""
         if not self._has(module) or (module, name) in self._ahead:
             return None
         self._ahead.add((module, name))
@@ -156,7 +163,7 @@ class Wheel:
             self._ahead.discard((module, name))
 
     def _bound(self, module: str, node: ast.stmt, name: str) -> Symbol | None:
-        """What `name` is after the statement, if that binds it."""
+        """Return what a statement binds `name` to, or None."""
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             return Symbol(module, node)
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
@@ -169,7 +176,7 @@ class Wheel:
         return None
 
     def _value(self, module: str, value: ast.expr) -> Symbol | None:
-        """What an expression at a module's top names, as far as can be told."""
+        """Return the meaning of an expression at the top of a module, as far as it is known."""
         if ast.unparse(value).startswith(("torch.npu.", "torch_npu.")) and not isinstance(value, ast.Call):
             return self._find("torch_npu." + ast.unparse(value).removeprefix("torch_npu.").removeprefix("torch."))
         if isinstance(value, ast.Call):
@@ -202,7 +209,7 @@ class Wheel:
 
 
 def statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Those that run when a module is imported, with the ones under `if`, `try` and `with`."""
+    """Return the statements that run when a module is imported, including those under `if`, `try` and `with`."""
     found: list[ast.stmt] = []
     for node in body:
         found.append(node)

@@ -1,4 +1,4 @@
-"""Our uses of torch_npu: which name, with which arguments, where."""
+"""Uses of torch_npu in our sources: name, arguments, place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.npu.ladder.names import Instance, Names
+from tests.npu.compatibility.names import Instance, Names
 
 ROOT = Path(__file__).parents[3]
 WHOLE = ("torch_npu", "torch_npu.npu", "torch.ops.npu")
@@ -17,15 +17,20 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64",
 
 
 class UnseenCall(ValueError):
-    """A use that cannot be followed in the sources; the message says where, and what would be."""
+    """Use that cannot be resolved from the sources; the message says where it is and how to write it instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """path: as in `names`. positional, keywords: of a call, the kind of each value where that is written out or
-    annotated (int, float, str, bool, None, list, dtype, Tensor; else ""). results: how many values the call must
-    return, exactly if they are unpacked. keys: those of dictionaries that are written out in the arguments. called:
-    False for a name alone."""
+    """Use of a name of torch_npu.
+
+    path: as in `names`.
+    positional, keywords: kinds of a call's arguments if they are literals or annotated (int, float, str, bool, None,
+        list, dtype, Tensor), else "".
+    results: number of values that the call must return, exactly if they are unpacked.
+    keys: of dictionaries written as literals in the arguments.
+    called: False if the name is not called.
+    """
 
     where: str
     path: str
@@ -38,17 +43,17 @@ class Use:
 
 
 def sources(root: Path = ROOT) -> dict[str, Path]:
-    """Module -> file, of all where torch_npu may be used."""
+    """Return module -> file for all files that may use torch_npu."""
     files = {}
-    for room in ("npu", "kernels"):
-        for file in sorted((root / room).rglob("*.py")):
+    for folder in ("npu", "kernels"):
+        for file in sorted((root / folder).rglob("*.py")):
             name = ".".join(["npuserve", *file.relative_to(root).with_suffix("").parts])
             files[name.removesuffix(".__init__")] = file
     return files
 
 
 def uses(files: dict[str, Path], root: Path = ROOT) -> list[Use]:
-    """Of torch_npu in `files`, in their order. Raises UnseenCall."""
+    """Return the uses of torch_npu in `files`, in order. Raises UnseenCall."""
     trees = {name: ast.parse(file.read_text(), str(file)) for name, file in files.items()}
     names = Names(trees)
     return [use for name, tree in trees.items()
@@ -96,7 +101,7 @@ class _File:
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_TEXT
 
     def _by_text(self, node: ast.Call) -> Iterator[Use]:
-        """getattr and its like. What is asked for with a default, or by hasattr, may be absent."""
+        """Yield uses by getattr and similar functions. A name used with a default or in hasattr may be absent."""
         path = self.names.path(node.args[0])
         if path is None or len(node.args) < 2:
             return
@@ -126,7 +131,7 @@ class _File:
                    tuple((name, self._kind(value)) for name, value in keywords), results, unpacked, tuple(keys))
 
     def _keywords(self, call: ast.Call, keywords: Iterable[ast.keyword]) -> Iterator[tuple[str, ast.expr]]:
-        """With those of `**options`, where options is a dict that the function writes out."""
+        """Yield the keywords of a call, with the keys of `**options` if options is a dict literal in the function."""
         for keyword in keywords:
             if keyword.arg is not None:
                 yield keyword.arg, keyword.value
@@ -163,7 +168,7 @@ class _File:
             return "bool" if isinstance(node.op, ast.Not) else self._kind(node.operand)
         if isinstance(node, ast.Compare):
             return "bool"
-        if isinstance(node, ast.Call):  # or what an annotation says
+        if isinstance(node, ast.Call):  # or the annotation's
             made = ast.unparse(node.func).removeprefix("torch.").replace("len", "int")
             return made if made in ("int", "float", "str", "bool", "list", "dtype", "Tensor") else ""
         return "dtype" if ast.unparse(node).removeprefix("torch.") in DTYPES and "torch." in ast.unparse(node) else ""

@@ -1,4 +1,4 @@
-"""Uses of torch_npu are seen in whatever way the sources come to them."""
+"""Detection of uses of torch_npu, in all the forms that sources may take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.ladder.calls import UnseenCall, Use, uses
+from tests.npu.compatibility.calls import UnseenCall, Use, uses
 
 HELPER = """
 def device_api():
@@ -44,14 +44,16 @@ RMS = "npu::npu_rms_norm"
     "class A:\n    @property\n    def api(self):\n        import torch_npu\n        return torch_npu\n"
     "    def f(self):\n        return self.api.npu_rms_norm(x, g, epsilon=eps)",
 ])
-def test_an_operator_is_seen(tmp_path: Path, text: str) -> None:
+def test_uses_find_operator(tmp_path: Path, text: str) -> None:
     found = [use for use in seen(tmp_path, text) if use.called]
     assert [(use.path, use.positional, use.keywords) for use in found] == [(RMS, ("", ""), (("epsilon", ""),))]
 
 
-def test_what_a_base_class_is_given_is_followed_into_it(tmp_path: Path) -> None:
-    """Into another file, and past another class that gives it another module; as an argument of anybody else's it is
-    not seen any more."""
+def test_uses_follow_arguments_into_base_class(tmp_path: Path) -> None:
+    """Arguments are followed into another file, and past another class with another module.
+
+    As an argument of an unknown function the module is no longer followed.
+    """
     base = ("class Base:\n    def __init__(self, streams):\n        self._streams = streams\n"
             "    def f(self):\n        self._streams.synchronize()")
     derived = ("import torch\nfrom npuserve.kernels.helper import Base\nclass A(Base[int]):\n"
@@ -92,11 +94,11 @@ def test_what_a_base_class_is_given_is_followed_into_it(tmp_path: Path) -> None:
      ["npu::npu_fused_infer_attention_score.out"]),
     ("import torch_npu\nif hasattr(torch_npu, 'npu_new'): pass\ngetattr(torch_npu, 'other', None)", []),
 ])
-def test_names_of_python_are_seen(tmp_path: Path, text: str, paths: list[str]) -> None:
+def test_uses_find_python_names(tmp_path: Path, text: str, paths: list[str]) -> None:
     assert [use.path for use in seen(tmp_path, text)] == paths
 
 
-def test_what_is_written_out_is_told(tmp_path: Path) -> None:
+def test_uses_record_literals(tmp_path: Path) -> None:
     text = ("import torch, torch_npu\n"
             "y, rstd = torch_npu.npu_a(x, [1], -1, layout='TND', dtype=torch.int8, mask=None)\n"
             "z = torch_npu.npu_b(x)[0]\ng = torch.npu.NPUGraph()\ng.update(cpu_update_input=[{'lengths': n}])")
@@ -108,7 +110,7 @@ def test_what_is_written_out_is_told(tmp_path: Path) -> None:
     assert a.where == "kernel.py:2"
 
 
-def test_annotations_and_constants_tell_kinds(tmp_path: Path) -> None:
+def test_uses_record_kinds_of_annotations_and_constants(tmp_path: Path) -> None:
     text = ("import torch_npu\nFORMAT = 29\nx = 'text'\n"
             "def f(x: torch.Tensor, eps: float, y, *, keep: bool = True):\n    n, z = len(y), 3\n"
             "    torch_npu.npu_a(x, FORMAT, eps, y, keep, n, z)\n    for z in y: torch_npu.npu_a(z)")
@@ -124,10 +126,10 @@ def test_annotations_and_constants_tell_kinds(tmp_path: Path) -> None:
     "import torch_npu\ndef f(**options):\n    torch_npu.npu_rms_norm(x, **options)",
     "import torch\nrun(api=torch.ops.npu)",
 ])
-def test_what_cannot_be_followed_is_refused(tmp_path: Path, text: str) -> None:
+def test_uses_unresolvable_call_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UnseenCall, match=r"^kernel\.py:\d+: "):
         seen(tmp_path, text)
 
 
-def test_other_names_are_none_of_its_business(tmp_path: Path) -> None:
+def test_uses_ignore_other_names(tmp_path: Path) -> None:
     assert seen(tmp_path, "import torch\nx = torch.zeros(3)\nx.npu_rms_norm()\nother.npu_rms_norm(*args)") == []

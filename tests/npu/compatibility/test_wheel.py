@@ -1,4 +1,4 @@
-"""A wheel made here is read as a published one would be."""
+"""A wheel made by the test is read as a published one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.ladder import __main__ as ladder
-from tests.npu.ladder.calls import Use
-from tests.npu.ladder.release import VERSIONS
-from tests.npu.ladder.wheel import LIBRARY, LISTING, NATIVE, Wheel, WheelError
+from tests.npu.compatibility import __main__ as program
+from tests.npu.compatibility.calls import Use
+from tests.npu.compatibility.release import VERSIONS
+from tests.npu.compatibility.wheel import LIBRARY, LISTING, NATIVE, Wheel, WheelError
 
 SCHEMAS = ("npu_a(Tensor input, *, float eps=1e-06) -> Tensor", "npu_a.out(Tensor input, Tensor(a!) out) -> Tensor(a!)",
            "_npu_b(int n) -> (Tensor, int[])", "wrap_c(Tensor x) -> Tensor")
@@ -56,7 +56,7 @@ class Mode:
 
 
 def make(folder: Path, version: str = "2.13.0", schemas: tuple[str, ...] = SCHEMAS, listing: str = LISTED) -> Path:
-    file = folder / f"torch_npu-{version}-{ladder.TAG}.whl"
+    file = folder / f"torch_npu-{version}-{program.TAG}.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(LIBRARY, b"\x7fELF\0junk(\0native_method\0" + "\0".join(schemas).encode() + b"\0tail -> x\0")
         archive.writestr(LISTING, listing)
@@ -65,7 +65,7 @@ def make(folder: Path, version: str = "2.13.0", schemas: tuple[str, ...] = SCHEM
     return file
 
 
-def test_operators(tmp_path: Path) -> None:
+def test_wheel_operators(tmp_path: Path) -> None:
     wheel = Wheel(make(tmp_path))
     assert wheel.version == "2.13.0"
     assert wheel.operators == {"npu_a": list(SCHEMAS[:2]), "_npu_b": [SCHEMAS[2]]}
@@ -93,18 +93,18 @@ def test_operators(tmp_path: Path) -> None:
     ("torch_npu.npu.no_such_name", None),
     ("torch_npu.no_such_module.name", None),
 ])
-def test_python(tmp_path: Path, path: str, arguments: str | None) -> None:
+def test_wheel_python_signatures(tmp_path: Path, path: str, arguments: str | None) -> None:
     assert Wheel(make(tmp_path)).signature(path) == arguments
 
 
-def test_a_schema_that_cannot_be_read_is_no_absent_operator(tmp_path: Path) -> None:
+def test_wheel_unreadable_schema_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WheelError, match=r"holds no schema of _npu_b$"):
         _ = Wheel(make(tmp_path, schemas=SCHEMAS[:2])).operators
     with pytest.raises(WheelError, match="holds no schema of any operator"):
         _ = Wheel(make(tmp_path, listing="backend: NPU\n")).operators
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_wheel_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "torch_npu-2.13.0-cp311-cp311-any.whl").write_text("text")
     for name in ("torch_npu-2.13.0-cp311-cp311-any.whl", "torch-2.13.0-cp311-cp311-any.whl"):
         with pytest.raises(WheelError, match="is not a wheel of torch_npu"):
@@ -115,22 +115,22 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         _ = Wheel(empty).operators
 
 
-def test_check_fails_on_other_data_and_on_calls_that_do_not_fit(
+def test_check_fails_on_other_data_and_wrong_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NPUSERVE_WHEELS", str(tmp_path))
-    monkeypatch.setattr(ladder, "FOLDER", tmp_path / "versions")
+    monkeypatch.setattr(program, "FOLDER", tmp_path / "versions")
     for version in VERSIONS:
         make(tmp_path, version)
-    monkeypatch.setattr(ladder, "sources", lambda: {"kernel": tmp_path / "kernel.py"})
-    monkeypatch.setattr(ladder, "uses", lambda files: [])
-    assert ladder.main(["check"]) == 1
+    monkeypatch.setattr(program, "sources", lambda: {"kernel": tmp_path / "kernel.py"})
+    monkeypatch.setattr(program, "uses", lambda files: [])
+    assert program.main(["check"]) == 1
     assert "+++ torch_npu-2.14.0" in capsys.readouterr().out
-    assert ladder.main(["write"]) == 0
-    assert ladder.main(["check"]) == 0
+    assert program.main(["write"]) == 0
+    assert program.main(["check"]) == 0
     assert "all fit" in capsys.readouterr().out
     wrong = Use("k.py:1", "npu::npu_a", True, ("",), (("epsilon", ""),))
-    monkeypatch.setattr(ladder, "uses", lambda files: [wrong])
-    assert ladder.main(["write"]) == 1
+    monkeypatch.setattr(program, "uses", lambda files: [wrong])
+    assert program.main(["write"]) == 1
     assert "k.py:1: npu::npu_a, torch_npu 2.14.0: has no argument epsilon" in capsys.readouterr().out
-    assert ladder.main(["now"]) == 2
+    assert program.main(["now"]) == 2

@@ -1,9 +1,10 @@
-"""Which name of torch_npu an expression in our sources means, told from the sources alone.
+"""Resolution of expressions in our sources to names of torch_npu, from the sources alone.
 
-A path is a dotted name: `npu::npu_rms_norm` of an operator, `npu::op.out` of its overload, `torch_npu.npu.set_device`
-of Python's, `torch_npu.npu.Event().record` of an instance's method, `torch_npu.npu.Event()[]` of a list of them. Names
-are followed through imports, assignments, annotations, attributes of our objects, arguments of our functions and what
-these return, in all the files that are given. An attribute is known by its name within a file, whosever it is.
+A path is a dotted name: `npu::npu_rms_norm` for an operator, `npu::op.out` for its overload,
+`torch_npu.npu.set_device` for a Python function, `torch_npu.npu.Event().record` for a method of an instance,
+`torch_npu.npu.Event()[]` for a list of instances. Names are followed through imports, assignments, annotations,
+attributes of our objects, arguments of our functions and their return values, in all given files. An attribute is
+identified by its name within a file, regardless of its object.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field
 SPELLINGS = (("torch.ops.npu.", "npu::"), ("torch.ops.atb.", "atb::"), ("torch.npu.", "torch_npu.npu."),
              ("torch_npu.npu_", "npu::npu_"), ("torch_npu._npu_", "npu::_npu_"))
 MAKES = {f"torch_npu.npu.{name}_stream": "torch_npu.npu.Stream()" for name in ("current", "default")}
-"""What functions of torch_npu return; a class is known by its capital letter."""
+"""Return types of functions of torch_npu; classes are recognized by their capital letter."""
 
 UNKNOWN = ""
-"""In place of a dotted name, of what hides an outer name."""
+"""Replaces a dotted name if a local name hides it."""
 API = ("torch_npu", "torch.ops.npu", "npu::", "atb::")
 
 CONTAINERS = ("list", "tuple", "sorted", "deque", "reversed", "iter")
@@ -26,13 +27,16 @@ FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Instance(ast.Call):
-    """An expression that stands for what is annotated so."""
+    """Expression that stands for an instance of an annotation."""
 
 
 @dataclass(slots=True)
 class Scope:
-    """A module or a function of `module`. names: what each may be bound to; attributes, of any object, with a dot in
-    front and in the module's scope."""
+    """Module, or function of `module`.
+
+    names: values that each name may be bound to.
+    attributes: of any object, with a leading dot, in the module's scope.
+    """
 
     module: str
     parent: Scope | None = None
@@ -50,14 +54,14 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """value: an expression, a function of ours, or a dotted name, as met in `scope`."""
+    """Value in a scope: an expression, a function of ours, or a dotted name."""
 
     value: ast.AST | str
     scope: Scope
 
 
 Meaning = str | Bound | None
-"""A path of torch or torch_npu, a function of ours, or nothing that matters here."""
+"""Path of torch or torch_npu, function of ours, or None for anything else."""
 
 
 def canonical(path: str) -> str:
@@ -68,15 +72,15 @@ def canonical(path: str) -> str:
 
 
 class Names:
-    """trees: by the module's full name."""
+    """Resolver of names. trees: by the module's full name."""
 
     def __init__(self, trees: dict[str, ast.Module]) -> None:
         self.modules = {name: Scope(name) for name in trees}
         self.scopes: dict[ast.AST, Scope] = {}
         self.followed: set[ast.AST] = set()
-        """Arguments that parameters of our functions are bound to."""
-        self._bases: dict[int, list[ast.expr]] = {}  # of the class, by the id of its __init__'s scope
-        self._ahead: set[tuple[int, int]] = set()  # being resolved
+        """Arguments that are bound to parameters of our functions."""
+        self._bases: dict[int, list[ast.expr]] = {}  # base classes, by the id of the scope of __init__
+        self._ahead: set[tuple[int, int]] = set()  # in progress
         self._paths: dict[ast.AST, str | None] = {}
         self._returns: dict[ast.AST, list[ast.expr]] = {}
         for name, tree in trees.items():
@@ -87,7 +91,7 @@ class Names:
                     self._pass(node, self.scopes[node])
 
     def _enter(self, node: ast.AST, scope: Scope) -> None:
-        """Notes what is bound in `node` and below."""
+        """Record the bindings in `node` and its children."""
         self.scopes[node] = scope
         if isinstance(node, FunctionNode):
             inner = self.scopes[node] = Scope(scope.module, scope)
@@ -112,7 +116,7 @@ class Names:
             self._assign(node.target, annotated(node.annotation), scope)
             if node.value:
                 self._assign(node.target, node.value, scope)
-            if isinstance(node.target, ast.Name):  # of a class, perhaps
+            if isinstance(node.target, ast.Name):  # possibly of a class
                 scope.top().bind(f".{node.target.id}", annotated(node.annotation), scope)
         elif isinstance(node, (ast.Assign, ast.NamedExpr)):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -138,7 +142,7 @@ class Names:
                 self._assign(one, ast.Subscript(value, ast.Constant(0)), scope)
 
     def _pass(self, call: ast.Call, scope: Scope) -> None:
-        """Binds the arguments of a function of ours, or the fields of a dataclass."""
+        """Bind the arguments of a function of ours, or the fields of a dataclass."""
         if isinstance(call.func, ast.Name):
             targets, skipped = scope.find(call.func.id), 0
         elif ast.unparse(call.func) == "super().__init__":
@@ -166,7 +170,7 @@ class Names:
                 self.followed.add(value)
 
     def _inherited(self, scope: Scope) -> Iterator[Bound]:
-        """The classes of ours that the class derives from, to whose __init__ the scope belongs."""
+        """Yield our classes that are bases of the class whose __init__ the scope is."""
         for base in self._bases.get(id(scope), []):
             name = base.value if isinstance(base, ast.Subscript) else base
             for bound in scope.find(name.id) if isinstance(name, ast.Name) else []:
@@ -174,7 +178,7 @@ class Names:
                 yield from self.modules[module].names.get(own, []) if module in self.modules else [bound]
 
     def path(self, node: ast.AST) -> str | None:
-        """Of torch_npu, that the expression means."""
+        """Return the path of torch_npu that an expression resolves to, or None."""
         if node not in self._paths:
             found = self._meaning(node, self.scopes[node])
             self._paths[node] = found if isinstance(found, str) and found.startswith(API) else None
@@ -270,7 +274,7 @@ class Names:
 
 
 def annotated(node: ast.expr) -> ast.expr:
-    """An expression that means an instance of the annotation: `X`, `X | None` or `"X"`."""
+    """Return an expression for an instance of the annotation: `X`, `X | None` or `"X"`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return annotated(ast.parse(node.value, mode="eval").body)
     if isinstance(node, ast.BinOp):
@@ -282,7 +286,7 @@ def annotated(node: ast.expr) -> ast.expr:
 
 
 def own(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions in it."""
+    """Yield the nodes of a function without nested functions."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, (*FunctionNode, ast.Lambda)):
             yield child

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantization import Quantization
-from npuserve.npu.quantize.balance import PLACES, Layer, balance, to_int8
+from npuserve.npu.quantize.balance import balance
+from npuserve.npu.quantize.layer import MAPPINGS, Layer, to_int8
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
@@ -35,7 +36,7 @@ def layer_of(model, config: ModelConfig, index: int, dtype: torch.dtype) -> Laye
 
 
 def outlying(kind: str, dtype: torch.dtype = BF16):
-    """A model whose inputs to products have columns that stand out by far, as those of large models have."""
+    """Return a model whose linear inputs have outlier columns, as large models do."""
     model = random_model(kind)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -52,7 +53,7 @@ def outlying(kind: str, dtype: torch.dtype = BF16):
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, int8 ones as what they stand for, by what the file format's own library reads."""
+    """Return all tensors of a checkpoint as read by safetensors; int8 tensors are dequantized."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -66,7 +67,7 @@ def logits(model, ids: list[list[int]]) -> torch.Tensor:
 
 
 def with_rounded_inputs(model):
-    """transformers' model, each linear layer but the LM head with inputs rounded as int8 kernels do it."""
+    """Return transformers' model with inputs of all linear layers but the LM head rounded as int8 kernels do."""
 
     def rounded(_, inputs):
         scale = inputs[0].abs().amax(-1, keepdim=True) / 127
@@ -79,13 +80,13 @@ def with_rounded_inputs(model):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_layer_computes_what_transformers_computes(kind):
+def test_layer_output_equals_transformers(kind):
     model = random_model(kind)
     config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
     ids = sequences(1)
     with torch.inference_mode():
         states = model(torch.tensor(ids), output_hidden_states=True).hidden_states
-        for index in range(config.num_layers - 1):  # transformers norms the last
+        for index in range(config.num_layers - 1):  # transformers applies the final norm to the last
             layer, x = layer_of(model, config, index, torch.float32), states[index][0]
             x = x + layer.attention(x)
             torch.testing.assert_close(x + layer.mlp(x), states[index + 1][0], rtol=1e-4, atol=1e-4)
@@ -93,19 +94,19 @@ def test_a_layer_computes_what_transformers_computes(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-bias", "qwen2", "llama-bias"])
-def test_factors_change_no_number_that_a_layer_computes(kind, dtype):
+def test_balance_does_not_change_layer_output(kind, dtype):
     model = outlying(kind, dtype)
     config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
     layer = layer_of(model, config, 1, dtype)
     before = dict(layer.weights)
     x = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1))
     exact = layer.attention(x), layer.mlp(x)
-    names = {name for place in PLACES for name in (place.before, *place.after) if name.endswith("proj")}
+    names = {name for mapping in MAPPINGS for name in (mapping.before, *mapping.after) if name.endswith("proj")}
     hidden = [x.clone()]
     strengths = balance(layer, hidden, names, strength=0.5)
-    assert strengths == dict.fromkeys((place.before for place in PLACES), 0.5)
-    for place in PLACES:
-        assert not torch.equal(layer.weights[f"{place.before}.weight"], before[f"{place.before}.weight"])
+    assert strengths == dict.fromkeys((mapping.before for mapping in MAPPINGS), 0.5)
+    for mapping in MAPPINGS:
+        assert not torch.equal(layer.weights[f"{mapping.before}.weight"], before[f"{mapping.before}.weight"])
     for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         assert torch.equal(layer.weights[norm].to(dtype).float(), layer.weights[norm])
     for made, was in zip((layer.attention(x), layer.mlp(x)), exact, strict=True):
@@ -114,7 +115,7 @@ def test_factors_change_no_number_that_a_layer_computes(kind, dtype):
     torch.testing.assert_close(hidden[0], x + layer.mlp(x), rtol=1e-3, atol=1e-2)
 
 
-def test_a_place_is_balanced_only_where_both_of_its_sides_are_int8():
+def test_balance_only_mappings_with_int8_on_both_sides():
     model = outlying("qwen3")
     config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
     x = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -128,7 +129,7 @@ def test_a_place_is_balanced_only_where_both_of_its_sides_are_int8():
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32), st.floats(1e-3, 1e3),
        st.sampled_from([torch.float32, BF16, torch.float16]))
-def test_rows_are_rounded_to_the_nearest_of_127_steps(n, k, seed, size, dtype):
+def test_to_int8_rounds_rows_to_nearest(n, k, seed, size, dtype):
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * size
     weight[0] = 0
     values, scale = to_int8(weight, dtype)
@@ -143,8 +144,8 @@ def test_rows_are_rounded_to_the_nearest_of_127_steps(n, k, seed, size, dtype):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_is_written_stands_for_the_model(tmp_path, kind):
-    """Without rounded inputs the balanced model is the model, but for the rounding of its weights."""
+def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
+    """Without rounded inputs the balanced model equals the model except for the rounding of its weights."""
     model = outlying(kind)
     folder = saved(model, tmp_path / "model", max_shard_size="20KB")
     (folder / "tokenizer.json").write_text('{"a": "tokenizer"}')
@@ -185,7 +186,7 @@ def test_what_is_written_stands_for_the_model(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
-def test_balancing_mends_what_rounding_breaks(tmp_path, kind):
+def test_balance_reduces_quantization_error(tmp_path, kind):
     model = outlying(kind)
     folder, ids = saved(model, tmp_path / "model"), sequences(4, seed=1)
     exact, errors = logits(model.float(), ids), {}
@@ -205,14 +206,14 @@ def test_balancing_mends_what_rounding_breaks(tmp_path, kind):
         tmp_path / "rounded" / "model.safetensors").read_bytes()
 
 
-def test_the_search_finds_factors_where_they_help_and_none_where_they_do_not(tmp_path):
+def test_balance_search_chooses_strength_only_if_it_helps(tmp_path):
     folder = saved(outlying("llama"), tmp_path / "model")
     strengths = quantize_checkpoint(folder, tmp_path / "out", sequences()).strengths
     assert len(strengths) == 3
     assert all(found["input_layernorm"] >= 0.4 and found["post_attention_layernorm"] >= 0.4 for found in strengths)
 
 
-def test_ignored_layers_stay_as_they_are(tmp_path):
+def test_quantize_checkpoint_keeps_ignored_layers(tmp_path):
     model = outlying("qwen3-untied")
     folder = saved(model, tmp_path / "model")
     ignore = ["model.layers.1.mlp.down_proj", r"re:model\.layers\.2\."]
@@ -246,16 +247,16 @@ def _spoil(folder: Path, **changes: torch.Tensor | None) -> None:
     (lambda f: _spoil(f, layers__0__mlp__up_proj=None), {}, "model.layers.0.mlp.up_proj.weight is missing"),
     (lambda f: _spoil(f, layers__1__input_layernorm=torch.ones(31)), {},
      r"input_layernorm.weight is \[31\] instead of \[32\]"),
-    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "model.norm.weight is I8; what is quantized"),
+    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "model.norm.weight is I8; supported are"),
     (lambda f: _spoil(f, layers__2__mlp__up_proj=torch.full((48, 32), torch.nan)), {}, "up_proj.weight.* not finite"),
-    (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a whole safetensors file"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a complete safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
     (lambda f: None, {"ignore": ["model.layers.7.mlp.up_proj"]}, r"names no linear layer; .* like model\.layers\.0\."),
-    (lambda f: None, {"ignore": ["re:.*("]}, "no regular expression"),
+    (lambda f: None, {"ignore": ["re:.*("]}, "is not a regular expression"),
     (lambda f: None, {"ignore": ["re:.*q_proj"]}, "q_proj and .*k_proj are quantized in different ways"),
     (lambda f: None, {"ignore": ["Linear"]}, "nothing to quantize"),
 ])
-def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(tmp_path, spoil, arguments, message):
+def test_quantize_checkpoint_refusal_leaves_no_files(tmp_path, spoil, arguments, message):
     folder = saved(random_model("llama"), tmp_path / "model")
     spoil(folder)
     with pytest.raises(ModelError, match=message):
@@ -263,7 +264,7 @@ def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(tmp_path, spoil
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_quantized_model_is_not_quantized_again(tmp_path):
+def test_quantize_checkpoint_of_quantized_model_is_refused(tmp_path):
     folder = saved(random_model("llama"), tmp_path / "model")
     quantize_checkpoint(folder, tmp_path / "out")
     with pytest.raises(ModelError, match="is quantized already"):
@@ -272,7 +273,7 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path):
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("trouble", ["interrupted", "at the last", "full at once", "full later"])
-def test_whatever_goes_wrong_there_is_never_half_a_checkpoint(tmp_path, monkeypatch, trouble, there):
+def test_quantize_checkpoint_error_leaves_no_partial_output(tmp_path, monkeypatch, trouble, there):
     folder = saved(random_model("llama"), tmp_path / "model")
     out = tmp_path / "out"
     if there:

@@ -1,10 +1,10 @@
-"""The version ladder beside the published wheels, each read and not installed.
+"""Compatibility data of torch_npu versions, compared with the published wheels, which are read and not installed.
 
-    python -m tests.npu.ladder check    the data in versions/ are what the wheels have, and all our calls fit them
-    python -m tests.npu.ladder write    makes that data, after a name of torch_npu is used for the first time
+    python -m tests.npu.compatibility check    the data in versions/ equal the wheels', and all our calls fit them
+    python -m tests.npu.compatibility write    writes the data, after a name of torch_npu is used for the first time
 
-Wheels that are not in the folder $NPUSERVE_WHEELS (by default npuserve/wheels in the user's cache) are downloaded into
-it by pip, some 42 MB each. Run it in the repository's folder.
+Wheels that are not in the folder $NPUSERVE_WHEELS (default: npuserve/wheels in the user's cache) are downloaded to it
+by pip, about 42 MB each. Run it in the repository's root.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.npu.ladder.calls import Use, sources, uses
-from tests.npu.ladder.release import EMULATED, FOLDER, VERSIONS, Release, problems
-from tests.npu.ladder.wheel import Wheel
+from tests.npu.compatibility.calls import Use, sources, uses
+from tests.npu.compatibility.release import EMULATED, FOLDER, VERSIONS, Release, problems
+from tests.npu.compatibility.wheel import Wheel
 
 TAG = "cp311-cp311-manylinux_2_28_x86_64"
 
@@ -32,7 +32,7 @@ def wheel_file(version: str) -> Path:
 
 
 def fetch(version: str) -> Wheel:
-    """Raises CalledProcessError where pip cannot have it."""
+    """Download a wheel unless it is present. Raises CalledProcessError if pip cannot."""
     if not wheel_file(version).exists():
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
                         "--implementation=cp", "--python-version=3.11", "--abi=cp311",

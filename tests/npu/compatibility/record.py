@@ -1,8 +1,8 @@
-"""Every operator that our kernels call on the emulated device, with its arguments, and what CANN is asked for it.
+"""Record of the operators that our kernels call on the emulated device: arguments, and functions of CANN.
 
-    TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m tests.npu.ladder.record     prints it as JSON
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m tests.npu.compatibility.record     prints it as JSON
 
-In a process of its own, since the emulator stands in for CANN from the import of torch_npu on.
+It runs in a process of its own, since the emulator replaces CANN when torch_npu is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,20 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 WORKSPACE = "GetWorkspaceSize"
 RULE = re.compile(r"\[[a-z0-9_]+\.[a-z0-9_]+; .*\]")
-"""How the emulator names the constraint that forbids a call."""
+"""Constraint that forbids a call, as the emulator names it."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """operators: by path, as in `names`, or aten::... operators of plain torch. kernels: by ours, those that it calls.
-    failed: a kernel's case -> why it did not run, which is no documented constraint of the device; or a kernel, none of
-    whose cases ran. emulated: what the emulator's library says of itself. registered: the schemas of npu:: that torch's
-    dispatcher has."""
+    """Operators and kernels.
+
+    operators: by path as in `names`, or aten::... for operators of plain torch.
+    kernels: our kernels -> operators that they call.
+    failed: case of a kernel -> why it did not run, other than a documented constraint of the device; or a kernel none
+        of whose cases ran.
+    emulated: description of the emulator's library.
+    registered: schemas of npu:: in torch's dispatcher.
+    """
 
     operators: dict[str, Calls] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
@@ -40,7 +45,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Calls:
-    """aclnn: functions of CANN that ran for it. calls: (kinds of the positional arguments, of those by keyword)."""
+    """Calls of an operator. aclnn: functions of CANN that ran. calls: (kinds of positional, of keyword arguments)."""
 
     aclnn: list[str] = field(default_factory=list)
     calls: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
@@ -51,24 +56,11 @@ def kind(value: Any) -> str:
     return {"NoneType": "None", "Parameter": "Tensor", "tuple": "list", "device": "str"}.get(name, name)
 
 
-def record() -> Recorded:
-    """Needs torch_npu, and a process that has not imported it."""
-    from npuserve.npu import emulator
-
-    emulator.activate(relax=("small_heads",))
-    import torch
+def _recorder(found: Recorded, synchronize: Callable[[], None]) -> Any:
+    """Return a dispatch mode that adds the operators called by a kernel to `found`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from npuserve.kernels import ascend
-    from npuserve.kernels.quantized import with_levels
-    from npuserve.kernels.registry import KERNELS, Implementation
-
-    synchronize = ascend.torch_npu.npu.synchronize  # which imports torch_npu
-    found = Recorded()
-    table = ctypes.CDLL(None).emuOperators  # of libopapi, that the emulator has loaded
-    table.restype = ctypes.c_char_p
-    found.emulated = json.loads(table())
-    found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
+    from npuserve.npu import emulator
 
     class Recorder(TorchDispatchMode):
         def __init__(self, kernel: str, only: str = "") -> None:
@@ -93,34 +85,60 @@ def record() -> Recorded:
                 self.called.append(func.name())
             return result
 
-    for name, kernel in KERNELS.items():
+    return Recorder
+
+
+def record() -> Recorded:
+    """Run all kernels' cases. Needs torch_npu, and a process that has not imported it."""
+    from npuserve.npu import emulator
+
+    emulator.activate(relax=("small_heads",))
+    import torch
+
+    from npuserve.kernels import ascend
+    from npuserve.kernels.quantized import with_levels
+    from npuserve.kernels.registry import KERNELS, Implementation, Kernel
+
+    synchronize = ascend.torch_npu.npu.synchronize  # imports torch_npu
+    found = Recorded()
+    table = ctypes.CDLL(None).emuOperators  # of libopapi, which the emulator has loaded
+    table.restype = ctypes.c_char_p
+    found.emulated = json.loads(table())
+    found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
+
+    recorder = _recorder(found, synchronize)
+
+    def run(name: str, kernel: Kernel[Any, Any]) -> None:
         golden = Implementation(kernel.golden, ascend.to_device, ascend.to_host)
         served = kernel.implementations.get(ascend.LABEL, golden)
         refused: dict[str, str] = {}
-        for case in kernel.cases:
-            if case.benchmark or case.int8_cache or case.zeros:
-                continue
+        cases = [case for case in kernel.cases if not (case.benchmark or case.int8_cache or case.zeros)]
+        for case in cases:
             args = with_levels(case, ascend.LEVELS).make(torch.Generator().manual_seed(0), torch.bfloat16)
             try:
-                with Recorder(name, "npu::"):
+                with recorder(name, "npu::"):
                     args = served.adapt(args)
-                with Recorder(name):
+                with recorder(name):
                     served.function(*args)
-                with Recorder(name, "npu::"):
+                with recorder(name, "npu::"):
                     served.restore(args)
                 synchronize()
             except RuntimeError as error:
                 text = " ".join(str(error).split())
                 (refused if RULE.search(text) else found.failed)[f"{name}, {case.name}"] = text
-        if len(refused) == sum(not (case.benchmark or case.int8_cache or case.zeros) for case in kernel.cases):
+        if len(refused) == len(cases):
             found.failed |= refused
+
+    for name, kernel in KERNELS.items():
+        run(name, kernel)
     return found
 
 
 def recorded() -> Recorded:
-    """`record` in another process. Raises RuntimeError with what that said."""
-    done = subprocess.run([sys.executable, "-m", "tests.npu.ladder.record"], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    """Run `record` in another process. Raises RuntimeError with its output if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.npu.compatibility.record"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     data = json.loads(done.stdout.splitlines()[-1])

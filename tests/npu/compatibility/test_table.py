@@ -1,4 +1,4 @@
-"""What runs on the emulated device is what the sources show, and the page about it is of today."""
+"""Operators that run on the emulated device equal those found in the sources, and their page is up to date."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from tests.npu.ladder.calls import Use, our_uses
-from tests.npu.ladder.record import Calls, Recorded, recorded
-from tests.npu.ladder.release import EMULATED, VERSIONS, Release, operator, problems
-from tests.npu.ladder.table import PAGE, page
+from tests.npu.compatibility.calls import Use, our_uses
+from tests.npu.compatibility.record import Calls, Recorded, recorded
+from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, operator, problems
+from tests.npu.compatibility.table import PAGE, page
 
 RELEASES = [Release.load(version) for version in VERSIONS]
 
@@ -22,14 +22,14 @@ def run() -> Recorded:
     return recorded()
 
 
-def test_every_kernel_runs_and_is_emulated(run: Recorded) -> None:
+def test_record_every_kernel_runs_emulated(run: Recorded) -> None:
     assert not run.failed
     asked = {name for calls in run.operators.values() for name in calls.aclnn}
     assert asked <= set(run.emulated["operators"])
     assert len(asked) > 20
 
 
-def test_what_was_read_from_the_wheel_is_what_torch_npu_registers(run: Recorded) -> None:
+def test_record_schemas_equal_wheel(run: Recorded) -> None:
     (release,) = (release for release in RELEASES if release.version == EMULATED)
     assert release.operators
     for name, texts in release.operators.items():
@@ -37,15 +37,15 @@ def test_what_was_read_from_the_wheel_is_what_torch_npu_registers(run: Recorded)
         assert {str(torch._C.parse_schema(f"npu::{text}")) for text in texts} == registered
 
 
-def test_no_operator_runs_that_the_sources_do_not_show(run: Recorded) -> None:
+def test_record_operators_are_found_in_sources(run: Recorded) -> None:
     seen = {operator(use.path) for use in our_uses()}
     ran = {operator(path) for path in run.operators if path.startswith("npu::")}
     assert ran <= seen
     assert {"npu::npu_rms_norm", "npu::npu_swiglu"} <= ran
 
 
-def test_what_ran_fits_every_version(run: Recorded) -> None:
-    """With the types of all arguments, whether they are written out or not."""
+def test_record_calls_fit_every_version(run: Recorded) -> None:
+    """The types of all arguments are checked, literal or not."""
     found = [Use("a run:0", path, True, tuple(positional), tuple(keywords.items()))
              for path, calls in run.operators.items() if path.startswith("npu::")
              for positional, keywords in calls.calls]
@@ -54,13 +54,13 @@ def test_what_ran_fits_every_version(run: Recorded) -> None:
     assert not [problem for release in RELEASES for problem in problems(found, release, emulated)]
 
 
-def test_the_page_is_what_the_sources_make(run: Recorded) -> None:
+def test_page_is_up_to_date(run: Recorded) -> None:
     new = page(our_uses(), run, RELEASES)
-    assert PAGE.read_text() == new, "run python -m tests.npu.ladder.table --write"
+    assert PAGE.read_text() == new, "run python -m tests.npu.compatibility.table --write"
 
 
-def test_the_page_tells_what_is_missing() -> None:
-    """An operator that one version lacks, that was never run and has no constraint."""
+def test_page_shows_missing_values() -> None:
+    """An operator is missing in one version, was never run and has no constraint."""
     schema = "npu_x(Tensor x) -> Tensor"
     has, lacks = (Release(version, "", "", {"npu::npu_x": texts}, {"torch_npu.npu.y": arguments})
                   for version, texts, arguments in (("2.13.0", [schema], ""), ("2.14.0", [], None)))

@@ -1,7 +1,7 @@
-"""What a released version of torch_npu has of the names that we use, and whether our calls fit it.
+"""Schemas and signatures of the names that we use in a released version of torch_npu, and whether our calls fit them.
 
-The folder `versions` holds it as data, so that the tests need no wheel; `python -m tests.npu.ladder` makes the data
-from the wheels and compares it with them.
+The folder `versions` holds them as data, so that the tests need no wheel; `python -m tests.npu.compatibility` writes
+the data from the wheels and compares it with them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from typing import Any
 
 import torch
 
-from tests.npu.ladder.calls import Use
-from tests.npu.ladder.wheel import NATIVE, Wheel
+from tests.npu.compatibility.calls import Use
+from tests.npu.compatibility.wheel import NATIVE, Wheel
 
 VERSIONS = ("2.10.0.post4", "2.13.0", "2.14.0")
-"""The one that vllm-ascend pins, ours, and the one after it."""
+"""The version pinned by vllm-ascend, ours, and the next one."""
 EMULATED = "2.13.0"
-"""Our calls run against this one on the emulator, so here its types and defaults are the measure for the others."""
+"""Version on which our calls run on the emulator: the types and defaults of the others are compared with it."""
 FOLDER = Path(__file__).parent / "versions"
 ACCEPTED = {
     "int": {"int", "dtype"}, "float": {"float", "int"}, "str": {"str"}, "bool": {"bool"},
     "number": {"float", "int", "bool"}, "Tensor": {"Tensor"}, "Device": {"str"}, "List": {"list"}}
-"""By a schema's type, the kinds of values that may be written out for it."""
+"""Type in a schema -> kinds of literals that may be passed for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """operators: schemas by path, none where the version has no such operator. python: arguments by path, as in
-    `Wheel.signature`; null where there is no such name."""
+    """Names in a released version.
+
+    operators: schemas by path; empty if the version lacks the operator.
+    python: arguments by path as in `Wheel.signature`; None if the version lacks the name.
+    """
 
     version: str
     wheel: str
@@ -61,14 +64,14 @@ class Release:
 
 
 def operator(path: str) -> str:
-    """Without the overload."""
+    """Return the path without the overload."""
     return path.split(".")[0]
 
 
 def problems(
     uses: Sequence[Use], release: Release, emulated: Release, among: Sequence[Use] | None = None
 ) -> list[str]:
-    """Why our uses do not fit a release, each as one line; none if they do. among: all of ours, if `uses` are not."""
+    """Return why our uses do not fit a release, one line each. among: all our uses, if `uses` are only some."""
     found = []
     called = {operator(use.path) for use in among or uses}
     arguments = {a.name for name, texts in release.operators.items() if name in called
@@ -89,7 +92,7 @@ def problems(
 def _operator(use: Use, release: Release, emulated: Release) -> list[str]:
     name = operator(use.path)
     if name not in release.operators:
-        return ["is not in the data: run python -m tests.npu.ladder write"]
+        return ["is not in the data: run python -m tests.npu.compatibility write"]
     schemas = [torch._C.parse_schema(text) for text in release.operators[name]]
     if overload := use.path.partition(".")[2]:
         schemas = [s for s in schemas if (s.overload_name or "default") == overload]
@@ -103,7 +106,7 @@ def _operator(use: Use, release: Release, emulated: Release) -> list[str]:
 
 
 def _fit(use: Use, schema: Any, reference: Any) -> list[str]:
-    """Why a call does not fit one schema."""
+    """Return why a call does not fit one schema."""
     found = []
     ordered = [a for a in schema.arguments if not a.kwarg_only]
     if len(use.positional) > len(ordered):
@@ -133,7 +136,7 @@ def _fit(use: Use, schema: Any, reference: Any) -> list[str]:
 
 
 def _alike(ours: str, theirs: str, kind: str) -> bool:
-    """True for types that mean the same of what is given: a value that is there is none of an optional's absence."""
+    """Return True if two types are equivalent for the given kind; for a value that is not None, optional or not."""
     if kind in ("", "None"):
         return ours == theirs
     return _present(ours) == _present(theirs)
@@ -144,7 +147,7 @@ def _present(argument: str) -> str:
 
 
 def _takes(argument: str, kind: str) -> bool:
-    """argument: a type as a schema has it, "Optional[List[int]]"."""
+    """Return True if a schema's type, such as "Optional[List[int]]", accepts the kind."""
     optional = argument.startswith("Optional[")
     if kind in ("", "None"):
         return kind == "" or optional
@@ -154,7 +157,7 @@ def _takes(argument: str, kind: str) -> bool:
 
 def _python(use: Use, release: Release, emulated: Release) -> list[str]:
     if use.path not in release.python:
-        return ["is not in the data: run python -m tests.npu.ladder write"]
+        return ["is not in the data: run python -m tests.npu.compatibility write"]
     arguments, reference = release.python[use.path], emulated.python.get(use.path)
     if arguments is None:
         return ["there is no such name"]
@@ -172,7 +175,7 @@ def _python(use: Use, release: Release, emulated: Release) -> list[str]:
 
 
 def signature(arguments: str) -> inspect.Signature:
-    """Of "device=None, *, priority=0"; a default is its text."""
+    """Parse arguments such as "device=None, *, priority=0"; a default is its text."""
     node = ast.parse(f"def f({arguments}): pass").body[0]
     assert isinstance(node, ast.FunctionDef)
     a, kinds = node.args, inspect.Parameter

@@ -1,0 +1,52 @@
+"""CUDA backend on Triton's interpreter and the substitute for torch.cuda: what differs from the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from npuserve.kernels import triton
+from npuserve.npu.backends import backend_class, register_emulated
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.cuda import emulated
+from npuserve.npu.backends.cuda.backend import CudaBackend
+
+log = logging.getLogger(__name__)
+
+
+class EmulatedCuda(CudaBackend):
+    """CUDA backend whose tensors and kernels are on the CPU."""
+
+    compiles = False
+    pinned = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._record = emulated.record
+
+    @classmethod
+    def unavailable(cls) -> str:
+        return ""
+
+    def open_device(self) -> tuple[Any, torch.device]:
+        return emulated, torch.device("cpu")
+
+
+def emulate(relax: Sequence[str] = ()) -> None:
+    """Emulate CUDA for the rest of the process. relax: must be empty.
+
+    Raises BackendError if triton is not installed.
+    """
+    if relax:
+        raise BackendError(
+            f"emulate_relax: {', '.join(relax)}: {CudaBackend.name} takes none, it has nothing to relax")
+    try:
+        triton.interpret()
+    except ImportError as error:
+        raise BackendError(f"emulate: {error}: pip install npuserve[cuda]") from error
+    if backend_class(CudaBackend.name) is not EmulatedCuda:
+        log.warning("emulated CUDA: proves calls and numbers, not speed")
+    register_emulated(EmulatedCuda)

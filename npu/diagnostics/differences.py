@@ -1,0 +1,39 @@
+"""Differences between the results of a kernel and of its golden function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.bench.measure import QUANTIZED
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest correct `relative_of`: a few roundings of the dtype."""
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the largest correct `relative_of` for a dtype; 1 for quantized integers, 0 for other integers."""
+    return TOLERANCE[dtype] if dtype.is_floating_point else float(dtype in QUANTIZED)
+
+
+def difference_of(got: Tensor, want: Tensor) -> float:
+    """Return the largest absolute difference."""
+    if not want.numel():
+        return 0.0
+    return float(torch.where(got == want, 0.0, (got.double() - want.double()).abs()).max())
+
+
+def relative_of(got: Tensor, want: Tensor) -> float:
+    """Return the largest difference relative to magnitude plus root mean square of the row.
+
+    For integers return the fraction that differs, for quantized integers the largest difference.
+    """
+    if not want.numel():
+        return 0.0
+    if want.dtype in QUANTIZED:
+        return difference_of(got, want)
+    if not want.is_floating_point():
+        return float((got != want).double().mean())
+    wide = want.double()
+    size = wide.abs() + wide.square().mean(-1, keepdim=True).sqrt()
+    return float(torch.where(got == want, 0.0, (got.double() - wide).abs() / size).max())

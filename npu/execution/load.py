@@ -1,0 +1,100 @@
+"""Loading of a model into a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from npuserve.kernels.native.choice import AUTO, Wanted
+from npuserve.kernels.registry import Observe
+from npuserve.npu.backends import select, select_prefill
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.execution.kv_cache import block_bytes
+from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.execution.shared_weights import SharedMemory, describe
+from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.progress import Progress
+from npuserve.npu.model.storage import choose_kernels
+
+
+def load_runner(
+    folder: Path | str,
+    *,
+    backend: str = "auto",
+    dtype: str = "auto",
+    max_model_len: int = 0,
+    block_size: int = 0,
+    kv_cache_dtype: str = "auto",
+    kv_cache_memory: int = 0,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    kernel_sampling: int = 0,
+    observe: Observe | None = None,
+    threads: int = 0,
+    emulate: Sequence[str] | None = None,
+    decode_buckets: Sequence[int] = (),
+    prefill_device: str = "same",
+    lm_head_dtype: HeadDtype = "auto",
+    int8_levels: float = 0,
+    progress: Progress | None = None,
+    memory: SharedMemory | None = None,
+    cpu: Wanted = AUTO,
+) -> Runner:
+    """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
+
+    backend, emulate: as for `select`.
+    decode_buckets, int8_levels: of `Backend`.
+    prefill_device: as for `select_prefill`.
+    lm_head_dtype: of `ModelConfig`.
+    kernel_sampling, observe: of `Runner`.
+    progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
+    memory: memory file that the weights are placed in or already lie in, if the backend supports it.
+    cpu: requested CPU kernels.
+
+    Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
+    """
+    device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels)
+    config = ModelConfig.from_folder(folder, lm_head_dtype)
+    chosen = choose_kernels(config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), (device, host), cpu)
+    memory = None if host else memory
+    left = memory.plan(Path(folder)) if memory else None
+    with device.sharing(memory.file, filled=left is not None) if memory else nullcontext(False) as shared:
+        plan = left if shared and left else predict(
+            config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, prefill=host)
+        if plan is not left:
+            plan.require_fit()
+        made: torch.dtype = getattr(torch, plan.dtype)
+        weights = load_weights(folder, config, made, device, progress, loaded=plan is left)
+    if weights.unplanned_bytes:
+        cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
+        plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))
+        plan.require_fit()
+    return Runner(
+        device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+        kernel_sampling=kernel_sampling, observe=observe,
+        prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
+        leaves=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None, cpu_kernels=chosen)
+
+
+def _devices(
+    backend: str, emulate: Sequence[str] | None, prefill_device: str, threads: int, decode_buckets: Sequence[int],
+    int8_levels: float,
+) -> tuple[Backend, Backend | None]:
+    """Start and configure the device and, if prompts are computed on the host, the host's backend."""
+    device = select(backend, emulate)
+    device.set_threads(threads)
+    device.decode_buckets = tuple(decode_buckets)
+    device.int8_levels = int8_levels or device.int8_levels
+    host = select_prefill(prefill_device, device)
+    if host:
+        host.set_threads(threads)
+        host.int8_levels = device.int8_levels
+    return device, host

@@ -1,0 +1,238 @@
+"""Allocation of a model's weights, and the targets that the checkpoint's tensors are written to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.native.packed import Matrix, write
+from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, quantize
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.storage import StoredMatrix, linears, tables
+from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
+from npuserve.npu.quantization import W8A8
+
+FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
+"""Names of dtypes in safetensors."""
+
+ROUNDED_AT_ONCE = 1 << 17
+"""Numbers rounded to int8 at a time, so that intermediate values stay in the processor's cache."""
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Destination of a tensor of the checkpoint.
+
+    put: takes a row and the tensor's rows from there on; raises ValueError for invalid numbers.
+    shapes: that the tensor may have; it is reshaped to the first.
+    nbytes: of the stored form.
+    dtypes: that the tensor may have.
+    required: the checkpoint must contain it.
+    """
+
+    put: Callable[[int, Tensor], None]
+    shapes: tuple[tuple[int, ...], ...]
+    nbytes: int
+    dtypes: tuple[str, ...] = FLOATS
+    required: bool = True
+
+
+Targets = dict[str, Target]
+"""Tensor name of the checkpoint -> target."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """Static input scheme of a fused layer, and the checkpoint's values for its parts.
+
+    scales: [parts] float32.
+    zeros: [parts] int32; 0 without zero points.
+    """
+
+    scheme: Scheme
+    scales: Tensor
+    zeros: Tensor
+
+    def merge(self) -> bool:
+        """Set the scheme to the range of all parts, as vLLM does (compressed_tensors_w8a8_int8).
+
+        Return True if the parts differ.
+        """
+        assert self.scheme.scale is not None
+        agree = len(set(zip(self.scales.tolist(), self.zeros.tolist(), strict=True))) == 1
+        scale, zero = self.scales[:1], self.zeros[:1]
+        if not agree and self.scheme.zero is None:
+            scale = self.scales.amax().reshape(1)
+        elif not agree:
+            least, most = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
+            scale = ((most.amax() - least.amin()) / 255).reshape(1)
+            zero = (-128 - least.amin() / scale).round().int()
+        self.scheme.scale.copy_(scale)
+        if self.scheme.zero is not None:
+            self.scheme.zero.copy_(zero)
+        return not agree
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Uninitialized weights of a model, and the targets that fill them.
+
+    After the targets are filled, merge the static inputs and call `ModelWeights.finish`.
+    """
+
+    weights: ModelWeights
+    targets: Targets
+    static: list[StaticInputs] = field(default_factory=list)
+
+
+def allocate(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> Allocation:
+    """Allocate the weights of a model. Raises ModelError for a quantization that is not supported."""
+    allocator = _Allocator(config, dtype, backend)
+    return Allocation(allocator.model(), allocator.targets, allocator.static)
+
+
+class _Allocator:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: Backend):
+        self._config, self._dtype, self._backend = config, dtype, backend
+        self.targets: Targets = {}
+        self.static: list[StaticInputs] = []
+
+    def model(self) -> ModelWeights:
+        c = self._config
+        embedding, *head = map(self._linear, tables(c, self._backend.vocabulary_tile))
+        return ModelWeights(
+            embedding.weight, tuple(map(self._layer, range(c.num_layers))), self._vector("model.norm", c.hidden_size),
+            head[0] if head else embedding)
+
+    def _layer(self, index: int) -> LayerWeights:
+        c, prefix = self._config, f"model.layers.{index}"
+        qkv, o, gate_up, down = linears(c, index)
+        return LayerWeights(
+            input_norm=self._vector(f"{prefix}.input_layernorm", c.hidden_size),
+            qkv=self._linear(qkv),
+            q_norm=self._vector(f"{prefix}.self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+            k_norm=self._vector(f"{prefix}.self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+            o=self._linear(o),
+            post_norm=self._vector(f"{prefix}.post_attention_layernorm", c.hidden_size),
+            gate_up=self._linear(gate_up),
+            down=self._linear(down),
+        )
+
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self._backend.empty((size,), dtype)
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        made = self._empty(size, self._dtype)
+        self.targets[f"{name}.weight"] = Target(partial(_put, made, 0), ((size,),), made.nbytes)
+        return made
+
+    def _linear(self, stored: StoredMatrix) -> Linear:
+        dtype = self._dtype
+        weight: Weight = self._int8(stored, stored.scheme) if stored.scheme else self._backend.weight(
+            stored.rows, stored.inputs, dtype)
+        bias = self._empty(stored.rows, dtype) if stored.biased else None
+        put, dtypes, itemsize = (
+            (partial(_put, weight), FLOATS, dtype.itemsize) if not isinstance(weight, Int8Weight) else
+            (partial(_put_rounded, weight), FLOATS, 1) if stored.rounded else (partial(_put_int8, weight), INT8, 1))
+        first = 0
+        for name, rows in stored.parts.items():
+            shape = (rows, stored.inputs)
+            self.targets[f"{name}.weight"] = Target(partial(put, first), (shape,), math.prod(shape) * itemsize, dtypes)
+            if bias is not None:
+                self.targets[f"{name}.bias"] = Target(partial(_put, bias, first), ((rows,),), rows * dtype.itemsize)
+            first += rows
+        return Linear(weight, bias)
+
+    def _int8(self, stored: StoredMatrix, scheme: W8A8) -> Int8Weight:
+        inputs = Scheme(symmetric=scheme.symmetric_inputs, levels=self._backend.int8_levels)
+        if not scheme.dynamic:
+            zero = None if scheme.symmetric_inputs else self._empty(1, torch.int32)
+            inputs = Scheme(self._empty(1, torch.float32), zero, scheme.symmetric_inputs)
+        n = stored.rows
+        weight = Int8Weight(
+            self._backend.weight(n, stored.inputs, torch.int8), self._empty(n, torch.float32),
+            None if scheme.symmetric else self._empty(n, torch.int32), self._empty(n, torch.int32), inputs,
+            self._dtype)
+        if not stored.rounded:
+            self.targets.update(_scale_targets(stored.parts, scheme, weight))
+        if not scheme.dynamic:
+            of_parts = StaticInputs(inputs, torch.empty(len(stored.parts)), torch.zeros(len(stored.parts)).int())
+            self.targets.update(_input_targets(stored.parts, of_parts))
+            self.static.append(of_parts)
+        return weight
+
+
+_ONE = ((1,), (), (1, 1))
+"""Shapes of a single number."""
+
+
+def _scale_targets(parts: Mapping[str, int], scheme: W8A8, weight: Int8Weight) -> Targets:
+    targets: Targets = {}
+    first = 0
+    for name, rows in parts.items():
+        part, shapes = slice(first, first + rows), ((rows,), (rows, 1)) if scheme.per_channel else _ONE
+
+        def into(numbers: Tensor, part: slice = part) -> Tensor:
+            return numbers[part] if scheme.per_channel else numbers[part].unsqueeze(0)
+
+        targets[f"{name}.weight_scale"] = Target(partial(_put_scales, into(weight.scale)), shapes, 4 * rows)
+        targets[f"{name}.weight_zero_point"] = _zero_target(None if weight.zero is None else into(weight.zero), shapes)
+        first += rows
+    return targets
+
+
+def _input_targets(parts: Mapping[str, int], static: StaticInputs) -> Targets:
+    targets: Targets = {}
+    for index, name in enumerate(parts):
+        scale, zero = (numbers[index : index + 1] for numbers in (static.scales, static.zeros))
+        targets[f"{name}.input_scale"] = Target(partial(_put_scales, scale), _ONE, scale.nbytes)
+        targets[f"{name}.input_zero_point"] = _zero_target(None if static.scheme.zero is None else zero, _ONE)
+    return targets
+
+
+def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...]) -> Target:
+    """Return the target of zero points. into: None for a symmetric scheme; some checkpoints contain zeros even then."""
+    if into is None:
+        return Target(_put_no_zeros, shapes, 0, INTEGERS, required=False)
+    return Target(partial(_put_zeros, into), shapes, into.nbytes, INTEGERS)
+
+
+def _put(matrix: Matrix, first: int, row: int, piece: Tensor) -> None:
+    write(matrix, first + row, piece)
+
+
+def _put_int8(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
+    begin = first + row
+    write(weight.values, begin, piece)
+    weight.sums[begin : begin + len(piece)] = piece.sum(dim=1, dtype=torch.int32)
+
+
+def _put_rounded(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
+    begin = first + row
+    for rows in piece.split(max(1, ROUNDED_AT_ONCE // piece.shape[1])):
+        made = quantize(rows.float(), Scheme(levels=127))
+        _put_int8(weight, begin, 0, made.values)
+        weight.scale[begin : begin + len(rows)] = made.scale
+        begin += len(rows)
+
+
+def _put_scales(into: Tensor, row: int, piece: Tensor) -> None:
+    if not bool((piece.isfinite() & (piece > 0)).all()):
+        raise ValueError("scales must be numbers above 0")
+    into[row : row + len(piece)] = piece
+
+
+def _put_zeros(into: Tensor, row: int, piece: Tensor) -> None:
+    if bool(((piece < -128) | (piece > 127)).any()):
+        raise ValueError("zero points must be in [-128, 127]")
+    into[row : row + len(piece)] = piece
+
+
+def _put_no_zeros(row: int, piece: Tensor) -> None:
+    if bool(piece.any()):
+        raise ValueError("is not 0, though config.json says that the quantization is symmetric")

@@ -1,0 +1,81 @@
+"""Files of a model's folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from npuserve.npu.model.config_json import ModelError
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of a Git LFS pointer (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+
+MAX_LISTED = 3
+"""Maximum number of names listed in an error message."""
+
+
+def check_downloaded(files: Iterable[Path]) -> None:
+    """Raise ModelError for the first file that is a Git LFS pointer, the placeholder of a file not downloaded."""
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        except OSError:
+            continue  # the reader of the file reports the error
+        if pointer:
+            raise ModelError(
+                f"{path}: is a Git LFS pointer, not the file itself; download it with: git -C {path.parent} lfs pull")
+
+
+def check_links(folder: Path) -> None:
+    """Raise ModelError for the first file of a model's folder that is a symbolic link to outside the folder.
+
+    A file of a snapshot in the Hugging Face cache may be a link into the blobs of its repository:
+    models--ORG--NAME/snapshots/REVISION/FILE -> models--ORG--NAME/blobs/HASH. The folder itself may be a link.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed, repository = [root], root.parent.parent
+    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
+        allowed.append(repository / "blobs")
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+        target = Path(os.path.realpath(path))  # unlike resolve(), it accepts circular links
+        if not any(target.is_relative_to(root) for root in allowed):
+            raise ModelError(f"{path}: is a symbolic link to {target}; a model's file must lie in its folder "
+                             f"({' or '.join(map(str, allowed))}): put a copy or a hard link there")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return model.safetensors, or the shards that model.safetensors.index.json names.
+
+    Raises ModelError if they are absent, or if `check_links` refuses a file of the folder.
+    """
+    check_links(folder)
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        check_downloaded([single])
+        return [single]
+    if not index.is_file():
+        message = f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            message += f"; {pickled[0]} is pickled, which can run code as it is read: convert it to safetensors"
+        raise ModelError(message)
+    check_downloaded([index])
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index}: must be a JSON object whose weight_map names a file for each tensor") from None
+    absent = [str(name) for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if absent:
+        raise ModelError(f"{index}: names files that are not in the folder: {listed(absent)}")
+    files = [folder / name for name in names]
+    check_downloaded(files)
+    return files
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, joined, and the number of further names."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

@@ -1,0 +1,134 @@
+"""Storage plan of a model: its matrices as they are stored, and their bytes, before any is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, Wanted
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.quantization import W8A8
+
+MAX_INPUTS = 1 << 15
+"""Maximum K of an int8 weight, so that the sums of its products fit an int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """Linear weight or embedding table as it is stored.
+
+    parts: tensors of the checkpoint, name -> rows, stacked in this order and followed by `padding` rows.
+    inputs: K.
+    scheme: of an int8 matrix; None for floats.
+    rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
+    """
+
+    parts: dict[str, int]
+    inputs: int
+    padding: int = 0
+    biased: bool = False
+    scheme: W8A8 | None = None
+    rounded: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts.values()) + self.padding
+
+    def nbytes(self, dtype: torch.dtype, backend: Backend) -> int:
+        """Return the bytes of the matrix and its bias of `dtype`."""
+        bias = self.rows * dtype.itemsize if self.biased else 0
+        if (s := self.scheme) is None:
+            return bias + backend.weight_bytes(self.rows, self.inputs, dtype)
+        of_inputs = 0 if s.dynamic else 4 if s.symmetric_inputs else 8
+        return bias + backend.weight_bytes(self.rows, self.inputs, torch.int8) + of_inputs + self.rows * (
+            8 if s.symmetric else 12)
+
+
+def linears(config: ModelConfig, index: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix, StoredMatrix]:
+    """Return a layer's qkv, o, gate_up and down. Raises ModelError if the parts of a matrix have different schemes."""
+    c = config
+    attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
+
+    def stored(prefix: str, parts: dict[str, int], inputs: int, biased: bool) -> StoredMatrix:
+        parts = {prefix + name: rows for name, rows in parts.items()}
+        return StoredMatrix(parts, inputs, biased=biased, scheme=_scheme(c, parts, inputs))
+
+    return (
+        stored(attention, {"q_proj": c.q_size, "k_proj": c.kv_size, "v_proj": c.kv_size}, c.hidden_size, c.qkv_bias),
+        stored(attention, {"o_proj": c.hidden_size}, c.q_size, c.o_bias),
+        stored(mlp, {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias),
+        stored(mlp, {"down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+    )
+
+
+def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
+    """Return the embedding and, unless it is tied, the LM head."""
+    c = config
+    padding = c.padded_vocabulary(vocabulary_tile) - c.vocab_size
+    requested = W8A8() if c.lm_head_dtype == "int8" else None
+
+    embedding, head = ({name: c.vocab_size} for name in ("model.embed_tokens", "lm_head"))
+    if c.tie_word_embeddings:
+        return [StoredMatrix(embedding, c.hidden_size, padding, scheme=requested, rounded=bool(requested))]
+    stored = _scheme(c, head, c.hidden_size)
+    return [StoredMatrix(embedding, c.hidden_size, padding),
+            StoredMatrix(head, c.hidden_size, padding, scheme=stored or requested,
+                         rounded=bool(requested and not stored))]
+
+
+def _scheme(config: ModelConfig, parts: dict[str, int], inputs: int) -> W8A8 | None:
+    if config.quantization is None:
+        return None
+    found = {name: config.quantization.of(name) for name in parts}
+    (first, scheme), *others = found.items()
+    for name, other in others:
+        if other != scheme:
+            raise ModelError(
+                f"config.json: quantization_config: {first} and {name} are quantized in different ways ({scheme}, "
+                f"{other}); supported: one way for all of {', '.join(n.rpartition('.')[2] for n in parts)}")
+    if scheme and inputs > MAX_INPUTS:
+        raise ModelError(
+            f"config.json: quantization_config: {first} has {inputs} inputs; supported: up to {MAX_INPUTS} in int8")
+    return scheme
+
+
+def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+    """Return the bytes that `allocate` takes."""
+    c = config
+    matrices = [*tables(c, backend.vocabulary_tile), *(w for i in range(c.num_layers) for w in linears(c, i))]
+    norms = c.num_layers * (2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)) + c.hidden_size
+    return norms * dtype.itemsize + sum(matrix.nbytes(dtype, backend) for matrix in matrices)
+
+
+def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+    """Return the part of `stored_bytes` that a step reads: all but an embedding that is not tied to the LM head."""
+    embedding, *head = tables(config, backend.vocabulary_tile)
+    return stored_bytes(config, dtype, backend) - (embedding.nbytes(dtype, backend) if head else 0)
+
+
+def compared_inputs(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return K of the weights on which the forms of bfloat16 weights are compared; 0 for no comparison.
+
+    It is K of the first layer's largest weight, or of the LM head if the layers are int8. There is no comparison if the
+    weights that can become compact take less than `choice.SMALL_BYTES`.
+    """
+    head = tables(config, 1)[-1]
+    layers = [weight for i in range(config.num_layers) for weight in linears(config, i)]
+    able = [w for w in (*layers, head) if w.scheme is None and w.inputs % 8 == 0]
+    if dtype != torch.bfloat16 or sum(w.rows * w.inputs * dtype.itemsize for w in able) < SMALL_BYTES:
+        return 0
+    return max((w for w in linears(config, 0) if w in able), key=lambda w: w.rows * w.inputs, default=head).inputs
+
+
+def choose_kernels(config: ModelConfig, dtype: torch.dtype, backends: Iterable[Backend | None], wanted: Wanted
+                   ) -> CpuKernels | None:
+    """Choose the CPU kernels on the first backend that uses any (`Backend.choose_kernels`); None if none does.
+
+    dtype: of activations.
+    """
+    inputs = compared_inputs(config, dtype)
+    found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
+    return next((kernels for kernels in found if kernels), None)
