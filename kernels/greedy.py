@@ -1,4 +1,4 @@
-"""The likeliest token."""
+"""Argmax of the logits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _case(rows: int, vocabulary: int, padding: int, benchmark: bool = False) -> 
 
 @kernel("greedy", cases=[_case(1, 7, 0), _case(5, 101, 27), *(_case(r, 151936, 0, True) for r in (1, 8, 32))])
 def greedy(logits: Tensor, vocabulary: int) -> Tensor:
-    """logits [R, Vp] -> ids [R, 1] int64, below `vocabulary`.
+    """Return the argmax of logits [R, Vp] over the first `vocabulary` ids: ids [R, 1] int64.
 
-    The smallest of the ids with the largest logit. NaN counts as minus infinity; a row of nothing else gives 0.
+    Of equal logits the smallest id is taken. NaN counts as minus infinity; a row of minus infinity gives 0.
     """
     real = logits[:, :vocabulary]
     return real.masked_fill(real.isnan(), -torch.inf).argmax(dim=-1, keepdim=True)

@@ -1,9 +1,9 @@
-// The tile registers of AMX: eight, each of up to 16 rows of 64 bytes.
+// Tile registers of AMX: eight registers of up to 16 rows of 64 bytes.
 //
-// tile_dot multiplies 16 rows of x by 16 columns of a panel, over 16 words of K, and adds the products to 16 x 16 sums.
-// Intel's manual (TDPBF16PS) defines the order of the additions of bfloat16. Products of even places are summed, and
-// those of odd places. Both sums are then added to the accumulator. Each addition is rounded to float32, and denormal
-// numbers are 0. The sums of a row depend on no other row.
+// tile_dot multiplies 16 rows of x by 16 columns of a panel over 16 words of K, and adds the products to 16 x 16 sums.
+// Intel's manual (TDPBF16PS) defines the order of the bfloat16 additions: even and odd products are summed separately,
+// then both sums are added to the accumulator. Each addition is rounded to float32, and denormal numbers are 0. The
+// sums of a row do not depend on other rows.
 #pragma once
 
 #include <type_traits>
@@ -16,8 +16,8 @@ namespace npuserve {
 namespace NPUSERVE_ISA {
 
 constexpr int TILE_ROWS = 16;
-constexpr int64_t TILE_WORDS = 16;           // words along K that a product takes at once
-constexpr int64_t TILE_BYTES = 64 * TILE_WORDS;  // of a panel's words
+constexpr int64_t TILE_WORDS = 16;           // words along K of one tile product
+constexpr int64_t TILE_BYTES = 64 * TILE_WORDS;  // bytes of a panel's words in a tile
 
 // Calls function(std::integral_constant<int, i>) for 0 <= i < N.
 template <int N, class Function>
@@ -26,9 +26,9 @@ INLINE void each(const Function &function) {
     function(std::integral_constant<int, N - 1>());
 }
 
-// Tiles 0 to 3 are sums, 4 and 5 hold rows of x, all six of `rows` rows; 6 and 7 hold words of panels. Tiles 5 and 7
-// hold `words` words of each row and panel, the others 16. The registers are released at the end, so that the system has
-// nothing of them to keep when it switches threads.
+// Configuration of the tile registers. Tiles 0 to 3 are sums, 4 and 5 hold rows of x, each of these with `rows` rows;
+// 6 and 7 hold words of panels. Tiles 5 and 7 hold `words` words of each row and panel, the others 16. The registers
+// are released at the end, so that a thread switch does not save them.
 class TileRegisters {
   public:
     explicit TileRegisters(int rows, int words = TILE_WORDS) {
@@ -47,7 +47,7 @@ class TileRegisters {
     TileRegisters &operator=(const TileRegisters &) = delete;
 };
 
-// T is the number of a register. The assembler's own names, since the compilers' intrinsics take no template parameters.
+// T is the number of a register. Inline assembly, since the compilers' intrinsics take no template parameters.
 template <int T>
 INLINE void tile_zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(T));
@@ -61,7 +61,7 @@ INLINE void tile_store(void *to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(T) : "memory");
 }
 
-// True if products of Dot are made by tiles.
+// True if the products of Dot use tiles.
 template <class Dot>
 constexpr bool BY_TILES = false;
 template <>

@@ -1,7 +1,7 @@
-// Products of attention by the tile registers of AMX, straight from the blocks of a cache of bfloat16.
+// Products of attention by AMX tile registers, read directly from the blocks of a bfloat16 cache.
 //
-// A panel of keys is a tile of 16 tokens for every 32 numbers of the head. The values of 32 tokens, at multiples of 32 in
-// the split, are a tile for every 16 numbers of the head.
+// A panel of keys is one tile of 16 tokens for every 32 numbers of the head. The values of 32 tokens, at multiples of
+// 32 in the split, are one tile for every 16 numbers of the head.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// The products of an item's rows with a split. USED is false for a cache that has none.
+// Products of an item's rows with one split. USED is false for caches without tiles.
 template <class C>
 struct AttentionTiles {
     static constexpr bool USED = false;
@@ -29,16 +29,16 @@ class AttentionTiles<PlainCache<BFloat16>> {
 
   public:
     static constexpr bool USED = true;
-    static constexpr int64_t TOKENS = 32;              // of a tile of values
-    static constexpr int64_t PADDING = TILE_ROWS - 1;  // rows beyond the last, of which the numbers may be any
-    // Of the room for values that are copied.
+    static constexpr int64_t TOKENS = 32;              // tokens of a tile of values
+    static constexpr int64_t PADDING = TILE_ROWS - 1;  // rows past the last one; they may hold any numbers
+    // Size of the buffer for copied values.
     static int64_t bytes(const Shape &s) { return SPLIT / 2 * s.value_stride<C>(); }
 
     AttentionTiles(const Shape &s, int64_t rows)
         : s(s), height(std::min<int64_t>(rows, TILE_ROWS)),
           registers(int(height), int(s.dim % 32 ? s.dim % 32 / 2 : TILE_WORDS)) {}
 
-    // scores[row][token] = q . k for the tokens of `runs`; of rows [from, count), each as far as they see.
+    // scores[row][token] = q . k for the tokens of `runs` and rows [from, count), for the tokens visible to each row.
     void scores(const uint16_t *q, const Run *keys, int64_t runs, int64_t from, int64_t count, const Seen &seen,
                 float *scores) const {
         const char *panels[SPLIT_PANELS];
@@ -58,8 +58,8 @@ class AttentionTiles<PlainCache<BFloat16>> {
         }
     }
 
-    // The values of the tokens in `runs`, as tiles. A tile is read where it lies. If two blocks share it, or if the tokens
-    // end within it, it is a copy in `room`, filled up with zeros. Returns the number of tiles.
+    // Returns the number of tiles of the values in `runs`, whose addresses go to `tiles`. A tile is read in place. If
+    // two blocks share it or the tokens end within it, it is copied to `room` and padded with zeros.
     int64_t values(const Run *runs, int64_t count, char *room, const char **tiles) const {
         int64_t stride = s.value_stride<C>(), made = 0;
         int64_t tokens = runs[count - 1].first + runs[count - 1].tokens;
@@ -83,7 +83,7 @@ class AttentionTiles<PlainCache<BFloat16>> {
         return made;
     }
 
-    // sums[row] = weights . v over the tiles that the row sees. Weights of tokens that it does not see are 0.
+    // sums[row] = weights . v over the tiles visible to the row. Weights of tokens that it does not see are 0.
     void weighted(const uint16_t *weights, const char *const *tiles, int64_t made, int64_t from, int64_t count,
                   const Seen &seen, float *sums) const {
         int64_t panels = s.padded_dim / LANES;

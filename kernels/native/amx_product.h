@@ -1,4 +1,4 @@
-// Products with weights in panels by the tile registers of AMX: the work of one unit, as product.h has it for vectors.
+// Products with weights in panels by AMX tile registers: the work of one unit. product.h is the same for vectors.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Prefetches `lines` cache lines of each run at each step into the second cache. A step's lines begin `stride` bytes after
-// the previous step's.
+// Prefetches `lines` cache lines of each run at each step into the second-level cache. The lines of a step begin
+// `stride` bytes after those of the previous step.
 template <int P>
 struct Fetch {
     const char *const *runs;
@@ -25,11 +25,11 @@ struct Fetch {
     }
 };
 
-// Expands the words of the next step while the current step is multiplied. The ring `to` holds `kept` steps.
+// Expands the words of the next step while the current step is multiplied. The ring buffer `to` holds `kept` steps.
 template <class Panels, int P>
 struct ExpandNext {
     const char *const *panels;
-    int64_t words, begin, end, kept;  // words of a panel; the steps that are expanded
+    int64_t words, begin, end, kept;  // words of a panel; first and last step to expand; steps in the ring buffer
     char *to;                         // [P][kept][TILE_BYTES]
     INLINE void expand(int64_t step) const {
         for (int p = 0; p < P; p++)
@@ -69,7 +69,7 @@ __attribute__((noinline)) void product_of_tiles(const char *const (&x)[2], int64
     each<R * P>([&](auto i) __attribute__((always_inline)) { tile_store<i>(sums[i / P] + i % P * 64, P * 64); });
 }
 
-// How tiles take panels: a step's words as they are, or copied and filled up with zeros where K ends within a step.
+// Access to the panels of plain weights: a step's words in place, or copied and padded with zeros if K ends within it.
 template <class Dot>
 struct PlainSteps {
     static constexpr bool EXPANDS = false;
@@ -82,7 +82,7 @@ struct PlainSteps {
 template <class Panels>
 struct StepsOf : PlainSteps<typename Panels::Dot> {};
 
-// Memory of a unit of tiles, in this order.
+// Layout of the memory of a unit of tiles, in this order.
 template <class Of>
 struct TileRoom {
     typedef typename Of::Dot Dot;
@@ -102,18 +102,18 @@ struct TileRoom {
         steps = ceil_div(k, NUMBERS);
         block = alone ? steps : std::min(BLOCK, steps);
         x = pads ? split.rows_per_unit * steps * 64 : 0;
-        // Otherwise all panels of the unit pass a block before the next, so that their part of x stays in the cache.
+        // Otherwise all panels of the unit take one block before the next, so that their part of x stays in the cache.
         span = split.rows_per_unit * steps * 64 <= MOST_X ? split.tile_panels : split.panels_per_unit;
         panels = !expands ? 0 : split.tile_panels * (alone ? 2 : block) * TILE_BYTES;
         accumulators = ceil_div<int64_t>(split.rows_per_unit, TILE_ROWS) * TILE_ROWS * span * 64;
     }
     int64_t bytes() const { return x + panels + accumulators; }
 
-    static constexpr int64_t BLOCK = 16;        // two panels' stay in the first cache while rows pass
-    static constexpr int64_t MOST_X = 1 << 20;  // bytes of x that stay in the second cache while all panels pass
+    static constexpr int64_t BLOCK = 16;        // steps; two panels stay in the first-level cache for all rows
+    static constexpr int64_t MOST_X = 1 << 20;  // bytes of x that stay in the second-level cache for all panels
 };
 
-// As Unit of product.h.
+// Work of a unit, as Unit of product.h.
 template <class Of, class Take>
 struct TileUnit {
     typedef typename Of::Dot Dot;
@@ -128,8 +128,8 @@ struct TileUnit {
     TileRoom<Of> room;
     char *x_copy, *expanded, *acc;
     int64_t k, words, row, rows, first, end, later;
-    int64_t tiles;  // of rows
-    int height;     // of each
+    int64_t tiles;  // tiles of rows
+    int height;     // rows of each tile
 
     TileUnit(const Call &call, const Split &split, int64_t unit, const Take &take, char *memory)
         : call(call), split(split), take(take), room(call, split), x_copy(memory), expanded(memory + room.x),
@@ -170,15 +170,15 @@ struct TileUnit {
         }
     }
 
-    // The first row of a tile: the last tile begins earlier than it would, if it were not full otherwise. Its rows that
-    // the tile before has too get the same sums there.
+    // The first row of a tile. The last tile begins earlier if it would not be full otherwise. Rows that it shares with
+    // the tile before get the same sums.
     int64_t begin_of(int64_t tile) const { return std::min<int64_t>(tile * TILE_ROWS, rows - height); }
-    // The sums of a tile of rows and of the `panels` panels from one on, which lie together.
+    // The sums of a tile of rows and of `panels` adjacent panels from `panel` on.
     char *acc_of(int64_t panel, int64_t from, int64_t panels, int64_t tile) const {
         return acc + ((panel - from) * tiles + tile * panels) * TILE_ROWS * 64;
     }
 
-    // A block of P panels, which meets all rows of the unit. begin: its first step. [from, to): panels of the span.
+    // Multiplies a block of P panels by all rows of the unit. begin: first step. [from, to): panels of the span.
     template <int P>
     INLINE void block(int64_t begin, int64_t panel, int64_t from, int64_t to) const {
         int64_t steps = std::min(room.block, room.steps - begin);
@@ -196,7 +196,7 @@ struct TileUnit {
             for (int p = 0; p < P; p++) soon[p] = panels[p] + AHEAD;
             meet<P>(begin, steps, panel, from, 0, panels, Fetch<P>{soon, TILE_BYTES / 64, TILE_BYTES});
         } else {
-            // While rows meet this block, the next one is fetched.
+            // The next block is fetched while rows are multiplied by this one.
             int64_t following = panel + 2, next = begin;
             if (following >= to) following = from, next += room.block;
             if (next >= room.steps) following = to < end ? to : later, next = 0;
@@ -212,7 +212,7 @@ struct TileUnit {
         }
     }
 
-    // The rows of a pair of tiles, or of the last tile alone, meet the words of P panels.
+    // Multiplies a pair of tiles of rows, or the last tile alone, by P panels.
     template <int P, class Feed>
     INLINE void meet(int64_t begin, int64_t steps, int64_t panel, int64_t from, int64_t tile,
                      const char *const (&panels)[P], const Feed &feed) const {
@@ -226,7 +226,7 @@ struct TileUnit {
             product_of_tiles<Dot, 1, P>(x, stride, panels, steps, begin == 0, sums, feed);
     }
 
-    // The outputs of two panels in a few rows are stored together, since they share lines of memory.
+    // The outputs of two panels are stored together for a few rows, since they share cache lines.
     INLINE void put(int64_t panel, int64_t from, int64_t to) const {
         constexpr int64_t TOGETHER = 4;
         int p = int(std::min<int64_t>(2, to - panel));

@@ -1,22 +1,22 @@
 // Attention over the paged KV cache.
 //
-// Per layer, with w numbers to a word (cache.h) and Dp the head's size rounded up to 16:
+// Layout per layer, with w numbers to a word (cache.h) and Dp the head's size rounded up to 16:
 //     keys    [blocks, Hkv, block_size / 16, D / w, 16, w]     words along the head, panels of 16 along the tokens
 //     values  [blocks, Hkv, block_size / w, Dp, w]             words along tokens, panels along the head
-//     scales  [blocks, Hkv, block_size] bfloat16               of the keys and of the values, where they are int8
+//     scales  [blocks, Hkv, block_size] bfloat16               of keys and of values, in an int8 cache
 //
-// int8 meets queries and weights in int16, each row by a scale of its own, and sums are exact: the error is that of the
-// cache.
+// An int8 cache is multiplied by queries and weights in int16, each row with its own scale. Sums are exact, so the
+// error is only that of the cache.
 //
-// A query's context is cut into splits of SPLIT tokens at absolute positions. Each split is computed from nothing
-// (scores, largest, weights, weighted sum) and merged into the whole in ascending order. One query at a time or many,
-// one thread or many: the same numbers meet in the same order.
+// A query's context is cut into splits of SPLIT tokens at absolute positions. Each split is computed independently
+// (scores, largest score, weights, weighted sum) and merged into the total in ascending order. The order of additions
+// does not depend on the number of queries or threads.
 //
 //   attention        p: q [T, Hq, D], keys, values, block_tables [R, stride] int32, context_lens [R] int32,
 //                       cu_seqlens_q [R + 1] int32, out [T, Hq D], plan [R + 2] int32, partial float32
-//                    n: T, R at most, Hq, Hkv, D, block_size, stride, items that partial holds   f: scale
-//   attention_int8   also p: scales of the keys, scales of the values
-//   attention_merge  the same, of either; the pointers before context_lens and after partial are null
+//                    n: T, maximum R, Hq, Hkv, D, block_size, stride, capacity of partial in items   f: scale
+//   attention_int8   p: as attention, then scales of the keys, scales of the values
+//   attention_merge  as attention or attention_int8; the pointers before context_lens and after partial are null
 #include <algorithm>
 
 #include "amx_attention.h"
@@ -36,26 +36,26 @@ struct Attention {
     static constexpr int64_t PER_WORD = C::PER_WORD;
     static constexpr float LOG2E = 1.44269504f;
 
-    // exp2 of a score less the largest one.
+    // 2**x, where x is a score minus the largest score.
     static INLINE F power(F x) {
         x = max(x, set1(-127.0f));
         F whole = nearest(x);
         return exp2_of(whole, x - whole);
     }
 
-    // What a unit works on, in this thread's scratch.
+    // Memory of a unit in this thread's scratch.
     struct Work {
         X *q;             // [rows, D]
         X *weights;       // [rows, SPLIT]
         float *scores;    // [rows, SPLIT]
-        float *sum;       // [rows, Dp] of a split
-        float *total;     // [rows, Dp] of the splits so far
+        float *sum;       // [rows, Dp] of one split
+        float *total;     // [rows, Dp] of all splits so far
         float *largest, *mass, *total_largest, *total_mass;  // [rows]
         float *q_scales, *weight_scales;                     // [rows]
         float *value_scales;   // [SPLIT]
         uint32_t *last_word;   // [Dp]
         uint16_t *key_scales;  // [SPLIT], of gathered keys
-        char *room;            // of gathered keys or values, or of copied values
+        char *room;            // gathered keys or values, or copied values
 
         explicit Work(const Shape &s) {
             int64_t rows = s.item_queries * s.group + (GATHERS ? MOST_PADDING : Amx::PADDING), size = int64_t(sizeof(X));
@@ -66,7 +66,7 @@ struct Attention {
             take(q, rows * s.dim + 64 / size);
             take(scores, rows * SPLIT);
             if constexpr (GATHERS && sizeof(X) == sizeof(float))
-                weights = scores;  // each score's place becomes that of its weight
+                weights = scores;  // a weight overwrites its score
             else
                 take(weights, rows * SPLIT);
             for (float **made : {&sum, &total}) take(*made, rows * s.padded_dim);
@@ -78,7 +78,7 @@ struct Attention {
             take(room, copied);
         }
 
-        // Rows that fill up the last tile are 0.
+        // Sets the padding rows of the last tile to 0.
         void pad(const Shape &s, int64_t count) const {
             std::memset(static_cast<void *>(q + count * s.dim), 0, size_t(MOST_PADDING * s.dim) * sizeof(X));
             std::memset(static_cast<void *>(weights + count * SPLIT), 0, size_t(MOST_PADDING * SPLIT) * sizeof(X));
@@ -101,16 +101,16 @@ struct Attention {
         return items * s.kv_heads * (s.cut(items, call.threads) ? s.most_splits(rows) : 1);
     }
 
-    // What a unit works on: splits [split, end) of an item, for the queries of a head of keys.
+    // Work of a unit: splits [split, end) of an item, for the queries of one key-value head.
     struct Part {
         int64_t items;
         bool cut;
         int64_t splits, index, head;
         Item item;
-        int64_t last, split, end;  // last: the context of the last query
+        int64_t last, split, end;  // last: context of the last query
 
-        // Items of one head follow each other, for they share its keys and values. The last ones of a prompt have the
-        // most to do: they come first. Splits go through the heads, whose blocks are neighbours.
+        // Items of one head are adjacent, since they share its keys and values. The last items of a prompt have the
+        // most work and come first. If items are cut by splits, units of adjacent heads are adjacent.
         Part(const Shape &s, int64_t rows, int threads, int64_t unit)
             : items(s.plan()[rows]), cut(s.cut(items, threads)), splits(cut ? s.most_splits(rows) : 1),
               index(items - 1 - (cut ? unit / s.kv_heads / splits : unit % items)),
@@ -119,7 +119,7 @@ struct Attention {
               end(cut ? split + 1 : ceil_div(last, SPLIT)) {}
         bool empty() const { return split * SPLIT >= last; }
         int64_t units(const Shape &s) const { return items * s.kv_heads * splits; }
-        // The first keys of a split.
+        // The first keys of a split, to prefetch.
         Ahead keys(const Shape &s, int64_t split) const {
             int64_t token = split * SPLIT;
             int64_t tokens = std::min({SPLIT, s.block_size - token % s.block_size, last - token});
@@ -144,11 +144,11 @@ struct Attention {
         Amx tiles(s, count);
         bool first = !part.cut;
         for (int64_t split = part.split; split < part.end; split++) {
-            int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // rows before see nothing
+            int64_t from = std::max<int64_t>(0, split * SPLIT - item.position) * s.group;  // earlier rows see no token
             Ahead after;
             if (split + 1 < part.end) {
                 after = part.keys(s, split + 1);
-            } else if (count <= FEW && following < part.units(s)) {  // what this thread most likely goes on with
+            } else if (count <= FEW && following < part.units(s)) {  // the most likely next unit of this thread
                 Part next(s, rows, call.threads, following);
                 if (!next.empty()) after = next.keys(s, next.split);
             }
@@ -173,7 +173,7 @@ struct Attention {
                 part.head * s.group + i % s.group);
     }
 
-    // sum, largest and mass of rows [from, count) over one split.
+    // Computes sum, largest and mass of rows [from, count) over one split.
     static void attend(const Shape &s, const Work &work, const Amx &tiles, const Item &item, int64_t head, int64_t split, int64_t from,
                        int64_t count, const Ahead &after, float *sum, float *largest_of, float *mass_of) {
         int64_t begin = split * SPLIT, tokens = std::min(SPLIT, item.position + count / s.group - begin);
@@ -193,13 +193,13 @@ struct Attention {
             token += here;
         }
         if (whole < tokens) {
-            // Half of the last word belongs to no token yet and may hold anything.
+            // The second half of the last word belongs to no token and may hold any number.
             const char *word = s.value<C>(item.row, head, begin + whole);
             for (int64_t d = 0; d < s.padded_dim; d++) work.last_word[d] = word_at(word + d * 4) & 0xFFFF;
             values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole, nullptr};
         }
         Seen seen{item.position + from / s.group + 1 - begin, s.group, tokens};
-        // So few rows wait for memory: while they meet a block, what they meet next is fetched.
+        // Few rows are bound by memory: the next operands are fetched while a block is multiplied.
         bool few = count - from <= FEW;
         Ahead none;
         if constexpr (Amx::USED)
@@ -244,14 +244,14 @@ struct Attention {
         float *to = sum + from * s.padded_dim;
         if (GATHERS && !few)
             return gathered_weighted(s, work, values, value_runs, item, head, begin + SPLIT, from, count, to, seen);
-        int64_t step = few ? 1 : value_runs;  // a block at a time, or all in registers
+        int64_t step = few ? 1 : value_runs;  // one block at a time, or all of them in registers
         for (int64_t i = 0; i < value_runs; i += step)
             weighted<Dot, Tiles, PER_WORD>(
                 s, work, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES, from, count, to,
                 seen, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
     }
 
-    // The same of many rows. Meanwhile the values of the split are fetched.
+    // Scores of many rows over gathered keys. The values of the split are prefetched meanwhile.
     static void gathered_scores(const Shape &s, const Work &work, const Run *keys, int64_t runs, const Run *values,
                                 int64_t value_runs, int64_t from, int64_t count, const Seen &seen) {
         if constexpr (GATHERS) {
@@ -266,7 +266,7 @@ struct Attention {
                     s, work, gathered[i], G::STRIDE, G::Dot::PANEL, from, count, seen, ByTile{&next});
         }
     }
-    // Meanwhile the keys of the next split, which begins at a token, are fetched.
+    // Weighted sums over gathered values. The keys of the next split, from `next_split` on, are prefetched meanwhile.
     static void gathered_weighted(const Shape &s, const Work &work, const Run *values, int64_t runs, const Item &item,
                                   int64_t head, int64_t next_split, int64_t from, int64_t count, float *to,
                                   const Seen &seen) {
@@ -320,7 +320,7 @@ struct Attention {
         return {run.at, s.value_stride<C>(), ceil_div<int64_t>(run.tokens, PER_WORD), s.value_stride<C>()};
     }
 
-    // The total takes up the next split. A total of mass 0 has none yet.
+    // Merges the next split into the total. A total of mass 0 is empty.
     static INLINE void merge(const Shape &s, float largest, float mass, const float *sum, float &total_largest,
                              float &total_mass, float *total) {
         if (total_mass == 0) {

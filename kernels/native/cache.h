@@ -1,8 +1,8 @@
-// What the KV cache holds beside activations of D: numbers of D, or int8 with a bfloat16 scale for each token and head.
-// Both as one interface, so that attention and what writes the cache are the same code for either.
+// Storage of the KV cache: numbers of the activations' dtype D, or int8 with a bfloat16 scale for each token and head.
+// Both have one interface, so that attention and cache writes are one template.
 //
-// A word is what a product takes at once along K: 32 bits of numbers of D, or two int8 (16 bits), which meet two int16
-// of the other side. Sums of those are exact in int32.
+// A word is the operand of one product step along K: 32 bits of numbers of D, or two int8 (16 bits), which are
+// multiplied by two int16. Sums of the latter are exact in int32.
 #pragma once
 
 #include <algorithm>
@@ -13,16 +13,16 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// A product whose rows of x are words of 32 bits. TAKES_MUCH: its operands take many registers.
+// Product whose rows of x are words of 32 bits. TAKES_MUCH: its operands take many registers.
 template <class Dot>
 struct OfWords : Dot {
-    static constexpr int64_t X_BYTES = 4;  // of a word of x
+    static constexpr int64_t X_BYTES = 4;  // bytes of a word of x
     static constexpr bool TAKES_MUCH = false;
     static INLINE auto take(const char *x) { return Dot::spread(word_at(x)); }
 };
 
 #if !BF16_DOT
-// bfloat16 (w) times bfloat16 (x) that is held in float32, so that its words need not be taken apart.
+// bfloat16 (w) times bfloat16 (x) held in float32, so that its words need no unpacking.
 struct DotWide : DotBFloat16 {
     static constexpr int64_t X_BYTES = 8;
     static constexpr bool TAKES_MUCH = true;
@@ -35,7 +35,7 @@ struct DotWide : DotBFloat16 {
 };
 #endif
 
-// int16 (x) times int8 (w), exactly, in int32.
+// int16 (x) times int8 (w), exact in int32.
 struct DotInt16 {
     static constexpr int64_t PANEL = 32;
     static constexpr int64_t X_BYTES = 4;
@@ -104,7 +104,7 @@ struct DotInt16 {
 #endif
 };
 
-// The product of a cache of D, and how its x is held.
+// The product for a cache of D, and the form of its x.
 template <class D>
 struct Product {
     typedef OfWords<DotFloat32> Dot;
@@ -123,7 +123,7 @@ struct Product<BFloat16> {
     typedef Held::type X;
 };
 
-// The n lanes of whole numbers, 1 <= n <= 16, that T holds.
+// Stores the n lanes of whole numbers, 1 <= n <= 16, as T.
 template <class T>
 INLINE void put_whole(T *p, F whole, int64_t n) {
     typedef T part __attribute__((vector_size(WIDTH * sizeof(T))));
@@ -147,14 +147,14 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
     return lane_max(most);
 }
 
-// Interface of both:
-//   Number, WORD, PER_WORD, Dot: what is stored, bytes of its words, numbers to a word, the product. X: what that takes
-//     of queries and weights. ABSORBS: a weight of 0 makes 0 of any number that is stored.
-//   number: a head [size] as it is stored; `room` has place for it. scale: becomes its scale.
-//   query: a head [size] as products take it; returns its scale. score: sums of products as scores.
-//   Weights: of one query; add(token, lanes) in ascending order, returning what counts for their sum; end: writes so
-//     many of them to `to`, returning their scale. weighted: sums of products as sums of values.
-//   value_scales: of n tokens, for Weights. copy_scales: of n tokens.
+// Interface of PlainCache and Int8Cache:
+//   Number, WORD, PER_WORD, Dot: type of a stored number, bytes of a word, numbers to a word, the product. X: type of
+//     queries and weights in the product. ABSORBS: a weight of 0 makes 0 of any stored number.
+//   number: converts a head [size] to its stored form, with `room` as buffer, and sets `scale`.
+//   query: converts a head [size] to the product's form and returns its scale. score: converts sums to scores.
+//   Weights: weights of one query. add(token, lanes), in ascending order, returns the weights that count for their sum;
+//     end writes the weights to `to` and returns their scale. weighted: converts sums of products to sums of values.
+//   value_scales: reads the scales of n tokens, for Weights. copy_scales: copies the scales of n tokens.
 template <class D>
 struct PlainCache {
     typedef D Activation;
@@ -200,9 +200,9 @@ struct Int8Cache {
     typedef DotInt16 Dot;
     static constexpr int64_t WORD = 2, PER_WORD = 2;
     static constexpr bool ABSORBS = true;
-    static constexpr float LEAST = 1e-30f;  // magnitude that a scale is of, so that its reciprocal is a number
+    static constexpr float LEAST = 1e-30f;  // minimum magnitude of a scale, so that its reciprocal is finite
 
-    // The scale is the bfloat16 just at or above the largest magnitude divided by 127: nothing is cut off.
+    // The scale is the bfloat16 at or just above the largest magnitude divided by 127: nothing is clipped.
     static INLINE const Number *number(const typename D::type *head, int64_t size, Number *room, uint16_t *scale) {
         float exact = largest_magnitude<D>(head, size) / 127.0f;
         uint32_t bits;
@@ -215,7 +215,7 @@ struct Int8Cache {
         return room;
     }
     static INLINE float query(const typename D::type *head, int64_t size, X *to) {
-        // A sum over the head fits an int32.
+        // The sum over the head must fit an int32.
         float most = float(std::min<int64_t>(32767, INT32_MAX / (127 * size)));
         float largest = std::max(largest_magnitude<D>(head, size), LEAST);
         F factor = set1(most / largest);
@@ -239,7 +239,8 @@ struct Int8Cache {
         std::memcpy(to, scales, size_t(n) * 2);
     }
 
-    // Each with its value's scale in it, as int16 by the largest of them. kept: a place for them in between.
+    // Weights times the scales of their values, as int16 relative to the largest one. kept: buffer of the float
+    // weights.
     struct Weights {
         X *to;
         float *kept;

@@ -1,13 +1,13 @@
-// What the machine does at most, for benchmarks to compare with: loops that only read memory, or only compute.
+// Ceilings of the machine, for benchmarks: loops that only read memory, or only compute.
 //
-//   read  p: memory [T, bytes], of each piece the exclusive or of its words [T] int32   n: T, bytes, a multiple of 512
+//   read  p: memory [T, bytes], xor of the words of each piece [T] int32                n: T, bytes, a multiple of 512
 //   peak  p: operations done [T] int64; a product and its sum are two                   n: T, iterations
 #include "amx.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// To the compiler the value may be another one from here on. It stays in its register.
+// Makes the value opaque to the compiler, which must assume that it changed. It stays in its register.
 template <class V>
 INLINE void change(V &value) {
 #if defined(__x86_64__)
@@ -36,7 +36,7 @@ struct Read {
     }
 };
 
-// acc + a . b of one register each, as the kernels do it. PRODUCTS: in one.
+// acc + a . b of one register each, as in the kernels. PRODUCTS: products of one step.
 struct PeakFloat32 {
     typedef fvec Vector;
     static constexpr int64_t PRODUCTS = WIDTH;
@@ -102,7 +102,7 @@ struct PeakInt8 {
 #endif
 };
 
-// Every product of A registers with B others, over and over: so many that none waits for its own last sum.
+// Products of A registers with B others in a loop, with enough accumulators that no product waits for the one before.
 template <class Step>
 struct Peak {
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -110,7 +110,7 @@ struct Peak {
 #else
     static constexpr int A = 3, B = 3;
 #endif
-    static constexpr int32_t START = 0x3F913F8B;  // as numbers of either float dtype, about 1
+    static constexpr int32_t START = 0x3F913F8B;  // about 1 in float32 and in bfloat16
     static int64_t units(const Call &call) { return call.rows; }
     static void run(const Call &call, int64_t unit) {
         int64_t iterations = call.op.n[1];
@@ -134,7 +134,7 @@ struct Peak {
 };
 
 #if defined(__AMX_TILE__)
-// Products of two tiles of x with two of panels.
+// Products of two tiles of x with two tiles of panels.
 template <class Dot>
 struct PeakTiles {
     static int64_t units(const Call &call) { return call.rows; }

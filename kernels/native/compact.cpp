@@ -1,19 +1,19 @@
-// Products with weights of bfloat16 that are packed without loss in 12.25 bits a number.
+// Products with bfloat16 weights that are packed losslessly in 12.25 bits a number.
 //
-// Of a number's two bytes the upper one, its sign and seven bits of its exponent, has few values among neighbours: the
-// eight bits below it are kept as they are, and of it a code of four bits, its place in a table of 16. (That exponents
-// of trained weights carry two to three bits of information is what DFloat11, arXiv:2504.11651, lives on, with codes of
-// various lengths.) K is a multiple of 8.
+// The upper byte of a number, its sign and seven bits of its exponent, has few values among neighbours. The lower byte
+// is stored as it is; the upper byte is stored as a code of four bits, an index into a table of 16. (DFloat11,
+// arXiv:2504.11651, also relies on the two to three bits of information in the exponents of trained weights, with codes
+// of variable length.) K is a multiple of 8.
 //
-// Packed: [N / 16] panels of [K / 128] blocks, the last of which may be shorter. A block: 64 bytes of Header, then for
-// every 4 words of 16 columns, see tile.h, 64 bytes of codes and twice 64 of lower bytes. Of words 2 j and 2 j + 1:
+// Packed: [N / 16] panels of [K / 128] blocks, of which the last may be shorter. A block is 64 bytes of Header, then
+// for every 4 words of 16 columns (tile.h) 64 bytes of codes and twice 64 lower bytes. Of words 2 j and 2 j + 1:
 //
-//   lower bytes     line j; the first word's 8 even bytes of quarter q at 16 q, the second's at 16 q + 8
-//   codes           bits 4 j to 4 j + 3 of the bytes of the same places
+//   lower bytes     line j; the first word's 8 even bytes of quarter q at 16 q, the second word's at 16 q + 8
+//   codes           bits 4 j to 4 j + 3 of the bytes at the same positions
 //
 //   linear_compact, linear_swiglu_compact, linear_argmax_compact     as in linear.cpp
-//   pack_compact    p: dense [T, K], packed, failed [1] int32: made 1 where a block cannot be packed, which is left
-//                      as it was                                                    n: T, K, row of the first
+//   pack_compact    p: dense [T, K], packed, failed [1] int32: set to 1 if a block cannot be packed; that block is
+//                      unchanged                                                    n: T, K, row of the first
 //   unpack_compact  p: packed, dense [T, K], row numbers [T] int64                  n: T, K
 #include <algorithm>
 
@@ -25,13 +25,13 @@ namespace NPUSERVE_ISA {
 constexpr int64_t GROUP_WORDS = 4, GROUP_BYTES = 3 * 64;
 constexpr int64_t BLOCK_WORDS = 64, WORD_BYTES = 64;
 
-// Upper bytes that the table lacks are coded as its first, and listed.
+// Header of a block. Upper bytes missing from the table are coded as its first entry and listed as exceptions.
 struct Header {
     static constexpr int MOST = 11;
     uint8_t table[16];
     uint32_t exceptions;
     struct {
-        uint16_t place;  // of the number among the block's words
+        uint16_t place;  // index of the number among the block's words
         uint8_t upper, unused;
     } exception[MOST];
 };
@@ -45,14 +45,14 @@ int64_t compact_panel_bytes(int64_t k) {
     return ceil_div(words, BLOCK_WORDS) * int64_t(sizeof(Header)) + words / GROUP_WORDS * GROUP_BYTES;
 }
 
-// A table in every 16 bytes of a register.
+// Repeats a table in every 16 bytes of a register.
 INLINE ivec spread_table(const char *table) {
     ivec t;
     for (int i = 0; i < WIDTH / 4; i++) std::memcpy(reinterpret_cast<char *>(&t) + i * 16, table, 16);
     return t;
 }
 
-// Part i of words 2 j and 2 j + 1 of a group.
+// Expands part i of words 2 j and 2 j + 1 of a group.
 template <int J>
 INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec &second) {
     typedef uint16_t pairs __attribute__((vector_size(WIDTH * 4)));
@@ -78,7 +78,7 @@ INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec 
 #endif
 }
 
-// Calls put(word, part, numbers) for the words of groups, without exceptions.
+// Calls put(word, part, numbers) for the words of groups, ignoring exceptions.
 template <class Put>
 INLINE void each_group(const char *group, ivec table, int64_t words, const Put &put) {
     for (int64_t w = 0; w < words; w += GROUP_WORDS, group += GROUP_BYTES)
@@ -91,13 +91,13 @@ INLINE void each_group(const char *group, ivec table, int64_t words, const Put &
         }
 }
 
-// The same for the words of a block.
+// Calls put(word, part, numbers) for the words of a block, ignoring exceptions.
 template <class Put>
 INLINE void each_word(const char *block, int64_t words, const Put &put) {
     each_group(block + sizeof(Header), spread_table(block), words, put);
 }
 
-// The words of a block as they are without packing.
+// Unpacks the words of a block to plain words.
 void expand(const char *block, int64_t words, char *out) {
     each_word(block, words, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
         *reinterpret_cast<ivec_u *>(out + word * WORD_BYTES + i * WIDTH * 4) = numbers;
@@ -106,7 +106,7 @@ void expand(const char *block, int64_t words, char *out) {
     for (uint32_t e = 0; e < head.exceptions; e++) out[head.exception[e].place * 2 + 1] = char(head.exception[e].upper);
 }
 
-// The same in float32, the even number of each word before the odd one.
+// Unpacks the words of a block to float32, the even number of each word before the odd one.
 void expand_wide(const char *block, int64_t words, char *out) {
     each_word(block, words, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
         char *to = out + word * 2 * WORD_BYTES + i * WIDTH * 4;
@@ -120,9 +120,9 @@ void expand_wide(const char *block, int64_t words, char *out) {
     }
 }
 
-// `words` words of plain panels as a block. False, and nothing written, if too many upper bytes are rare.
+// Packs `words` words of plain panels as a block. Returns false and writes nothing if too many upper bytes are rare.
 bool compress(const char *plain, int64_t words, char *block) {
-    constexpr int WAYS = 4;  // of counting, since neighbours are alike and each sum would wait for the one before
+    constexpr int WAYS = 4;  // histograms, since neighbours are alike and an increment would wait for the one before
     uint32_t counts[WAYS][256] = {}, times[256];
     for (int64_t i = 0; i < words * 32; i += WAYS)
         for (int way = 0; way < WAYS; way++) counts[way][uint8_t(plain[(i + way) * 2 + 1])]++;
@@ -190,7 +190,7 @@ struct StepsOf<Compact> {
 };
 #endif
 
-// A tile of packed panels that no other rows meet.
+// Tile of packed panels that are multiplied by no other rows.
 struct CompactTile : OnceTile<DotBFloat16> {
     typedef DotBFloat16 Dot;
     static constexpr int64_t X_BYTES = Steps<Dot>::X_BYTES;
@@ -226,7 +226,7 @@ struct CompactTile : OnceTile<DotBFloat16> {
         store(acc);
     }
 
-    // A block of each panel without exceptions, two words after two in registers.
+    // Multiplies a block of each panel without exceptions, two words at a time in registers.
     template <int R, int P>
     INLINE void whole(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t n,
                       const char *const (&soon)[P]) const {
@@ -263,16 +263,16 @@ struct CompactTile : OnceTile<DotBFloat16> {
             tile_step<Dot>(acc, from + (2 * J + v) * X_BYTES, x_stride, word[v]);
     }
 
-    // Where registers are short, more rows leave none for words on their way.
+    // True if two words fit the registers beside the accumulators.
     template <int R>
     static constexpr bool IN_REGISTERS = WIDTH == LANES || R <= 2;
 
-    // With few rows the processor follows the panels by itself; see OnceTile.
+    // With few rows the processor's own prefetch follows the panels; see OnceTile.
     template <int R>
     static constexpr bool FETCH = R > 2;
 };
 
-// As Plain has it.
+// Panels of compact weights; the interface is described at Plain (product.h).
 struct Compact {
     typedef DotBFloat16 Dot;
     static constexpr bool EXPANDS = true;
@@ -297,7 +297,7 @@ struct CompactFloats : Floats<BFloat16> {
 
 struct PackCompact {
     static int64_t units(const Call &call) { return ceil_div<int64_t>(call.rows + LANES, LANES); }
-    // A unit is a panel, of which the source may fill any rows.
+    // A unit is a panel; the source may fill any of its rows.
     static void run(const Call &call, int64_t unit) {
         const Op &op = call.op;
         int64_t k = op.n[1], first = op.n[2], words = k / 2, panel = first / LANES + unit;
@@ -332,11 +332,11 @@ struct UnpackCompact {
         }
     }
 
-    // Numbers `at` and at + 1 of each of the block's words.
+    // Writes numbers `at` and at + 1 of each of the block's words.
     static void column(const char *block, int64_t words, int at, char *out) {
         const Header &head = header(block);
         const char *group = block + sizeof(Header);
-        int place = at / 8 * 16 + at % 8;  // in the line of two words, of the first one's
+        int place = at / 8 * 16 + at % 8;  // position of the first word in the line of two words
         for (int64_t w = 0; w < words; w += GROUP_WORDS, group += GROUP_BYTES)
             for (int i = 0; i < 2 * GROUP_WORDS; i++) {
                 int j = i / 4, from = place + i / 2 % 2 * 8 + i % 2;

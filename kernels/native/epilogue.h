@@ -1,4 +1,4 @@
-// What becomes of the accumulators of a product: outputs, gated outputs, or the largest of them.
+// Epilogues of products: outputs, gated outputs, or the largest of the outputs.
 #pragma once
 
 #include "amx_product.h"
@@ -7,7 +7,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// What a product is of, and by its columns how an accumulator becomes numbers of D: the output but for its rounding.
+// Float weights and x of a product. An accumulator becomes the output of its column before rounding to D.
 template <class D>
 struct Floats {
     typedef D Out;
@@ -48,7 +48,7 @@ struct Int8s {
         const Int8s &of;
         F scale, bias;
         I sum, offset, zeros;
-        // The sum of (x - x_zero) * (w - w_zero), exactly, times both scales, plus bias.
+        // The exact sum of (x - x_zero) * (w - w_zero), times both scales, plus bias.
         INLINE F operator()(int64_t row, const Dot::Acc &acc) const {
             int32_t zero = of.x_zero ? of.x_zero[row] : 0;
             I total = acc - offset;
@@ -74,7 +74,7 @@ Split split_of(const Call &call, bool paired = false) {
     return Split(call.rows, words, call.op.n[2], call.threads, paired);
 }
 
-// The work of a unit, and its memory.
+// Work and memory of a unit, with tiles or with vectors.
 #if defined(__AMX_TILE__)
 template <class Of>
 using RoomOf = std::conditional_t<BY_TILES<typename Of::Dot>, TileRoom<Of>, Room<Of>>;
@@ -117,7 +117,7 @@ struct Linear {
     }
 };
 
-// out = silu(gate) * up, rounded as the two kernels do it one after the other.
+// out = silu(gate) * up, rounded as by the two kernels in sequence.
 template <class Of>
 struct StoreSwiglu {
     typedef typename Of::Out D;
@@ -125,7 +125,7 @@ struct StoreSwiglu {
     static constexpr bool PAIRED = true;
     Of value;
     typename D::type *out;
-    int64_t columns;  // of out
+    int64_t columns;  // columns of out
     INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *accs, int stride, int64_t n) const {
         auto gates = value.columns(column, n), ups = value.columns(columns + column, n);
         for (int i = 0; i < rows; i++) {
@@ -144,7 +144,7 @@ struct LinearSwiglu {
     }
 };
 
-// Keeps, by row and lane, the largest output as its dtype rounds it, and its column: the first of equal ones.
+// Keeps, by row and lane, the largest output after rounding to its dtype, and the first column that has it.
 template <class Of>
 struct KeepLargest {
     typedef typename Of::Dot::Acc Acc;
@@ -197,7 +197,7 @@ struct LinearArgmax {
     }
 };
 
-// p: best and ids of `linear_argmax`, out; n: T, K, N as there, so that the groups of panels are the same.
+// p: best and ids of `linear_argmax`, out; n: T, K, N of that call, so that the groups of panels are the same.
 template <class Of>
 struct ArgmaxOfUnits {
     static int64_t units(const Call &) { return 1; }

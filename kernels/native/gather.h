@@ -1,8 +1,8 @@
-// A split's keys and values, copied out of the cache's blocks into this thread's scratch for products with many rows.
+// Keys and values of a split, copied from the cache's blocks to this thread's scratch for products with many rows.
 //
-// There they are operands as a product reads them, widened once for all rows, in groups of GROUP panels side by side:
-// what a tile reads of a group is contiguous and stays in the first cache while all rows pass. Each output is the same
-// chain of additions as over the blocks themselves.
+// The copies are operands in the form that a product reads, widened once for all rows, in groups of GROUP adjacent
+// panels: a tile reads a contiguous group, which stays in the first-level cache for all rows. Each output is the same
+// chain of additions as over the blocks.
 #pragma once
 
 #include <type_traits>
@@ -23,8 +23,8 @@ constexpr bool GATHERS = false;  // products read the blocks themselves
 constexpr int GROUP = 4;  // panels
 constexpr int64_t MOST_PADDING = 7;
 
-// Tiles of the sets that gather, with rows padded to 1, 2, 4 or 8, or to a multiple of 6: so few tiles are compiled.
-// Otherwise as Sweep.
+// Tiles of the instruction sets that gather. Rows are padded to 1, 2, 4, 8 or a multiple of 6, so that few tiles are
+// compiled. The interface is that of Sweep.
 template <bool FEW_ROWS>
 struct PaddedTiles {
     static constexpr bool PADS = true;
@@ -62,7 +62,7 @@ struct PaddedTiles {
 typedef PaddedTiles<true> FewTiles;
 typedef PaddedTiles<false> ManyTiles;
 
-// What is read after these tiles: fetched by parts, one with each tile.
+// Operands of the next step, of which one part is prefetched with each tile.
 struct Upcoming {
     Ahead runs[SPLIT_PANELS + 1];
     int64_t count = 0, place = 0, of_tile = 0;
@@ -81,8 +81,8 @@ struct ByTile {
     INLINE void pass(int64_t) {}
 };
 
-// To: the product over gathered operands. STEPS: its words for each word of the cache. put: writes them, each a stride
-// after the one before.
+// Product over gathered operands. To: its type. STEPS: its words for each word of the cache. put: writes them, `stride`
+// apart.
 template <class Dot>
 struct Gathered {
     typedef Dot To;
@@ -102,7 +102,7 @@ struct Gathered<DotWide> {
     }
 };
 
-// DotInt16 over int8 that is held in int16.
+// DotInt16 over int8 held in int16.
 struct DotHeldInt16 : DotInt16 {
     static constexpr int64_t PANEL = 64;
     static INLINE W get(const char *w) { return _mm512_loadu_si512(w); }
@@ -130,7 +130,7 @@ struct Gather {
         return std::max(keys, ceil_div<int64_t>(s.padded_dim, GROUP * LANES) * words) * STRIDE;
     }
 
-    // The keys of `runs` runs as runs of GROUP panels each. Returns their number.
+    // Copies the keys of `runs` runs to runs of GROUP panels each. Returns the number of those.
     static int64_t keys(const Shape &s, const Run *from, int64_t runs, uint16_t *scales, char *room, Run *to) {
         const int64_t words = s.dim / C::PER_WORD, stride = s.key_stride<C>(), size = s.dim / PER_WORD * STRIDE;
         for (int64_t i = 0; i < runs; i++) {
@@ -148,8 +148,8 @@ struct Gather {
         return made;
     }
 
-    // The values of `runs` runs as runs of CHUNK words each, of the first group of panels; those of the next group are
-    // CHUNK * STRIDE bytes on. Returns their number.
+    // Copies the values of `runs` runs to runs of CHUNK words each. `to` holds the runs of the first group of panels;
+    // those of the next group begin CHUNK * STRIDE bytes later. Returns the number of runs.
     static int64_t values(const Shape &s, const Run *from, int64_t runs, char *room, Run *to) {
         const int64_t stride = s.value_stride<C>(), panels = s.padded_dim / LANES;
         const int64_t size = ceil_div<int64_t>(panels, GROUP) * CHUNK * STRIDE;

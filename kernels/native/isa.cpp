@@ -1,4 +1,4 @@
-// The kernels of one instruction set: each file of kernels is compiled once for each, with NPUSERVE_ISA naming it.
+// Table of the kernels of one instruction set. Each kernel source is compiled once per set; NPUSERVE_ISA is its name.
 #include "op.h"
 
 #define STRING_(x) #x

@@ -1,12 +1,12 @@
 // Products with packed weights.
 //
-// Packed: [N / 16] panels of [words of K] of 16 words, see tile.h; N and K are padded with zeros.
+// Packed: [N / 16] panels of [words of K] of 16 words (tile.h); N and K are padded with zeros.
 //
 //   linear         p: x [T, K], packed weights, bias [N] or null, out [T, N]        n: T, K, N
-//   linear_swiglu  the same, of gate and up; out [T, N / 2], N / 2 a multiple of 16
-//   linear_argmax  p: x, packed weights, bias or null, best [panels, T] float32, ids [panels, T] int32: of each group
-//                     of panels the largest output as its dtype rounds it, and its column   n: T, K, N, columns that
-//                     count
+//   linear_swiglu  p: as linear, weights of gate and up; out [T, N / 2], N / 2 a multiple of 16
+//   linear_argmax  p: x, packed weights, bias or null, best [panels, T] float32, ids [panels, T] int32: for each group
+//                     of panels the largest output after rounding to its dtype, and its column
+//                  n: T, K, N, vocabulary (the columns that count)
 //   argmax_of_units  p: best, ids, out [T] int64: the first column of the largest; 0 where none is above minus
 //                     infinity                                                      n: T, K, N
 //   pack           p: dense [T, K], packed                                          n: T, K, row of the first
@@ -14,9 +14,9 @@
 //   embedding_int8  p: row numbers [T] int64, packed, out [T, K], scale of each of the table's rows float32, zero int32
 //                     or null                                                       n: T, K
 //
-// The first four are there with the suffix _int8 too, x and weights being int8. Then from 5 on, p: x_scale [T] float32,
-// scale [N] float32 and sum [N] int32 of each weight row; zeros [T] of x or null, zeros [N] of weight rows or null and,
-// where there are such, the sums [T] of x's rows, all int32.
+// The first four also exist with the suffix _int8, for int8 x and weights. They have more pointers from p[5] on:
+// x_scale [T] float32, scale [N] float32 and sum [N] int32 of each weight row; zeros [T] of x or null, zeros [N] of
+// weight rows or null and, if the latter are present, the sums [T] of x's rows, all int32.
 #include <algorithm>
 
 #include "epilogue.h"
@@ -28,7 +28,7 @@ template <class T, class Dot>
 struct Pack {
     static constexpr int64_t ROWS = 16;
     static int64_t units(const Call &call) { return ceil_div<int64_t>(call.rows + LANES, ROWS); }
-    // A unit is a panel, of which the source may fill any rows.
+    // A unit is a panel; the source may fill any of its rows.
     static void run(const Call &call, int64_t unit) {
         const Op &op = call.op;
         int64_t k = op.n[1], first = op.n[2], words = words_of<Dot>(k);
@@ -69,7 +69,7 @@ struct Unpack {
     }
 };
 
-// Rows of an int8 table in D.
+// Converts rows of an int8 table to D.
 template <class D>
 struct EmbeddingInt8 {
     static int64_t units(const Call &call) { return call.rows; }

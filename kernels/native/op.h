@@ -1,4 +1,4 @@
-// What Python and the kernels agree on: a call of a kernel as plain data, and programs of such calls.
+// Interface between Python and the kernels: a call of a kernel as plain data, and programs of such calls.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@ namespace npuserve {
 
 enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
-// One call. Each kernel says in its file what p, n and f are; n[0] is always its number of rows, which a program
-// replaces by the number of the step's.
+// One call. The head of each kernel's file describes p, n and f. n[0] is always the number of rows, which a program
+// replaces by the step's.
 struct Op {
     int32_t kernel;
     int32_t dtype;
@@ -24,14 +24,14 @@ struct Op {
 };
 static_assert(sizeof(Op) == 232, "as Python packs it");
 
-// An op as it is run: with its number of rows, by so many threads at most.
+// An op to run: with its number of rows and its maximum number of threads.
 struct Call {
     const Op &op;
     int64_t rows;
     int threads;
 };
 
-// A kernel's work falls into units, which may run in any order and at the same time. No number that a unit writes
+// Kernel: its work is divided into units, which may run in any order and concurrently. No number that a unit writes
 // depends on the number of units or threads.
 struct Kernel {
     const char *name;
@@ -39,8 +39,8 @@ struct Kernel {
     void (*run)(const Call &, int64_t unit);
 };
 
-// The kernels as compiled for one instruction set: groups, the last of them null, of kernels, the last of them without
-// a name. A kernel's number is its group's times GROUP plus its own.
+// Kernels of one instruction set: groups, terminated by null, of kernels, terminated by one without a name. A kernel's
+// number is its group's times GROUP plus its own.
 struct KernelTable {
     const char *isa;
     const Kernel *const *groups;
@@ -53,7 +53,7 @@ struct KernelTable {
 #define KERNEL(name, type) {name, &type::units, &type::run}
 #define BY_DTYPE(name, type) KERNEL(name "/float32", type<Float32>), KERNEL(name "/bfloat16", type<BFloat16>)
 
-// This thread's scratch memory, of at least so many bytes, aligned to 64. Kept from call to call. Throws std::bad_alloc.
+// Returns this thread's scratch of at least `bytes`, aligned to 64 and reused by later calls. Throws std::bad_alloc.
 void *scratch(size_t bytes);
 
 template <class T>

@@ -1,5 +1,5 @@
-// What attention is over: where the keys and values of a call's rows lie in the cache, and how its queries fall into
-// items. The layout of both, and an op's p and n, are said in attention.cpp.
+// Geometry of an attention call: positions of keys and values in the cache, and the division of queries into items.
+// attention.cpp describes the layout of the cache and an op's p and n.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace NPUSERVE_ISA {
 
 constexpr int64_t SPLIT = 256;
 constexpr int64_t SPLIT_PANELS = SPLIT / LANES;
-constexpr int64_t ITEM_ROWS = 96;  // query heads times queries of an item, at most
+constexpr int64_t ITEM_ROWS = 96;  // maximum of query heads times queries of an item
 constexpr int64_t UNITS_PER_THREAD = 16;
 
 struct Shape {
@@ -26,11 +26,11 @@ struct Shape {
     int32_t context(int64_t row) const { return op.at<int32_t>(4)[row]; }
     int32_t begin(int64_t row) const { return op.at<int32_t>(5)[row]; }
     int32_t *plan() const { return op.at<int32_t>(7); }
-    // The number of a block's head in the cache: the block that holds a row's token.
+    // Index of a head's block in the cache: the block that holds a row's token.
     int64_t place(int64_t row, int64_t head, int64_t token) const {
         return op.at<int32_t>(3)[row * stride + token / block_size] * kv_heads + head;
     }
-    // Where a token's key begins in the cache C, and its value, the token a multiple of the numbers to a word.
+    // Address of a token's key in the cache C, or of its value; the token is a multiple of the numbers to a word.
     template <class C>
     const char *key(int64_t row, int64_t head, int64_t token) const {
         return op.at<char>(1) + place(row, head, token) * (block_size / LANES) * key_panel<C>() +
@@ -41,7 +41,7 @@ struct Shape {
         return op.at<char>(2) +
                (place(row, head, token) * block_size + token % block_size) / C::PER_WORD * value_stride<C>();
     }
-    // Bytes of a panel of keys, and from one word of keys and of values to the next.
+    // Bytes of a panel of keys, and bytes from one word of keys or of values to the next.
     template <class C>
     int64_t key_panel() const {
         return dim / C::PER_WORD * key_stride<C>();
@@ -54,13 +54,13 @@ struct Shape {
     int64_t value_stride() const {
         return padded_dim * C::WORD;
     }
-    // Of the keys (9) or the values (10), at a token.
+    // Address of the scale of the keys (9) or the values (10) at a token.
     const uint16_t *scales(int which, int64_t row, int64_t head, int64_t token) const {
         return op.at<uint16_t>(which) + place(row, head, token) * block_size + token % block_size;
     }
 
-    // The number of rows, which becomes the plan's last number, and in plan[r] the number of items (queries of one
-    // request, at most item_queries) before row r's.
+    // Returns the number of rows and stores it as the plan's last number. plan[r]: the number of items before row r's.
+    // An item is up to item_queries queries of one request.
     int64_t make_plan() const {
         int64_t rows = 0, items = 0;
         while (rows < op.n[1] && begin(rows) < tokens) {
@@ -73,7 +73,7 @@ struct Shape {
         return rows;
     }
     int64_t rows() const { return plan()[op.n[1] + 1]; }
-    // True if items, each of one query, are cut by splits too, so that few long ones occupy all threads.
+    // True if items, each of one query, are also cut by splits, so that few long ones occupy all threads.
     bool cut(int64_t items, int threads) const {
         return items == tokens && items <= op.n[7] && items * kv_heads < UNITS_PER_THREAD * threads;
     }
@@ -82,13 +82,14 @@ struct Shape {
         for (int64_t r = 0; r < rows; r++) most = std::max(most, ceil_div<int64_t>(context(r), SPLIT));
         return most;
     }
-    // Of an item, split and query head: largest score, sum of weights; from the next panel on, weighted sum of values.
+    // Partial result of an item, split and query head: largest score, sum of weights; weighted sum of values one panel
+    // on.
     float *partial(int64_t item, int64_t splits, int64_t split, int64_t q_head) const {
         return op.at<float>(8) + ((item * splits + split) * q_heads + q_head) * (padded_dim + LANES);
     }
 };
 
-// Queries [first, end) of a row, with the positions of the first.
+// Item: queries [first, end) of a row, and the position of the first.
 struct Item {
     int64_t row, first, end, position;
 
@@ -100,13 +101,13 @@ struct Item {
     }
 };
 
-// How many of a split's tokens the rows see: each token's heads one more than those of the token before.
+// Causal visibility of a split's tokens: the group of rows of each query sees one token more than the group before.
 struct Seen {
     int64_t first, group, tokens;
     INLINE int64_t by(int64_t row) const { return std::min(tokens, first + row / group); }
 };
 
-// A stretch of a split's tokens in one block: where its words begin, and how many tokens before and in it.
+// Run of a split's tokens in one block: address of its words, number of tokens before it, number of tokens in it.
 struct Run {
     const char *at;
     int64_t first, tokens;

@@ -1,8 +1,8 @@
-// Runs programs of ops on a few threads.
+// Thread pool that runs programs of ops.
 //
-// Units of an op are claimed, never assigned: whoever is running takes the next one, and nobody waits for a thread that
-// the kernel has put aside unless it holds a unit. So a busy neighbour costs the share of the processor that it takes,
-// and no more. An op begins when all units of the op before it are done.
+// Units of an op are claimed, not assigned: each running thread takes the next unit. No thread waits for a preempted
+// thread unless that thread holds a unit, so a busy neighbour costs only the processor time that it takes. An op begins
+// when all units of the op before it are done.
 #include "pool.h"
 
 #include <sched.h>
@@ -36,7 +36,7 @@ inline void pause() {
 #endif
 }
 
-// Calls of `ready` until it is true: first in a loop, then giving way to others.
+// Calls `ready` until it returns true: first in a spin loop, then yielding to other threads.
 constexpr int SPINS = 2000;
 template <class Ready>
 void wait_for(const Ready &ready) {
@@ -48,7 +48,7 @@ void wait_for(const Ready &ready) {
     }
 }
 
-// The calling thread runs on this processor alone, where the system grants it; on any of them for -1.
+// Binds the calling thread to this processor if the system allows it; -1 allows all processors.
 void stay_on([[maybe_unused]] int cpu) {
 #if defined(__linux__)
     cpu_set_t set;
@@ -66,7 +66,7 @@ struct alignas(64) Progress {
     int64_t units = 0;
 };
 
-// A program on its way. Threads enter and leave; while one is inside, the job is not used for another program.
+// A running program. Threads enter and leave. The job is not reused while a thread is inside.
 struct Job {
     static constexpr int CLOSED = -(1 << 30);
     std::atomic<int> inside{0};
@@ -76,7 +76,7 @@ struct Job {
     int threads = 1;
     std::unique_ptr<Progress[]> progress;
     int64_t capacity = 0;
-    // Set when a unit found no memory. The units after it are not run, since they may read what was not written.
+    // Set if a unit got no memory. Later units do not run, since they may read what was not written.
     std::atomic<bool> failed{false};
 
     bool enter() {
@@ -86,7 +86,7 @@ struct Job {
         return false;
     }
     void leave() { inside.fetch_sub(1, std::memory_order_acq_rel); }
-    // True for one caller alone, who may then set the job.
+    // Returns true to exactly one caller, who may then set up the job.
     bool close() {
         int none = 0;
         return inside.compare_exchange_strong(none, CLOSED, std::memory_order_acq_rel);
@@ -138,7 +138,7 @@ struct Job {
 
 class Pool {
   public:
-    // False if the system refuses a thread: those that have begun serve then.
+    // Returns false if the system refuses a thread; the threads that have started are used.
     bool resize(int threads, const int *cpus) {
         {
             std::lock_guard<std::mutex> lock(sleep_);
@@ -157,7 +157,7 @@ class Pool {
         return true;
     }
 
-    // False if there was no memory: what the ops write is undefined then.
+    // Returns false if memory was missing; the outputs of the ops are then undefined.
     bool run(const KernelTable *kernels, const Op *ops, int64_t count, int64_t rows, double *seconds) {
         int threads = int(threads_.size()) + 1;
         Job *job = nullptr;
@@ -219,7 +219,7 @@ class Pool {
         }
     }
 
-    // How long an idle thread looks for work before it sleeps: longer than the host's work between two steps.
+    // Time that an idle thread spins before it sleeps: longer than the host's work between two steps.
     static constexpr std::chrono::microseconds SPIN{200};
 
     std::vector<std::thread> threads_;
@@ -234,7 +234,7 @@ class Pool {
 
 constexpr std::chrono::microseconds Pool::SPIN;
 
-// Never destroyed: at the process's end its threads are gone before any destructor could join them.
+// Never destroyed: at process exit its threads end before a destructor could join them.
 Pool &pool() {
     static Pool *made = new Pool;
     return *made;
@@ -303,7 +303,7 @@ int npuserve_run(int isa, const Op *ops, int64_t count, int64_t rows, double *se
 }
 
 void *npuserve_allocate(size_t bytes) {
-    // One large page more than needed, so that the memory can begin at one's border; what is not touched costs nothing.
+    // One extra large page, so that the memory can begin at a page border; untouched pages cost nothing.
     size_t whole = rounded(bytes) + HUGE;
     void *mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
@@ -320,9 +320,9 @@ void *npuserve_share(int file, int64_t offset, size_t bytes) {
     void *mapped = mmap(memory, rounded(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, offset);
     if (mapped != MAP_FAILED) {
         advise(memory, bytes);
-        // A large page is made of one that has a page in it.
+        // The system makes large pages only of ranges that hold a page.
         for (size_t at = 0; at < bytes; at += HUGE) static_cast<void>(static_cast<volatile char *>(memory)[at]);
-        // Where there are too few large pages just now, the rest of it is in small ones.
+        // If large pages are scarce, the remainder is in small pages.
         if (madvise(memory, rounded(bytes), COLLAPSE) == 0 || errno != EINVAL) return memory;
     }
     npuserve_free(memory, bytes);

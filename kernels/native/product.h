@@ -1,5 +1,5 @@
-// Products with weights in panels: the work of one unit. split.h cuts a product into units, epilogue.h stores results.
-// The form of the weights is a template parameter: Plain below, or Compact of compact.cpp.
+// Products with weights in panels: the work of one unit. split.h divides a product into units, epilogue.h stores
+// results. The form of the weights is a template parameter: Plain below, or Compact of compact.cpp.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Product of blocks of panels with many rows, and how many of its words make one of Dot. Without an instruction for
-// bfloat16, panels and x are widened to float32 once for all rows.
+// Product of blocks of panels with many rows, and the number of its words for each word of Dot. Without a bfloat16
+// instruction, panels and x are widened to float32 once for all rows.
 template <class Dot>
 struct Inner {
     typedef Dot type;
@@ -29,11 +29,11 @@ int64_t words_of(int64_t k) {
     return ceil_div<int64_t>(k, Dot::PER_WORD);
 }
 
-// acc[r][p] += x . w of one tile, where acc[r][p] is at acc[r * acc_stride + p].
+// Tile: acc[r][p] += x . w, where acc[r][p] is at acc[r * acc_stride + p].
 template <class Dot>
 struct Tile {
     typedef typename Dot::Acc Acc;
-    const char *x;  // of the tile's first row
+    const char *x;  // the tile's first row
     int64_t x_stride, words;
     const char *const *panels;
     Acc *acc;
@@ -51,13 +51,13 @@ struct Tile {
     }
 };
 
-// A tile of panels that no other rows meet. next: the panels that follow them, fetched ahead.
+// Tile of panels that are multiplied by no other rows. next: the panels that follow, prefetched.
 template <class Dot>
 struct OnceTile : Tile<Dot> {
     const char *const *next;
 
-    // With few rows the processor follows the panels by itself, and faster than with our help. With more it does not
-    // see far enough ahead.
+    // With few rows the processor's own prefetch follows the panels, faster than software prefetch. With more rows it
+    // does not reach far enough ahead.
     static constexpr int FOLLOWED_ROWS = 2;
     static constexpr int64_t AHEAD = 2048;  // bytes
 
@@ -79,7 +79,7 @@ struct OnceTile : Tile<Dot> {
     }
 };
 
-// A tile of panels in the cache. next: two runs of bytes, next_stride a word, that this thread reads later; each may be
+// Tile of panels in the cache. next: two runs of bytes, next_stride a word, to prefetch for this thread; each may be
 // null.
 template <class Dot>
 struct BlockTile : Tile<Dot> {
@@ -105,7 +105,7 @@ INLINE void with_panels(int p, const Function &f) {
     f.template run<R, P>();
 }
 
-// Calls f.template run<R, P>() for the tile of run-time sizes 1 <= r <= ONCE_ROWS, 1 <= p <= widest_tile(r).
+// Calls f.template run<R, P>() with run-time sizes 1 <= r <= ONCE_ROWS, 1 <= p <= widest_tile(r).
 template <int R = ONCE_ROWS, class Function>
 INLINE void with_tile(int r, int p, const Function &f) {
     if constexpr (R > 1) {
@@ -114,20 +114,20 @@ INLINE void with_tile(int r, int p, const Function &f) {
     with_panels<R, widest_tile(R)>(p, f);
 }
 
-// Panels of plain words. A form of weights has:
+// Panels of plain words. Interface of a form of weights:
 //
 //   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied
 //   expands      true if they are expanded for the rows of this split
 //   block        maximum words of a block for this split
 //   panel_bytes  bytes of a panel
-//   at, bytes    address of a panel's block from word `first` on, bytes of a block of so many words
+//   at, bytes    address of a panel's block from word `first` on, bytes of a block of that many words
 //   expand       writes that block to `out` as words of Inner
-//   once         runs a tile of panels that no other rows meet
+//   once         runs a tile of panels that are multiplied by no other rows
 template <class D>
 struct Plain {
     typedef D Dot;
     static constexpr bool EXPANDS = false;
-    // Few rows meet the words as they are: each tile widens them in registers.
+    // Few rows multiply the words as they are: each tile widens them in registers.
     static bool expands(const Split &split) { return Inner<Dot>::WORDS > 1 && !split.few; }
     static int64_t block(const Split &split) {
         return !Steps<Dot>::COPIES ? INT64_MAX : split.few ? 512 : expands(split) ? 64 : 128;
@@ -147,7 +147,7 @@ struct Plain {
     static INLINE void once(int rows, int p, const OnceTile<Dot> &tile) { with_tile(rows, p, tile); }
 };
 
-// Memory of a unit, beside its own variables.
+// Layout of the memory of a unit, apart from its own variables.
 template <class Of>
 struct Room {
     typedef typename Of::Dot Dot;
@@ -169,9 +169,9 @@ struct Room {
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
 };
 
-// A unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose
-// accumulators are `stride` apart. With Take::PAIRED, panel p of the first half of the columns and panel p of the second
-// half are neighbours in a tile, and `take` gets both accumulators. memory: Room::bytes() of them, aligned to 64.
+// Unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose accumulators
+// are `stride` apart. With Take::PAIRED, panel p of the first half of the columns and panel p of the second half are
+// adjacent in a tile, and `take` gets both accumulators. memory: Room::bytes() bytes, aligned to 64.
 template <class Of, class Take>
 struct Unit {
     typedef typename Of::Dot Dot;
@@ -209,7 +209,7 @@ struct Unit {
         return call.op.at<char>(1) + place * Panels::panel_bytes(k);
     }
 
-    // Words [begin, begin + count) of the unit's rows of x, side by side, the last word filled with zeros.
+    // Copies words [begin, begin + count) of the unit's rows of x side by side and pads the last word with zeros.
     INLINE void copy(int64_t begin, int64_t count) const {
         int64_t numbers = std::min(count * Dot::PER_WORD, k - begin * Dot::PER_WORD);
         const X *from = call.op.at<X>(0) + row * k + begin * Dot::PER_WORD;
@@ -265,7 +265,7 @@ struct Unit {
         }
     }
 
-    // Words [begin, begin + count) of p panels, which meet all rows of the unit.
+    // Multiplies words [begin, begin + count) of p panels by all rows of the unit.
     template <class TileDot, bool EXPANDS>
     INLINE void block(int64_t begin, int64_t count, int64_t panel, int p) const {
         constexpr int64_t PER = EXPANDS ? Inner<Dot>::WORDS : 1;
@@ -297,7 +297,7 @@ struct Unit {
     }
 
     INLINE int64_t tile_panels(int64_t panel) const { return std::min<int64_t>(split.tile_panels, end - panel); }
-    // Return the accumulators of a tile's panels, row after row.
+    // Returns the accumulators of a tile's panels, row after row.
     INLINE Acc *acc_of(int64_t panel) const { return acc + (panel - first) * rows; }
 
     INLINE void put(int64_t panel, int p, Acc *from) const {

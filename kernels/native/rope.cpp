@@ -1,12 +1,11 @@
-// What happens to queries, keys and values between their projection and attention. The cache is laid out as
-// attention.cpp says.
+// Norm, rotary embedding and cache write between projection and attention. attention.cpp describes the cache's layout.
 //
 //   qk_norm_rope_kv_write
 //                    p: qkv [T, (Hq + 2 Hkv) D], q_gamma, k_gamma [D] or null, cos_sin [P, D] float32, positions [T]
 //                       int64, slot_mapping [T] int64, keys, values, q [T, Hq, D]
 //                    n: T, Hq, Hkv, D, block_size                                                f: eps
 //   qk_norm_rope_kv_write_int8
-//                    also p: scales of the keys, scales of the values
+//                    p: as qk_norm_rope_kv_write, then scales of the keys, scales of the values
 #include <algorithm>
 
 #if defined(__SSE2__)
@@ -18,18 +17,18 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// The norms and turns of a token's heads, and its places in the cache. Rounds where the golden function rounds.
+// Norms and rotations of a token's heads, and their positions in the cache. Rounds where the golden function rounds.
 template <class C>
 struct QkNormRopeKvWrite {
     typedef typename C::Activation D;
     typedef typename D::type T;
     typedef typename C::Number Number;
     static constexpr int64_t PER_WORD = C::PER_WORD;
-    // Tokens of a panel share its cache lines: threads that took them in turn would wait for each other.
+    // Tokens of a panel share cache lines: threads that took alternate tokens would wait for each other.
     static constexpr int64_t UNIT_TOKENS = LANES;
 
-    // How a call falls into units: some tokens, and all heads; where threads would have none, one head of keys and
-    // values, with its queries.
+    // Division of a call into units: some tokens with all heads; if that leaves threads without work, one key-value
+    // head with its queries.
     struct Split {
         int64_t groups, cuts;
         explicit Split(const Call &call)
@@ -42,7 +41,7 @@ struct QkNormRopeKvWrite {
     }
 
     static void run(const Call &call, int64_t unit) {
-        // Sizes that the compiler knows stay in registers.
+        // Sizes known to the compiler stay in registers.
         switch (call.op.n[3]) {
             case 128: return tokens<128>(call, unit);
             case 64: return tokens<64>(call, unit);
@@ -50,7 +49,7 @@ struct QkNormRopeKvWrite {
         }
     }
 
-    // Where a head of a token begins in the cache. part: its place in the word of its value.
+    // Position of a token's head in the cache. part: index of its value within the word.
     struct Place {
         char *key, *value;
         int64_t key_stride, value_stride, scale, part;
@@ -63,7 +62,7 @@ struct QkNormRopeKvWrite {
             value = op.at<char>(7) + (place * block_size + offset) / PER_WORD * value_stride;
             scale = place * block_size + offset, part = offset % PER_WORD;
         }
-        // A store that waits for its line lets all that follow it wait.
+        // A store that waits for its cache line delays all later stores.
         void fetch(int64_t dim) const {
             for (int64_t w = 0; w < dim / PER_WORD; w++) __builtin_prefetch(key + w * key_stride, 1);
             for (int64_t i = 0; i < value_stride; i += 64) __builtin_prefetch(value + i, 1);
@@ -77,7 +76,7 @@ struct QkNormRopeKvWrite {
         const int64_t q_heads = op.n[1], kv_heads = op.n[2], dim = DIM ? DIM : op.n[3];
         const int64_t group = q_heads / kv_heads, row_size = (q_heads + 2 * kv_heads) * dim;
         const int64_t head = unit % split.cuts, heads_end = split.cuts > 1 ? head + 1 : kv_heads;
-        const int64_t kept = (heads_end - head) * UNIT_TOKENS * dim;  // of keys: [heads, n, D]
+        const int64_t kept = (heads_end - head) * UNIT_TOKENS * dim;  // numbers of the keys: [heads, n, D]
         T *turned = static_cast<T *>(scratch(size_t(kept) * (sizeof(T) + sizeof(Number)) + size_t(dim) * 4));
         float *normed = reinterpret_cast<float *>(turned + kept);
         Number *rooms = reinterpret_cast<Number *>(normed + dim);
@@ -89,7 +88,7 @@ struct QkNormRopeKvWrite {
         };
         fetch(first);
         for (int64_t t = first, n; t < end; t += n) {
-            // Tokens [t, t + n), which lie side by side in a panel.
+            // Tokens [t, t + n) are adjacent in a panel.
             for (n = 1; t + n < end && slots[t + n] == slots[t] + n && slots[t + n] % LANES;) n++;
             fetch(t + n);
             for (int64_t i = 0; i < n; i++) {
@@ -108,7 +107,7 @@ struct QkNormRopeKvWrite {
         }
     }
 
-    // Keys and values of n tokens side by side, each a stride after the one before.
+    // Writes keys and values of n adjacent tokens, whose sources are a stride apart.
     static INLINE void write(const Op &op, const Place &at, int64_t n, const T *keys, int64_t keys_stride,
                              const T *values, int64_t values_stride, int64_t dim, Number *rooms) {
         const Number *numbers[UNIT_TOKENS];
@@ -129,9 +128,9 @@ struct QkNormRopeKvWrite {
         }
     }
 
-    // Word w of token i of n to keys + w * stride + i * WORD: a line holds the same word of 16 tokens.
+    // Writes word w of token i of n to keys + w * stride + i * WORD: a cache line holds the same word of 16 tokens.
     static INLINE void write_keys(char *keys, int64_t stride, const Number *const *tokens, int64_t n, int64_t words) {
-        int64_t done = 0;  // tokens, by fours
+        int64_t done = 0;  // tokens written, four at a time
 #if defined(__SSE2__)
         if constexpr (C::WORD == 4) {
             for (; done + 4 <= n && words % 4 == 0; done += 4)
@@ -158,13 +157,13 @@ struct QkNormRopeKvWrite {
         }
     }
 
-    // Both tokens of words.
+    // Writes words of two tokens.
     static INLINE void write_values(Number *__restrict words, const Number *__restrict a, const Number *__restrict b,
                                     int64_t dim) {
         for (int64_t d = 0; d < dim; d++) words[2 * d] = a[d], words[2 * d + 1] = b[d];
     }
 
-    // Only this token's part of each word is written: another thread may write the other.
+    // Writes only this token's part of each word; another thread may write the other part.
     static INLINE void write_value(Number *words, const Number *v, int64_t dim, int64_t part) {
         int64_t d = 0;
 #if defined(__AVX512BW__)
@@ -185,7 +184,7 @@ struct QkNormRopeKvWrite {
         for (; d < dim; d++) words[d * PER_WORD + part] = v[d];
     }
 
-    // One head [dim]: normalized if there is a gamma, then turned. normed: [dim], for the numbers between.
+    // Normalizes one head [dim] if there is a gamma, then rotates it. normed: [dim], buffer.
     template <int64_t DIM>
     static INLINE void turn(const T *x, const T *gamma, float eps, const float *cos_sin, int64_t dim, float *normed,
                             T *out) {

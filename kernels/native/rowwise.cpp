@@ -1,6 +1,6 @@
-// Kernels that make each row of its own row alone.
+// Kernels that compute each output row from one input row.
 //
-//   rms_norm            p: x [T, H], null, gamma [H], out [T, H] or null and then int8 from 5 on, null
+//   rms_norm            p: x [T, H], null, gamma [H], out [T, H] or null with int8 from p[5] on, null
 //                                                                                      n: T, H        f: eps, levels
 //   add_rms_norm        p: x, residual [T, H], gamma [H], out or null, sum [T, H], int8
 //                                                                                      n: T, H        f: eps, levels
@@ -8,14 +8,14 @@
 //   take_ids            p: ids [T] int64, last int64, out [T] int64                    n: T
 //   keep_ids            p: ids [T, W] int64, last [T] int64                            n: T, W
 //   embedding           p: ids [T] int64, table [V, H], out [T, H]                     n: T, H
-//   greedy              p: logits [T, Vp], best [parts, T] float32, ids [parts, T] int32: of each part of the columns
-//                          the largest logit and its first column                      n: T, Vp, columns that count
-//   greedy_merge        p: best, ids, out [T] int64                                    n: T, Vp, columns that count
+//   greedy              p: logits [T, Vp], best [parts, T] float32, ids [parts, T] int32: for each part of the columns
+//                          the largest logit and its first column                      n: T, Vp, vocabulary
+//   greedy_merge        p: best, ids, out [T] int64                                    n: T, Vp, vocabulary
 //   quantize            p: x [T, K], int8                                              n: T, K        f: levels
 //   row_sums            p: x [T, K] int8, out [T] int32                                n: T, K
 //
 // "int8" is five pointers: values [T, K], scale [T] float32, zero [T] int32 or null for no zeros; a static scale or
-// null, and its zero or null. levels: by which the largest magnitude is divided for a scale without a zero.
+// null, and its zero or null. levels: divisor of the largest magnitude in a scale without a zero.
 #include <algorithm>
 
 #include "vec.h"
@@ -23,10 +23,10 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Rows of a unit, for rows of so many bytes: a few microseconds' work.
+// Rows of a unit, for rows of `row_bytes`: work for a few microseconds.
 INLINE int64_t rows_of_unit(int64_t row_bytes) { return std::max<int64_t>(1, (16 << 10) / row_bytes); }
 
-// Kernels with whole rows as units have `row_bytes` and `row`.
+// Kernel whose units are whole rows; Rowwise has `row_bytes` and `row`.
 template <class Rowwise>
 struct ByRows {
     static int64_t units(const Call &call) { return ceil_div(call.rows, rows_of_unit(Rowwise::row_bytes(call.op))); }
@@ -36,7 +36,7 @@ struct ByRows {
     }
 };
 
-// Whole numbers, -128 to 127, as int8.
+// Stores whole numbers, -128 to 127, as int8.
 INLINE void put_int8(int8_t *p, F x, int64_t n) {
     int8_t l[LANES];
     int8_t *to = n < LANES ? l : p;
@@ -53,7 +53,8 @@ INLINE void put_int8(int8_t *p, F x, int64_t n) {
     if (n < LANES) std::memcpy(p, l, size_t(n));
 }
 
-// A row of numbers [size] as int8, see `quantize` of quantized.py; p: the first of the pointers, f: the levels.
+// Quantizes a row [size] to int8, as `quantize` of quantized.py. p: index of the first of the pointers; f: of the
+// levels.
 template <class D>
 INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename D::type *x, int64_t size) {
     int8_t *out = op.at<int8_t>(p) + row * size;
@@ -83,7 +84,7 @@ INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename
     });
 }
 
-// Rounded as Hugging Face's: the sum, and the normalized value before it is multiplied by gamma.
+// Rounds as Hugging Face's models: the sum, and the normalized value before the product with gamma.
 template <class D, bool ADD>
 struct NormRow {
     typedef typename D::type T;
@@ -119,7 +120,7 @@ using AddRmsNorm = ByRows<NormRow<D, true>>;
 template <class D>
 struct Swiglu {
     typedef typename D::type T;
-    static constexpr int64_t COLUMNS = 4096;  // of a unit, at most
+    static constexpr int64_t COLUMNS = 4096;  // maximum columns of a unit
     static int64_t parts(const Op &op) { return ceil_div(op.n[1], COLUMNS); }
     static int64_t rows(const Op &op) { return std::max<int64_t>(1, COLUMNS / std::max<int64_t>(1, op.n[1])); }
     static int64_t units(const Call &call) { return ceil_div(call.rows, rows(call.op)) * parts(call.op); }
@@ -147,7 +148,7 @@ struct EmbeddingRow {
 template <class D>
 using Embedding = ByRows<EmbeddingRow<D>>;
 
-constexpr int64_t GREEDY_COLUMNS = 16384;  // of a part: greedy.py knows it too
+constexpr int64_t GREEDY_COLUMNS = 16384;  // columns of a part
 
 template <class D>
 struct Greedy {

@@ -1,13 +1,13 @@
-// A token of each row by chance: what kernels/sample.py's golden function says, without sorting.
+// Sampling of a token in each row: the golden function of kernels/sample.py, without sorting.
 //
 //   sample  p: logits [T, Vp], temperature [T] float32, top_k [T] int64, top_p, min_p [T] float32, uniform [T] float64,
-//              out [T] int64                                                  n: T, Vp, columns that count
+//              out [T] int64                                                  n: T, Vp, vocabulary
 //   uniform p: seeds, positions [T] uint64, out [T] float64                     n: T
 //
-// top_k and top_p each keep what comes first in an order: by falling score, equal ones by id. So each is a border: a
-// score and how many of the scores that equal it are kept. Both are found by the same search, which halves the range of
-// scores and adds up what lies above, ones for top_k and weights for top_p. It looks only at scores that may be near:
-// the largest of each few columns already hold so much that nothing below the last of them is needed.
+// top_k and top_p each keep the first tokens in the order of falling scores, equal scores by id. Each is thus a border:
+// a score, and the number of kept tokens that equal it. One search finds both: bisection of the range of scores, adding
+// ones for top_k and weights for top_p above the middle. It visits only candidates: the largest scores of each block of
+// columns have enough mass that no score below the smallest of them is needed.
 #include <algorithm>
 #include <cfloat>
 
@@ -16,7 +16,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Adds those lanes of x whose bits are set to the end of out[n]; returns the new n. Writes up to 16 lanes past it.
+// Appends the lanes of x whose bits are set to out[n] and returns the new n. Writes up to 16 lanes past it.
 INLINE int64_t append(float *out, int64_t n, F x, uint32_t bits) {
 #if defined(__AVX512F__)
     store(out + n, F{{(fvec)_mm512_maskz_compress_ps(__mmask16(bits), (__m512)x.v[0])}});
@@ -32,7 +32,7 @@ INLINE int64_t append(float *out, int64_t n, F x, uint32_t bits) {
 #endif
 }
 
-// What all larger numbers are at least; NaN above infinity.
+// The smallest number above x; NaN above infinity.
 INLINE float next_above(float x) { return x < INFINITY ? std::nextafter(x, INFINITY) : NAN; }
 INLINE float lane_min(F x) { return -lane_max(zero() - x); }
 
@@ -41,8 +41,8 @@ struct Row {
     typedef typename D::type T;
     static constexpr int64_t BLOCK = 32 * LANES;
 
-    // Kept are the scores above `score`, and of those that equal it the `ties` of the smallest ids.
-    // reached: false if all that was looked at did not add up to the limit.
+    // Kept are the scores above `score`, and the `ties` tokens with the smallest ids among those that equal it.
+    // reached: false if all candidates together do not reach the limit.
     struct Border {
         float score;
         double ties;
@@ -74,7 +74,7 @@ struct Row {
     }
 
     // Calls body(column of the first lane, scores) for the lanes of a block. NaN counts as minus infinity; lanes past
-    // the last column are NaN, which is at least nothing and has no weight.
+    // the last column are NaN, which has no weight and fails every comparison.
     template <class Body>
     INLINE void each(int64_t block, const Body &body) const {
         int64_t begin = block * BLOCK;
@@ -87,7 +87,7 @@ struct Row {
         return at_least(load(largest + block * LANES), set1(score)) != 0;
     }
 
-    // How likely against the likeliest, which is 1 also where scores are infinite or the temperature is tiny.
+    // Likelihood relative to the most likely token, which has 1 also if scores are infinite or the temperature is tiny.
     INLINE F weight(F x) const {
         return where_at_least(x, set1(peak), set1(1.0f), exp2((x - set1(peak)) * set1(scale)));
     }
@@ -98,7 +98,7 @@ struct Row {
             each(b, [&](int64_t, F x) __attribute__((always_inline)) { sum.add(weight(x)); });
         return sum.total();
     }
-    // Of what a border keeps.
+    // Total weight of the tokens that a border keeps.
     double total(const Border &kept) const {
         int64_t n = collect(next_above(kept.score));
         Sum sum;
@@ -106,7 +106,7 @@ struct Row {
         return sum.total() + kept.ties * lane_max(weight(set1(kept.score)));
     }
 
-    // Candidates are the scores of at least `score`, then NaN up to whole lanes. Returns their number.
+    // Fills `candidates` with the scores of at least `score`, then NaN up to whole lanes. Returns their number.
     int64_t collect(float score) const {
         int64_t n = 0;
         for (int64_t b = 0; b < blocks; b++)
@@ -118,14 +118,14 @@ struct Row {
         return n;
     }
 
-    // A score above low, at most high.
+    // Returns a score above low and at most high.
     static float between(float low, float high) {
         float middle = std::max(low, -FLT_MAX) / 2 + std::min(high, FLT_MAX) / 2;
         return middle > low && middle <= high ? middle : high;
     }
 
-    // Where the n > 0 candidates add up to `limit`, the largest first. MASS: their weights, else their number. They are
-    // changed.
+    // Returns the border at which the n > 0 candidates, largest first, sum to `limit`: their weights if MASS, else
+    // their number. The candidates are changed.
     template <bool MASS>
     Border search(int64_t n, double limit) const {
         F lows = set1(INFINITY), highs = set1(-INFINITY);
@@ -134,7 +134,7 @@ struct Row {
             lows = min(x, lows), highs = max(x, highs);
         }
         float low = lane_min(lows), high = lane_max(highs);
-        double above = 0;  // of what is larger than all candidates that are left; less than the limit
+        double above = 0;  // sum of what is larger than all remaining candidates; less than the limit
         while (low < high) {
             F pivot = set1(between(low, high));
             Sum mass;
@@ -161,7 +161,7 @@ struct Row {
         double ties = std::ceil((limit - above) / each_of_them);
         return Border{low, std::max(1.0, std::min(double(n), ties)), above + double(n) * each_of_them >= limit};
     }
-    // Of the candidates only those from the pivot up, or those below it. Returns their number.
+    // Keeps only the candidates from the pivot up, or those below it. Returns their number.
     int64_t keep(int64_t n, F pivot, bool up) const {
         int64_t kept = 0;
         for (int64_t i = 0; i < n; i += LANES) {
@@ -180,7 +180,7 @@ struct Row {
         return search<MASS>(collect(std::max(bound.reached ? bound.score : -INFINITY, before.score)), limit);
     }
 
-    // The column behind the last of the border's ties that are kept.
+    // Returns the column after the last kept tie of the border.
     int64_t ties_end(const Border &kept) const {
         double count = 0;
         int64_t end = columns;
@@ -210,7 +210,7 @@ struct Row {
             sums[b] = sum.total();
             whole += sums[b];
         }
-        // A float64 below 1 times the whole is less than the whole: there is such a block, and it has a weight.
+        // A float64 below 1 times the total is less than the total: the block exists and has a weight.
         double target = uniform * whole, before = 0;
         int64_t block = 0;
         while (block < blocks - 1 && before + sums[block] <= target) before += sums[block++];
@@ -247,7 +247,7 @@ struct Sample {
     }
 };
 
-// Philox4x32-10 of (position, seed): see kernels/uniform.py.
+// Philox4x32-10 of (position, seed); see kernels/uniform.py.
 struct Uniform {
     static constexpr int64_t ROWS = 64;
     static int64_t units(const Call &call) { return ceil_div<int64_t>(call.rows, ROWS); }

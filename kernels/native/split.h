@@ -1,4 +1,4 @@
-// How a product with panels falls into units.
+// Division of a product with panels into units.
 #pragma once
 
 #include <algorithm>
@@ -8,22 +8,23 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Accumulators of a tile: where registers are few, weights and x take more of them than in other kernels.
+// Accumulators of a tile. With few registers, weights and x take more of them than in other kernels.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int TILE_ACC = 5;
 #else
 constexpr int TILE_ACC = MAX_ACC;
 #endif
-constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;  // most rows of a tile that its panels meet alone
-// Most rows of a tile where panels meet several: if there are few rows, or many. Widening bfloat16 in registers is
-// shared by the rows of a tile.
+constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;  // maximum rows of a tile with panels used once
+// Maximum rows of a tile whose panels are used by several tiles, for few rows and for many. The rows of a tile share
+// the widening of bfloat16 in registers.
 constexpr int FEW_ROWS = BF16_DOT && ONCE_ROWS > 8 ? 8 : ONCE_ROWS;
 constexpr int MANY_ROWS = TILE_ACC < 6 ? TILE_ACC : 6;
 constexpr int MAX_PANELS = 4;
 constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_ACC); }
 
 // Groups of panels times groups of rows. With `once` all rows are one tile, and each weight is read from memory into
-// registers. Otherwise the rows of a unit are cut into tiles of about the same size, which share panels in the cache.
+// registers. Otherwise the rows of a unit are divided into tiles of about the same size, which share panels in the
+// cache.
 struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
@@ -36,14 +37,14 @@ struct Split {
         once = rows <= ONCE_ROWS;
         few = rows <= NARROW_ROWS;
         if (once) {
-            // Units are small, so that threads end together.
+            // Small units, so that all threads end at about the same time.
             tile_rows = int(rows);
             tile_panels = tile_panels_of(tile_rows, paired);
             int64_t bytes = tile_panels * words * 64;
             panels_per_unit = tile_panels * std::max<int64_t>(1, UNIT_BYTES / bytes);
             rows_per_unit = rows;
         } else {
-            // Where there are too few columns for all threads to end together, units are narrower, and cut by rows too
+            // If the columns are too few for all threads to end together, units are narrower, and also divided by rows
             // if there are many.
             tile_rows = few && !paired ? FEW_ROWS : MANY_ROWS;
             if (few && panels < LEAST_UNITS_PER_THREAD * threads * widest_tile(tile_rows)) tile_rows = ONCE_ROWS;
@@ -59,14 +60,14 @@ struct Split {
         row_groups = ceil_div(rows, rows_per_unit);
     }
 #if defined(__AMX_TILE__)
-    // For pairs of tiles of 16 rows, which meet two panels (amx_product.h).
+    // Division for pairs of tiles of 16 rows, which are multiplied by two panels (amx_product.h).
     static Split of_tiles(int64_t rows, int64_t words, int64_t columns, int threads) {
         Split made;
         made.panels = ceil_div<int64_t>(columns, LANES), made.tile_panels = 2;
         int64_t tiles = ceil_div<int64_t>(made.panels, 2);
         if (rows <= NARROW_ROWS) {
             made.rows_per_unit = rows;
-            // Long units, since each begins with panels that nothing has fetched.
+            // Long units, since each begins with panels that are not prefetched.
             int64_t most = TILE_UNIT_BYTES / (2 * words * 64);
             made.panels_per_unit = 2 * std::max<int64_t>(1, std::min(most, tiles / (8 * threads)));
         } else {
@@ -89,7 +90,7 @@ struct Split {
     static constexpr int64_t TILE_UNIT_ROWS = 256;
     static constexpr int64_t UNITS_PER_THREAD = 16, LEAST_UNITS_PER_THREAD = 10;
     static constexpr int64_t NARROW_ROWS = 64;
-    // Most rows of a unit, and tiles of panels: their accumulators and a block of x stay in the second cache.
+    // Maximum rows of a unit, and tiles of panels: their accumulators and a block of x stay in the second-level cache.
     static constexpr int64_t MOST_ROWS = 252, MOST_TILES = 4;
 };
 

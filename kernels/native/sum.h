@@ -1,4 +1,4 @@
-// Sums of many float32.
+// Sum of many float32 numbers.
 #pragma once
 
 #include "vec.h"
@@ -6,7 +6,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Sums of float32 in float64, by lane.
+// Sum of float32 in float64, by lane.
 struct Sum {
     typedef double dvec __attribute__((vector_size(WIDTH * 4)));
     dvec v[2 * PARTS] = {};

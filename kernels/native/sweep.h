@@ -12,22 +12,22 @@ namespace NPUSERVE_ISA {
 
 constexpr int WIDEST = 8;  // panels of a tile
 constexpr int MAX_ROWS = MAX_ACC / 2 > 1 ? MAX_ACC / 2 : 1;
-// Rows of a tile where there are more than MAX_ROWS of them.
+// Rows of a tile if there are more than MAX_ROWS.
 constexpr int BLOCK_ROWS = MAX_ACC >= 24 ? 6 : MAX_ROWS;
 
-// The tiles of a product: as many rows and panels as the registers hold beside their operands.
+// Tiles of a product: as many rows and panels as the registers hold beside the operands.
 template <class Dot>
 struct Sweep {
-    static constexpr bool PADS = false;  // rows to the height of a tile
+    static constexpr bool PADS = false;  // rows are padded to the height of a tile
     static constexpr int ACC = Dot::TAKES_MUCH ? std::min(MAX_ACC, 5) : MAX_ACC;
     static constexpr int MOST_ROWS = Dot::TAKES_MUCH ? ACC : MAX_ROWS;
-    static constexpr int BLOCK = Dot::TAKES_MUCH ? ACC : BLOCK_ROWS;  // rows where there are more than MOST_ROWS
+    static constexpr int BLOCK = Dot::TAKES_MUCH ? ACC : BLOCK_ROWS;  // rows if there are more than MOST_ROWS
     static constexpr int panels(int rows) { return panels_for(rows, WIDEST, ACC); }
     static int rows(int64_t all, int64_t panels_of_all) {
         return all <= MOST_ROWS ? int(all) : panels_of_all >= panels(BLOCK) ? BLOCK : MOST_ROWS;
     }
 
-    // The widest tile of so many rows for at most so many panels: not every width is compiled, each takes its time.
+    // Widest tile of `rows` rows for at most `most` panels. Only some widths are compiled, to save build time.
     static int fitting(int rows, int64_t most) {
         int p = panels(rows);
         while (p > most) p = narrower(p);
@@ -54,16 +54,16 @@ struct Sweep {
     }
 };
 
-// So few rows wait for memory.
+// Up to this many rows, a product is bound by memory.
 constexpr int64_t FEW = 8;
 
-// A stretch of words that is read soon: fetched by rows of `bytes`, one whenever as many bytes of another are read.
+// Words that are read soon: prefetched by rows of `bytes`, one row whenever the same number of other bytes is read.
 struct Ahead {
     const char *at = nullptr;
     int64_t stride = 0, rows = 0, bytes = INT64_MAX, read = 0;
 
     Ahead() {}
-    // Words, and of each so many bytes side by side. Those that follow each other without a gap are one line.
+    // Words with `bytes_of_word` contiguous bytes each. Adjacent words are one line.
     Ahead(const char *at, int64_t stride, int64_t words, int64_t bytes_of_word)
         : at(at), stride(stride), rows(words), bytes(bytes_of_word) {
         if (bytes == stride) this->stride = bytes = WHOLE, rows = ceil_div(words * stride, WHOLE);
@@ -78,7 +78,7 @@ struct Ahead {
 
   private:
     static constexpr int64_t WHOLE = 512;
-    // Into the second cache: the first is too small for what lies between.
+    // Into the second-level cache: the first is too small for the operands in between.
     INLINE void fetch() {
         read -= bytes;
         if (bytes == WHOLE) {
@@ -127,7 +127,7 @@ struct Scores {
     int64_t row, panel;
     mutable Fetch ahead;
 
-    // Panels from `panel` on that some of the rows see.
+    // Number of panels from `panel` on that are visible to some of the rows.
     INLINE int64_t panels(int rows) const {
         return ceil_div<int64_t>(seen.by(row + rows - 1) - keys.first, LANES) - panel;
     }
@@ -148,7 +148,7 @@ struct Scores {
     }
 };
 
-// out[row] = weights . v, for a split's runs [begin, end) of `runs`, of which the first ones are in `out` already.
+// out[row] = weights . v, for a split's runs [begin, end) of `runs`; the runs before are in `out` already.
 // PER_WORD: tokens to a word of Dot.
 template <class C, class Dot, int64_t PER_WORD, class Fetch>
 struct Weighted {
@@ -194,7 +194,7 @@ struct Weighted {
     }
 };
 
-// Panels stay in the cache while all rows meet them.
+// Panels stay in the cache for all rows.
 template <class By, class Functor>
 INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
     int most_rows = By::rows(rows, panels), most = By::panels(most_rows);

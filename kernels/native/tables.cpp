@@ -1,4 +1,4 @@
-// Which instruction sets this library holds (the build defines HAS_... and NPUSERVE_SOURCE), and which of them the
+// Instruction sets of this library (the build defines HAS_... and NPUSERVE_SOURCE), and detection of those that the
 // processor has.
 #include <cstring>
 
@@ -70,7 +70,7 @@ const KernelTable *const TABLES[] = {
 };
 
 #if defined(HAS_avx512_amx)
-// True if the processor has AMX with bfloat16 and int8, and the system lets this process use its registers.
+// True if the processor has AMX with bfloat16 and int8, and the system grants this process its registers.
 static bool has_amx() {
     constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, ALL = BF16 | TILE | INT8;
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: Linux 5.16
@@ -96,7 +96,7 @@ bool supported(const char *isa) {
     if (std::strcmp(isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
 #if defined(HAS_neon)
-    // Bits of the kernel's interface, which older headers lack.
+    // Bits of the kernel's interface that older headers lack.
     constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
     unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
     if (std::strcmp(isa, "neon_bf16") == 0) return first & DOTPROD && second & I8MM && second & BF16;

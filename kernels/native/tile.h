@@ -1,8 +1,8 @@
-// The product that all matrix kernels are made of: R rows of x times P panels of 16 columns, in registers.
+// Product in registers from which all matrix kernels are built: R rows of x times P panels of 16 columns.
 //
-// A word is 32 bits along K: one float32, two bfloat16, four int8. A panel of w holds, word after word, the words of
-// 16 columns; x holds its words row by row. Each output is one chain of additions along K, in ascending order, whatever
-// R and P are: so a row's numbers do not depend on the rows beside it.
+// A word is 32 bits along K: one float32, two bfloat16 or four int8. A panel of w holds, word after word, the words of
+// 16 columns; x holds its words row by row. Each output is one chain of additions along K in ascending order for every
+// R and P, so a row's numbers do not depend on other rows.
 #pragma once
 
 #include <type_traits>
@@ -45,14 +45,14 @@ struct DotBFloat16 {
     struct W {
         ivec v[PARTS];
     };
-    typedef bfloat16x4_t X;  // the word in the first lane
+    typedef bfloat16x4_t X;  // the word is in the first lane
     static INLINE W get(const char *w) {
         W r;
         EACH(i) r.v[i] = load_words(w, i);
         return r;
     }
     static INLINE X spread(uint32_t x) { return (X)uint32x2_t{x, 0}; }
-    // Not bfmmla, which rounds otherwise and takes two rows.
+    // Not bfmmla, which rounds differently and takes two rows.
     static INLINE void step(Acc &acc, W w, X x) {
         EACH(i) acc.v[i] = (fvec)vbfdotq_lane_f32((float32x4_t)acc.v[i], (bfloat16x8_t)w.v[i], x, 0);
     }
@@ -81,7 +81,7 @@ struct DotBFloat16 {
 #endif
 };
 
-// int8 times int8, exactly, in int32.
+// int8 times int8, exact in int32.
 struct DotInt8 {
     static constexpr int PER_WORD = 4;
     typedef I Acc;
@@ -95,7 +95,7 @@ struct DotInt8 {
 #endif
 };
 
-// The product of activations and weights of a dtype.
+// Product of activations and weights of a dtype.
 template <class D>
 struct DotOf;
 template <>
@@ -113,8 +113,8 @@ INLINE uint32_t word_at(const char *p) {
     return x;
 }
 
-// The word at x in every lane. In one instruction and anew each time: compilers would otherwise shift the one number
-// before they spread it, or keep it for the word's next step, where registers are short.
+// Loads the word at x into every lane, in one instruction at each use: compilers would otherwise shift a number before
+// they broadcast it, or keep it for the word's next step where registers are scarce.
 INLINE ivec everywhere(const char *x) {
     ivec v;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -125,7 +125,7 @@ INLINE ivec everywhere(const char *x) {
     return v;
 }
 
-// A word's product in steps, each of which needs few registers beside the accumulators, and x as the steps take it.
+// Product of a word in steps that each need few registers beside the accumulators, and the form of x for the steps.
 //
 //   COUNT, X_BYTES  steps of a word, bytes of a word of x
 //   COPIES          true if x is copied before it is multiplied; otherwise X_BYTES is 4 and x stays where it is
@@ -141,7 +141,7 @@ struct Steps {
     static INLINE W get(const char *w) {
         return Dot::get(w);
     }
-    // The same of a word in registers.
+    // The same for a word in registers.
     template <int>
     static INLINE W get(const ivec (&w)[PARTS]) {
 #if defined(__aarch64__)
@@ -258,7 +258,7 @@ struct Steps<DotInt8> {
     struct W {
         ivec v[PARTS];
     };
-    typedef int8x8_t X;  // the word in the first lane
+    typedef int8x8_t X;  // the word is in the first lane
     template <int>
     static INLINE W get(const char *w) {
         W r;
@@ -337,7 +337,7 @@ struct Steps<DotInt8> {
 };
 #endif
 
-// The steps from S on of one word of panel p. w: its address, or the word itself in registers.
+// Steps S and later of one word of panel p. w: its address, or the word itself in registers.
 template <class Dot, int R, int P, int S = 0, class Word>
 INLINE void panel_step(typename Dot::Acc (&acc)[R][P], int p, const char *x, int64_t x_stride, const Word &w) {
     typedef Steps<Dot> By;
@@ -346,10 +346,10 @@ INLINE void panel_step(typename Dot::Acc (&acc)[R][P], int p, const char *x, int
     if constexpr (S + 1 < By::COUNT) panel_step<Dot, R, P, S + 1>(acc, p, x, x_stride, w);
 }
 
-// One word of a panel takes so many registers that a tile takes one panel after the other.
+// True if one word of a panel takes so many registers that a tile processes one panel after the other.
 constexpr bool BY_PANELS = PARTS > 2;
 
-// The steps from S on of one word of all panels.
+// Steps S and later of one word of all panels.
 template <class Dot, int R, int P, int S = 0, class Word>
 INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const Word (&w)[P]) {
     if constexpr (BY_PANELS) {
@@ -367,16 +367,16 @@ INLINE void tile_step(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_s
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// Whether a tile takes two words at once: smmla multiplies 8 bytes of two rows by 8 bytes of two columns. To bring those
-// bytes together costs as many instructions as it saves with fewer than four rows.
+// True if a tile takes two words at once: smmla multiplies 8 bytes of two rows by 8 bytes of two columns. With fewer
+// than four rows, arranging these bytes costs as many instructions as it saves.
 template <class Dot, int R, int P>
 constexpr bool BY_WORD_PAIRS = std::is_same<Dot, DotInt8>::value && R >= 4 && P == 1;
 
-// The sums of `tile` over pairs of words; returns the number of words done. Integers: the order changes nothing.
+// Sums of `tile` over pairs of words; returns the number of words done. For integers the order does not matter.
 template <int R, int A, bool SOME>
 INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
                                int64_t words, const char *const *ahead, int64_t ahead_stride) {
-    constexpr int PAIRS = (R + 1) / 2, LAST = R - 1;  // a last row that is alone is its own neighbour
+    constexpr int PAIRS = (R + 1) / 2, LAST = R - 1;  // an odd last row is paired with itself
     int32x4_t sums[PAIRS][2 * PARTS];                 // of two rows: two columns of the first, two of the second
     _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) EACH(i) {
         int64x2_t a = (int64x2_t)acc[2 * q][0].v[i], b = (int64x2_t)acc[2 * q < LAST ? 2 * q + 1 : LAST][0].v[i];
@@ -414,9 +414,9 @@ INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, 
 #endif
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes from one to the following, which
-// are fetched into the second cache: what the first one waits for at once is too little for the memory's speed. With
-// SOME they may be null.
+// w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes apart, which are prefetched into
+// the second-level cache: the first level has too few outstanding loads for the memory's speed. With SOME, entries may
+// be null.
 template <class Dot, int R, int P, int A, bool SOME>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                  int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {
@@ -434,7 +434,7 @@ INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
     }
 }
 
-// The panels of a tile of so many rows: as many as so many accumulators allow, and at most `widest`.
+// Panels of a tile of `rows` rows: as many as `accumulators` allows, and at most `widest`.
 constexpr int panels_for(int rows, int widest, int accumulators) {
     int p = accumulators / (rows < 1 ? 1 : rows);
     return p > widest ? widest : p < 1 ? 1 : p;

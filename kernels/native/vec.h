@@ -1,5 +1,5 @@
-// Sixteen float32 lanes, in as many registers as the instruction set needs for them, and what kernels do with them.
-// Everything here is in a namespace of the instruction set that the file is compiled for.
+// Vector of sixteen float32 lanes, in as many registers as the instruction set needs, and its operations. All of this
+// is in a namespace named for the instruction set that the file is compiled for.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-// Whether the set has an instruction for products of pairs of bfloat16.
+// Defined if the set has an instruction for products of pairs of bfloat16.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define BF16_DOT 1
 #else
@@ -93,7 +93,7 @@ INLINE F operator/(F a, F b) {
     EACH(i) a.v[i] = a.v[i] / b.v[i];
     return a;
 }
-// a * b + c, in one rounding where the processor has it.
+// a * b + c, with one rounding if the processor has FMA.
 INLINE F fma(F a, F b, F c) {
 #if defined(__AVX512F__)
     c.v[0] = (fvec)_mm512_fmadd_ps((__m512)a.v[0], (__m512)b.v[0], (__m512)c.v[0]);
@@ -106,7 +106,7 @@ INLINE F fma(F a, F b, F c) {
 #endif
     return c;
 }
-// a where it is larger, else b, also where one of them is NaN; likewise min.
+// a where it is larger, else b, also where one of them is NaN; min likewise.
 INLINE F max(F a, F b) {
 #if defined(__AVX512F__)
     a.v[0] = (fvec)_mm512_maskz_max_ps(0xFFFF, (__m512)a.v[0], (__m512)b.v[0]);
@@ -132,7 +132,7 @@ INLINE ivec places(int part) {
     static const int32_t PLACE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return *reinterpret_cast<const ivec_u *>(PLACE + part * WIDTH);
 }
-// The first n lanes of x, the others of other.
+// The first n lanes of x, and the other lanes of `other`.
 INLINE F first(F x, int64_t n, F other) {
     ivec most = ivec{} + int32_t(n < LANES ? n : LANES);
     EACH(i) x.v[i] = places(i) < most ? x.v[i] : other.v[i];
@@ -144,7 +144,7 @@ INLINE F where_at_least(F a, F b, F yes, F no) {
     EACH(i) yes.v[i] = a.v[i] >= b.v[i] ? yes.v[i] : no.v[i];
     return yes;
 }
-// Bit i: whether lane i of a is at least that of b; not where one of them is NaN.
+// Bit i is set if lane i of a is at least that of b; it is clear if one of them is NaN.
 INLINE uint32_t at_least(F a, F b) {
     uint32_t bits = 0;
 #if defined(__AVX512F__)
@@ -167,7 +167,7 @@ INLINE uint32_t at_least(F a, F b) {
     return bits;
 }
 
-// Halves of the lanes, of those again, and so on.
+// Sums of halves of the lanes, then of halves of those, and so on.
 typedef float quad __attribute__((vector_size(16)));
 INLINE float lane_sum(F x) {
     quad q[4];
@@ -184,7 +184,7 @@ INLINE float lane_max(F x) {
     return even > odd ? even : odd;
 }
 
-// To the nearest whole number, halves to the even one. |x| below 2**22.
+// Rounds to the nearest whole number, ties to even. |x| below 2**22.
 INLINE F nearest(F x) {
 #if defined(__AVX512F__)
     x.v[0] = (fvec)_mm512_maskz_roundscale_ps(0xFFFF, (__m512)x.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -193,15 +193,15 @@ INLINE F nearest(F x) {
 #elif defined(__aarch64__)
     EACH(i) x.v[i] = (fvec)vrndnq_f32((float32x4_t)x.v[i]);
 #else
-    EACH(i) x.v[i] = (x.v[i] + 12582912.0f) - 12582912.0f;  // 1.5 * 2**23, to which whole numbers are added
+    EACH(i) x.v[i] = (x.v[i] + 12582912.0f) - 12582912.0f;  // next to 1.5 * 2**23, float32 has only whole numbers
 #endif
     return x;
 }
 
-// 2**(whole + t), |t| <= 0.5, whole in -127 .. 128, of which the first gives 0 and the last infinity.
+// 2**(whole + t), |t| <= 0.5, whole in -127 .. 128; -127 gives 0 and 128 infinity.
 //
-// A polynomial of degree 6 with constant term 1, of the least relative error over [-0.5, 0.5] by Remez's exchange
-// (2.6e-9; 2.1e-8 with the coefficients rounded to float32). With the roundings of its evaluation: below 1.1e-7.
+// Polynomial of degree 6 with constant term 1 and minimal relative error over [-0.5, 0.5] by Remez's exchange (2.6e-9;
+// 2.1e-8 with the coefficients rounded to float32). With the roundings of its evaluation the error is below 1.1e-7.
 INLINE F exp2_of(F whole, F t) {
     F p = fma(t, set1(1.55946778e-4f), set1(1.34066434e-3f));
     p = fma(t, p, set1(9.61769279e-3f));
@@ -225,8 +225,8 @@ INLINE F exp2(F x) {
 }
 // e**x: 0 below -87.6, infinity above 88.3; 0 of NaN.
 INLINE F exp(F x) {
-    // The logarithm of e to base 2 in two parts, so that t is exact also where x is large. (Without fma it is not: the
-    // relative error is then 4e-8 |x|.)
+    // log2(e) in two parts, so that t is exact also for large x. (Without FMA it is not: the relative error is then
+    // 4e-8 |x|.)
     x = min(max(x, set1(-88.0f)), set1(88.7228394f));
     F high = set1(1.44269502f), low = set1(1.92596299e-8f), whole = nearest(x * high);
     return exp2_of(whole, fma(x, low, fma(x, high, -whole)));
@@ -235,7 +235,7 @@ INLINE F exp(F x) {
 // 1 / x for x of at least 1, relative error below 2e-7; 0 where x is above 2**120.
 INLINE F reciprocal(F x) {
 #if defined(__AVX512F__)
-    // An estimate of 14 bits and a step of Newton's method, which would make NaN of an infinite x.
+    // An estimate of 14 bits and one step of Newton's method, which would turn an infinite x into NaN.
     F most = set1(0x1p120f), near = min(x, most), r;
     r.v[0] = (fvec)_mm512_rcp14_ps((__m512)near.v[0]);
     r = fma(fma(-near, r, set1(1.0f)), r, r);
@@ -245,7 +245,7 @@ INLINE F reciprocal(F x) {
 #endif
 }
 
-// bfloat16 to and from float32; to the nearest, ties to even, as torch rounds.
+// Conversion between bfloat16 and float32; to the nearest, ties to even, as torch rounds.
 INLINE fvec widen(hvec h) {
 #if defined(__AVX512F__)
     return (fvec)((uvec)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)h) << 16);
@@ -260,7 +260,7 @@ INLINE F widen(const uint16_t *p) {
     EACH(i) r.v[i] = widen(*reinterpret_cast<const hvec_u *>(p + i * WIDTH));
     return r;
 }
-// x as bfloat16 rounds it. NaN stays NaN; denormal numbers may become 0.
+// Rounds x to bfloat16. NaN stays NaN; denormal numbers may become 0.
 INLINE F round_bfloat16(F x) {
 #if defined(__AVX512BF16__)
     x.v[0] = widen((hvec)_mm512_cvtneps_pbh((__m512)x.v[0]));
@@ -295,7 +295,7 @@ INLINE float widen1(uint16_t h) {
     return x;
 }
 
-// What a dtype is to the kernels: its storage, how many of it a 32-bit word holds, loads and rounded stores.
+// Storage type of a dtype, numbers of it to a 32-bit word, loads, and stores with rounding.
 struct Float32 {
     typedef float type;
     static constexpr int PER_WORD = 1;
@@ -313,7 +313,7 @@ struct BFloat16 {
     static INLINE F round(F x) { return round_bfloat16(x); }
 };
 
-// get and put of the n lanes, 1 <= n <= 16, that a line's end leaves; the other lanes are 0.
+// get and put of the n lanes, 1 <= n <= 16, at the end of a line; the other lanes are 0.
 template <class D>
 INLINE F get_n(const typename D::type *p, int64_t n) {
     if (n >= LANES) return D::get(p);
@@ -329,7 +329,7 @@ INLINE void put_n(typename D::type *p, F x, int64_t n) {
     for (int64_t i = 0; i < n; i++) p[i] = l[i];
 }
 
-// Sixteen int32, which wrap.
+// Sixteen int32 lanes, which wrap.
 INLINE I operator-(I a, I b) {
     EACH(i) a.v[i] = a.v[i] - b.v[i];
     return a;
@@ -370,7 +370,7 @@ INLINE F silu(F x) {
     return D::round(x * reciprocal(set1(1.0f) + exp(-x)));
 }
 
-// Calls body(i, n) for the lanes [i, i + n) that a line of `length` falls into: n is 16, but for the last.
+// Calls body(i, n) for the lanes [i, i + n) of a line of `length`; n is 16 except for the last.
 template <class Body>
 INLINE void by_lanes(int64_t length, const Body &body) {
     int64_t i = 0;

@@ -1,12 +1,13 @@
-// Penalties on logits and reports of probabilities, over the whole vocabulary.
+// Penalties on logits and log-probabilities, over the whole vocabulary.
 //
 //   penalize        p: logits [T, Vp] float32, in_prompt [T, Vp] bool, output_counts [T, Vp] int32, repetition,
 //                      presence, frequency [T] float32                        n: T, Vp
 //   logprobs        p: logits [T, Vp], ids [T] int64, sums [T, parts, 3] float64, largest [T, blocks] float32
-//   logprobs_merge  also p: logprob [T] float32, rank [T] int64, top_ids [T, top] int64, top_logprobs [T, top] float32
-//                   n of both: T, Vp, columns that count, top
+//   logprobs_merge  p: as logprobs, then logprob [T] float32, rank [T] int64, top_ids [T, top] int64,
+//                      top_logprobs [T, top] float32
+//                   n of both: T, Vp, vocabulary, top
 //
-// A row is cut into parts of PART columns, which threads share. Parts lie at absolute columns and are merged in
+// A row is divided into parts of PART columns, which threads share. Parts lie at absolute columns and are merged in
 // ascending order, so that a row's numbers do not depend on the number of threads.
 #include <algorithm>
 
@@ -15,10 +16,10 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-constexpr int64_t PART = 16384;  // columns
-constexpr int64_t BLOCK = 128;   // columns whose largest logit is kept
+constexpr int64_t PART = 16384;  // columns of a part
+constexpr int64_t BLOCK = 128;   // columns of a block, whose largest logit is kept
 
-// The same operations in the same order as the golden function's, so that the results are the same bits.
+// Performs the operations of the golden function in the same order, so that the results are bit-identical.
 struct Penalize {
     static int64_t units(const Call &call) { return call.rows * ceil_div(call.op.n[1], PART); }
     static void run(const Call &call, int64_t unit) {
@@ -43,21 +44,21 @@ struct Penalize {
     }
 };
 
-// Sizes of a report's op.
+// Sizes of a logprobs op.
 struct Report {
     const Op &op;
     int64_t width, columns, top, parts, blocks;
     explicit Report(const Op &op)
         : op(op), width(op.n[1]), columns(op.n[2]), top(op.n[3]), parts(ceil_div(columns, PART)),
           blocks(ceil_div(columns, BLOCK)) {}
-    // Of a part: its largest logit, the sum of its weights against that, and the number of logits above the id's.
+    // Of a part: its largest logit, the sum of its weights relative to that, the number of logits above the id's.
     double *sums(int64_t row, int64_t part) const { return op.at<double>(2) + (row * parts + part) * 3; }
     float *largest(int64_t row) const { return op.at<float>(3) + row * blocks; }
     template <class D>
     const typename D::type *logits(int64_t row) const {
         return op.at<typename D::type>(0) + row * width;
     }
-    // The logit of a column. NaN counts as minus infinity.
+    // Logit of a column. NaN counts as minus infinity.
     template <class D>
     float logit(int64_t row, int64_t column) const {
         float x = D::get1(logits<D>(row)[column]);
@@ -65,7 +66,7 @@ struct Report {
     }
 };
 
-// n logits; the other lanes, and NaN, are minus infinity.
+// Loads n logits; the other lanes, and NaN, are minus infinity.
 template <class D>
 INLINE F get_logits(const typename D::type *p, int64_t n) {
     F low = set1(-INFINITY), x = max(get_n<D>(p, n), low);
@@ -107,7 +108,7 @@ struct LogprobsMerge {
     struct Candidate {
         float logit;
         int32_t id;
-        // The likeliest first, of equal ones the smaller id.
+        // The most likely first; of equal ones the smaller id.
         bool operator<(const Candidate &other) const {
             return logit > other.logit || (logit == other.logit && id < other.id);
         }
@@ -138,7 +139,7 @@ struct LogprobsMerge {
         }
     }
 
-    // All logits that are at least the top-th largest of the blocks' largest, which are top or more.
+    // Collects all logits of at least the top-th largest of the blocks' maxima; these are `top` or more.
     static Candidate *candidates(const Report &r, int64_t row, Candidate *found) {
         const float *largest = r.largest(row);
         float least = -INFINITY;
