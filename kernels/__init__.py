@@ -18,7 +18,7 @@ from npuserve.kernels import (
     norm,
     penalize,
     qk_norm_rope_kv_write,
-    quantized,
+    quantize,
     sample,
     swiglu,
 )
@@ -33,7 +33,7 @@ __all__ = [
     "norm",
     "penalize",
     "qk_norm_rope_kv_write",
-    "quantized",
+    "quantize",
     "sample",
     "swiglu",
 ]

@@ -13,12 +13,20 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.kv_cache import Cache, block_size, quantize_heads, read
-from npuserve.kernels.native import layout
+from npuserve.kernels.kv_cache import (
+    Cache,
+    block_size,
+    native_parts,
+    pack_keys,
+    pack_values,
+    quantize_heads,
+    read,
+    unpack_keys,
+    unpack_values,
+)
+from npuserve.kernels.native import CONSTANTS, LANES, layout
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import Case, kernel
-
-_SPLIT, _UNITS_PER_THREAD = 256, 16  # of attention.cpp
 
 INT8_TOLERANCE = 3e-4
 """Tolerance of results over an int8 cache: implementations may multiply queries and weights in int16."""
@@ -150,12 +158,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, keys, values, metadata, scale = args
-    return q, layout.pack_keys(keys), layout.pack_values(values), metadata, scale
+    return q, pack_keys(keys), pack_values(values), metadata, scale
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, keys, values, metadata, scale = args
-    return q, layout.unpack_keys(keys), layout.unpack_values(values, q.shape[-1]), metadata, scale
+    return q, unpack_keys(keys), unpack_values(values, q.shape[-1]), metadata, scale
 
 
 @native.implementation(paged_attention, adapt=_pack, restore=_unpack)
@@ -167,17 +175,17 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
     (Dao et al. 2023).
     """
     tokens, q_heads, dim = q.shape
-    kind, (keys, values), scales = layout.parts(k_cache, v_cache)
+    kind, (keys, values), scales = native_parts(k_cache, v_cache)
     block_size, kv_heads = layout.block_size(keys), keys.shape[1]
     rows, stride = metadata.block_tables.shape
     out = native.empty(tokens, q_heads * dim, dtype=q.dtype)
     if metadata.host_cu_seqlens_q and metadata.host_cu_seqlens_q[-1] < tokens:
         out.zero_()
     # Splits of rows with one query each, if the rows are so few that their heads do not occupy all threads.
-    items = min(rows, -(-_UNITS_PER_THREAD * native.library().threads // kv_heads))
-    splits = -(-stride * block_size // _SPLIT)
+    items = min(rows, -(-CONSTANTS["ATTENTION_UNITS_PER_THREAD"] * native.library().threads // kv_heads))
+    splits = -(-stride * block_size // CONSTANTS["ATTENTION_SPLIT"])
     plan = native.kept(rows + 2, dtype=torch.int32)
-    partial = native.empty(items * splits * q_heads * (-(-dim // native.LANES) + 1) * native.LANES, dtype=torch.float32)
+    partial = native.empty(items * splits * q_heads * (-(-dim // LANES) + 1) * LANES, dtype=torch.float32)
     merged = [metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial]
     p = [q, keys, values, metadata.block_tables, *merged, *scales]
     n = [tokens, rows, q_heads, kv_heads, dim, block_size, stride, items]

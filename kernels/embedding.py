@@ -11,7 +11,8 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantized import Int8Weight, Weight, from_nz, packed, weight_of
+from npuserve.kernels.quantize import from_nz, weight_of
+from npuserve.kernels.quantized import Int8Weight, Weight, packed
 from npuserve.kernels.registry import Case, kernel
 
 

@@ -28,12 +28,9 @@ def greedy(logits: Tensor, vocabulary: int) -> Tensor:
     return real.masked_fill(real.isnan(), -torch.inf).argmax(dim=-1, keepdim=True)
 
 
-_PART = 16384  # GREEDY_COLUMNS of rowwise.cpp
-
-
 @native.implementation(greedy)
 def _(logits: Tensor, vocabulary: int) -> Tensor:
-    parts = -(-vocabulary // _PART)
+    parts = -(-vocabulary // native.CONSTANTS["GREEDY_PART"])
     best = native.empty(parts, len(logits), dtype=torch.float32)
     places = native.empty(parts, len(logits), dtype=torch.int32)
     ids = native.empty(len(logits), 1, dtype=torch.int64)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native import layout
 from npuserve.kernels.quantized import Int8
 
 Cache = Tensor | Int8
@@ -43,3 +46,38 @@ def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
     new = quantize_heads(heads)
     cache.values.flatten(0, 1)[slots] = new.values
     cache.scale.flatten(0, 1)[slots] = new.scale.to(cache.scale.dtype)
+
+
+def native_parts(keys: Cache, values: Cache) -> tuple[str, tuple[Tensor, Tensor], list[Tensor]]:
+    """Return the suffix of the native ops that take such a cache, its numbers, and its scales, [] without scales."""
+    if isinstance(keys, Int8) and isinstance(values, Int8):
+        return "_int8", (keys.values, values.values), [keys.scale, values.scale]
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    return "", (keys, values), []
+
+
+def pack_keys(keys: Cache) -> Cache:
+    """Copy keys to the native layout. This and the next three functions serve tests and comparisons."""
+    return _reorder(keys, layout.pack_keys)
+
+
+def unpack_keys(keys: Cache) -> Cache:
+    """Copy keys of the native layout to [blocks, block_size, Hkv, D]."""
+    return _reorder(keys, layout.unpack_keys)
+
+
+def pack_values(values: Cache) -> Cache:
+    """Copy values to the native layout."""
+    return _reorder(values, layout.pack_values)
+
+
+def unpack_values(values: Cache, head_dim: int) -> Cache:
+    """Copy values of the native layout to [blocks, block_size, Hkv, head_dim]."""
+    return _reorder(values, lambda numbers: layout.unpack_values(numbers, head_dim))
+
+
+def _reorder(cache: Cache, numbers: Callable[[Tensor], Tensor]) -> Cache:
+    if isinstance(cache, Int8):
+        return Int8(numbers(cache.values), cache.scale.transpose(1, 2).contiguous())
+    return numbers(cache)

@@ -12,23 +12,17 @@ from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantized import (
-    ZEROS,
-    Int8,
-    Int8Weight,
-    Scheme,
-    Weight,
+from npuserve.kernels.quantize import (
     ascend_fuses,
     ascend_quantize,
     from_nz,
     int8_of,
     native_quantize,
-    packed,
     quantize,
-    scheme_of,
     to_nz,
     weight_of,
 )
+from npuserve.kernels.quantized import ZEROS, Int8, Int8Weight, Scheme, Weight, packed, scheme_of
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
 
@@ -155,7 +149,7 @@ def _argmax_case(
     ],
 )
 def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """Return the argmax of `linear`, ids [R, 1] int64 below `vocabulary`; x: [R, K], weight: [Vp, K], bias: [Vp] or None.
+    """Return the argmax of `linear`: ids [R, 1] int64 below `vocabulary`; x [R, K], weight [Vp, K], bias [Vp] or None.
 
     The ids are those of `greedy` over the logits of `linear`. Backends that can, keep the logits out of memory.
     """

@@ -41,15 +41,12 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
     return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)
 
 
-_PART, _BLOCK = 16384, 128  # of vocabulary.cpp
-
-
 @native.implementation(logprobs)
 def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights below 2**-126 of the largest count as 0. Sums are in float64."""
     rows = len(logits)
-    sums = native.empty(rows, -(-vocabulary // _PART), 3, dtype=torch.float64)
-    largest_of_blocks = native.empty(rows, -(-vocabulary // _BLOCK), dtype=torch.float32)
+    sums = native.empty(rows, -(-vocabulary // native.CONSTANTS["LOGPROBS_PART"]), 3, dtype=torch.float64)
+    largest_of_blocks = native.empty(rows, -(-vocabulary // native.CONSTANTS["LOGPROBS_BLOCK"]), dtype=torch.float32)
     logprob = native.empty(rows, dtype=torch.float32)
     rank = native.empty(rows, dtype=torch.int64)
     top_ids = native.empty(rows, n, dtype=torch.int64)
@@ -77,5 +74,5 @@ def _by_sorting(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[T
 def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from npuserve.kernels.triton import launch_vocabulary
 
-    report = launch_vocabulary.logprobs if n <= launch_vocabulary.REPORTED else _by_sorting
+    report = launch_vocabulary.logprobs if n <= launch_vocabulary.MAX_TOP_IDS else _by_sorting
     return report(logits, vocabulary, ids, n)

@@ -13,17 +13,8 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.quantized import (
-    SCHEMES,
-    ZEROS,
-    Int8,
-    Scheme,
-    ascend_fuses,
-    ascend_quantize,
-    native_int8,
-    quantize,
-    scheme_of,
-)
+from npuserve.kernels.quantize import ascend_fuses, ascend_quantize, quantize
+from npuserve.kernels.quantized import SCHEMES, ZEROS, Int8, Scheme, native_int8, scheme_of
 from npuserve.kernels.registry import Case, kernel
 
 

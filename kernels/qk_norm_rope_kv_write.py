@@ -9,7 +9,16 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.kv_cache import Cache, quantize_heads, write
+from npuserve.kernels.kv_cache import (
+    Cache,
+    native_parts,
+    pack_keys,
+    pack_values,
+    quantize_heads,
+    unpack_keys,
+    unpack_values,
+    write,
+)
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
 from npuserve.kernels.registry import Case, kernel
@@ -100,12 +109,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *args[:7], layout.pack_keys(args[7]), layout.pack_values(args[8]), args[9]
+    return *args[:7], pack_keys(args[7]), pack_values(args[8]), args[9]
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
     head_dim = args[4].shape[-1]
-    return *args[:7], layout.unpack_keys(args[7]), layout.unpack_values(args[8], head_dim), args[9]
+    return *args[:7], unpack_keys(args[7]), unpack_values(args[8], head_dim), args[9]
 
 
 @native.implementation(qk_norm_rope_kv_write, adapt=_pack, restore=_unpack)
@@ -122,7 +131,7 @@ def _(
     num_q_heads: int,
 ) -> Tensor:
     """k_cache, v_cache: in the order of `layout`."""
-    kind, (keys, values), scales = layout.parts(k_cache, v_cache)
+    kind, (keys, values), scales = native_parts(k_cache, v_cache)
     kv_heads, dim = keys.shape[1], cos_sin.shape[1]
     q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
     native.call(

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from npuserve.kernels.bench.measure import QUANTIZED, tensors
+from npuserve.kernels.bench.accuracy import QUANTIZED
+from npuserve.kernels.bench.tensors import tensors
 from npuserve.kernels.native.choice import AUTO, Wanted
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span, moved

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, Wanted
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words, write
-from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, quantize
+from npuserve.kernels.quantize import quantize
+from npuserve.kernels.quantized import Int8Weight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.quantization import W8A8

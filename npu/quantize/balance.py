@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.norm import normalize
-from npuserve.kernels.quantized import DYNAMIC, quantize
+from npuserve.kernels.quantize import quantize
+from npuserve.kernels.quantized import DYNAMIC
 from npuserve.npu.model.config import ModelConfig
 
 STRENGTHS = (0.4, 0.5, 0.6, 0.7, 0.8)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels.bench.measure import QUANTIZED, tensors, widened
+from npuserve.kernels.bench.accuracy import QUANTIZED
+from npuserve.kernels.bench.tensors import tensors, widened
 from npuserve.kernels.registry import Case, Implementation, Kernel
 
 # (relative, absolute): a few roundings of the dtype for values of about 1.

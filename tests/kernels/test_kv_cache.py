@@ -12,7 +12,15 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.attention import INT8_TOLERANCE, AttentionMetadata, paged_attention
-from npuserve.kernels.kv_cache import quantize_heads, read, write
+from npuserve.kernels.kv_cache import (
+    pack_keys,
+    pack_values,
+    quantize_heads,
+    read,
+    unpack_keys,
+    unpack_values,
+    write,
+)
 from npuserve.kernels.native import layout
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Int8
@@ -177,14 +185,15 @@ def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dt
         native.library().set_threads(before)
 
 
+@needs_native
 def test_layouts_of_int8_are_inverses() -> None:
     plain = quantize_heads(randn(3, 32, 2, 10))
-    keys, values = layout.pack_keys(plain), layout.pack_values(plain)
+    keys, values = pack_keys(plain), pack_values(plain)
     assert isinstance(keys, Int8)
     assert isinstance(values, Int8)
     assert keys.values.shape == layout.key_shape(3, 32, 2, 10, torch.int8)
     assert values.values.shape == layout.value_shape(3, 32, 2, 10, torch.int8)
     assert keys.scale.shape == values.scale.shape == layout.scale_shape(3, 32, 2)
-    for found in (layout.unpack_keys(keys), layout.unpack_values(values, 10)):
+    for found in (unpack_keys(keys), unpack_values(values, 10)):
         assert torch.equal(found.values, plain.values)
         assert torch.equal(found.scale, plain.scale)

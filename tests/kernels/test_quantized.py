@@ -17,7 +17,8 @@ from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import linear, linear_argmax, linear_swiglu
 from npuserve.kernels.norm import add_rms_norm, rms_norm
-from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, quantize, scheme_of
+from npuserve.kernels.quantize import quantize
+from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, scheme_of
 from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.ways import ISAS, implementation, ways

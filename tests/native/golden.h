@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "pool.h"
+#include "runtime/pool.h"
 
 namespace golden {
 

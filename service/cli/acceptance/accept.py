@@ -180,7 +180,7 @@ def _cases(kernel: Kernel[..., Any], backend: Backend, *, benchmark: bool) -> It
 
 def _kernel(kernel: Kernel[..., Any], dtype: torch.dtype, backend: Backend) -> Finding:
     """Of the test cases."""
-    from npuserve.kernels.bench.measure import Oracle
+    from npuserve.kernels.bench.accuracy import Oracle
     from npuserve.kernels.registry import GOLDEN
 
     cases, error, others, golden_error, golden_others, wrong = 0, 0.0, 0, 0.0, 0, []

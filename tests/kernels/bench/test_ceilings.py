@@ -21,7 +21,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_PASS_SECONDS", 1e-4)
     monkeypatch.setattr(module, "_TORCH_SIZES", (64, 64))
     if not request.param:
-        monkeypatch.setattr(native, "_LIBRARY", None)
+        monkeypatch.setattr("npuserve.kernels.native.shared_library._LIBRARY", None)
 
 
 @pytest.mark.usefixtures("either")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.bench.measure import tensors
+from npuserve.kernels.bench.tensors import tensors
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
-from npuserve.kernels.bench.measure import widened
+from npuserve.kernels.bench.tensors import widened
 from npuserve.kernels.kv_cache import Cache, quantize_heads
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Int8

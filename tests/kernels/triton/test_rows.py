@@ -16,7 +16,8 @@ from torch import Tensor
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.last_ids import keep_ids, take_ids
 from npuserve.kernels.norm import add_rms_norm
-from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, quantize, scheme_of, weight_of
+from npuserve.kernels.quantize import quantize, weight_of
+from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, scheme_of
 from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.triton.hopper import Launch, compiled

@@ -41,7 +41,7 @@ def whole(interpreted: ModuleType) -> ModuleType:
 def parts(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same with parts, and blocks of what is in question, that small vocabularies fill several of."""
     monkeypatch.setattr(whole, "PART", 64)
-    monkeypatch.setattr(whole, "_ASKED", 128)
+    monkeypatch.setattr(whole, "_CUT_BLOCK", 128)
     return whole
 
 
@@ -131,7 +131,7 @@ def test_programs_may_come_in_any_order(parts: ModuleType, monkeypatch: pytest.M
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def run(**arguments: Any) -> None:
                 kernel[grid](**arguments)
-                for keys, number in zip(arguments["asked"], arguments["gathered"].tolist(), strict=True):
+                for keys, number in zip(arguments["undecided"], arguments["gathered"].tolist(), strict=True):
                     keys[:number] = keys[:number][torch.randperm(number, generator=generator())]
                     seen.append(number)
 
@@ -175,7 +175,7 @@ def test_logprobs_over_several_parts(parts: ModuleType, n: int) -> None:
 
 
 def test_more_logprobs_than_programs_find_are_sorted(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "REPORTED", 4)
+    monkeypatch.setattr(parts, "MAX_TOP_IDS", 4)
     logits, ids = randn(3, 60).round(decimals=1), torch.tensor([1, 2, 3])
     for n in (4, 5, 60):
         got, want = logprobs.implementations["cuda"].function(logits, 60, ids, n), logprobs(logits, 60, ids, n)
@@ -270,7 +270,7 @@ HEAT = {"temperature": "*fp32"}
 CUTS = {**HEAT, "top_k": "*i64", "top_p": "*fp32"}
 KEPT = {**HEAT, "min_p": "*fp32", "borders": "*i64", "masses": "*i64"}
 PROBED = {**CUTS, "distances": "*fp32", "sums": "*fp32", "numbers": "*i32"}
-FOUND = {"gathered": "*i32", "asked": "*i64", "above": "*i64", "masses": "*i64"}
+FOUND = {"gathered": "*i32", "undecided": "*i64", "above": "*i64", "masses": "*i64"}
 REPORT = {"ids": "*i64", "candidates": "*i64", "peaks": "*fp32", "sums": "*fp32", "larger": "*i32", "count": "i32",
           "logits": "*bf16", "stride": "i64/16", "vocabulary": "i32/16", "parts": "i32"}
 PENALTIES = {"logits": "*fp32", "in_prompt": "*i1", "output_counts": "*i32", "repetition": "*fp32",
@@ -278,7 +278,7 @@ PENALTIES = {"logits": "*fp32", "in_prompt": "*i1", "output_counts": "*i32", "re
 ONE = 2.0**44
 
 
-def launched(kernel: str, signature: dict[str, str], warps: int, file: str = "vocabulary", **constants: Any) -> Launch:
+def launched(kernel: str, signature: dict[str, str], warps: int, file: str = "sampling", **constants: Any) -> Launch:
     return Launch(file, f"{kernel}_kernel", signature, {**constants, "PDL": True},
                   {"num_warps": warps, "launch_pdl": True})
 
@@ -292,9 +292,9 @@ COMPILED = [  # and how many loads of 16 bytes there must be at least
     (launched("cut", {**BASE, **CUTS, **FOUND, "borders": "*i64"}, 16, ONE=ONE, BLOCK=4096, PARTS=64), 0),
     (launched("weigh", {**OWN, **KEPT}, 8, ONE=ONE, PART=4096, PARTS=64), 2),
     (launched("draw", {**OWN, **KEPT, "uniform": "*fp64", "ids": "*i64"}, 8, ONE=ONE, PART=4096, PARTS=64), 2),
-    (launched("report_parts", REPORT, 8, PART=4096), 2),
+    (launched("report_parts", REPORT, 8, "logprobs", PART=4096), 2),
     (launched("report", {**REPORT, "logprob": "*fp32", "rank": "*i64", "top_ids": "*i64", "top_logprobs": "*fp32"}, 4,
-              PARTS=64, CANDIDATES=2048), 0),
+              "logprobs", PARTS=64, CANDIDATES=2048), 0),
     (launched("penalize", PENALTIES, 8, "penalize", PART=4096), 8),
 ]
 
