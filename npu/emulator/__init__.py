@@ -1,14 +1,14 @@
-"""An emulated NPU: the published torch_npu runs for real on CANN libraries of our own, on a machine without an NPU.
+"""Emulated NPU: the published torch_npu runs on CANN libraries of this package, on a machine without an NPU.
 
     emulator.activate(memory=4 << 30)      # before torch_npu is imported
     import torch_npu                       # there is a device npu:0 now
 
-It proves calls and numbers, not speed: device memory is host memory, streams are queues that one thread runs, operators
-run through ATen in float32. Races are real: a stream runs only when somebody waits for it, so a forgotten wait gives
-wrong data (see `activate`). What a device refuses is refused; what is not emulated says so by name.
+It proves calls and numbers, not speed: device memory is host memory, streams are queues that one thread runs, and
+operators run through ATen in float32. Races are real: a stream runs only while the host waits for it, so a missing wait
+gives wrong data (see `activate`). Calls that a device refuses are refused; calls that are not emulated fail by name.
 
-The libraries are built on demand (build.py). C++: runtime/ is libascendcl, ops/ is libopapi. What torch_npu itself logs
-goes to stderr where EMULATED_NPU_LOG is set.
+build.py builds the libraries on demand. C++: runtime/ is libascendcl, ops/ is libopapi. torch_npu's own log goes to
+stderr if EMULATED_NPU_LOG is set.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ __all__ = ["Call", "EmulatorError", "Memory", "activate", "active", "calls", "cl
 log = logging.getLogger(__name__)
 
 RELAXATIONS = ("fp32", "small_heads")
-"""What may be let through that a device refuses, for small models and exact comparisons."""
+"""Restrictions of a device that may be lifted, for small models and exact comparisons."""
 
 Order = Literal["lazy", "eager", "shuffled"]
 
 
 class Call(NamedTuple):
-    """A host API call. thread: as threading.get_native_id(). A mark has a name that begins with "# "."""
+    """Host API call. thread: as threading.get_native_id(). The name of a mark begins with "# "."""
 
     name: str
     thread: int
 
 
 class Memory(NamedTuple):
-    """Bytes of device memory in use now and at most so far, and of pinned host memory."""
+    """Bytes of device memory in use, their maximum so far, and bytes of pinned host memory."""
 
     used: int
     peak: int
@@ -70,19 +70,20 @@ def activate(
     *, memory: int = 0, relax: Iterable[str] = (), order: Order = "lazy", seed: int = 0, depth: int = 4096,
     poison: bool = False,
 ) -> None:
-    """Loads the emulated CANN into this process, built first if need be, so that `import torch_npu` finds it.
+    """Load the emulated CANN into this process so that `import torch_npu` finds it; build it first if necessary.
 
-    memory: bytes of device memory, 64 MiB or more; the host's is taken as it is used. 0: EMULATED_NPU_GIB of the
-        environment, a whole number of GiB; where that is not set either, 4 GiB.
-    relax: what is accepted beyond a device: "fp32" (where it takes fp16 and bf16 alone), "small_heads" (attention heads
+    memory: bytes of device memory, at least 64 MiB; host memory is used as it is touched. 0: the environment's
+        EMULATED_NPU_GIB, a whole number of GiB, or 4 GiB if it is not set.
+    relax: lifted restrictions: "fp32" (float32 where a device takes only fp16 and bf16), "small_heads" (attention heads
         of other sizes).
-    order: "lazy": a stream runs when somebody waits for it, no further than that, and always the same way;
-        "eager": on a thread of its own as soon as it can, beside the host; "shuffled": streams run ahead at random
-        with each submission, the same way for the same seed.
-    depth: tasks that a stream holds before a submission waits for the oldest.
-    poison: new device memory is full of NaN.
-    Raises EmulatorError where torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
-    imported before. A second call with the same options does nothing; with others it raises.
+    order: "lazy": a stream runs only while the host waits for it, only as far as needed, and deterministically;
+        "eager": on its own thread as soon as possible, beside the host; "shuffled": with each submission streams run
+        ahead at random, deterministically for a seed.
+    depth: tasks of a stream before a submission waits for the oldest.
+    poison: fill new device memory with NaN.
+
+    Raises EmulatorError if torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
+    imported before. A second call with equal options has no effect; with other options it raises.
     """
     global _library, _options
     if not memory:
@@ -107,7 +108,7 @@ def activate(
     if "torch_npu" in sys.modules:
         raise EmulatorError("emulated NPU: torch_npu was imported before; activate the emulator first")
     folder = libraries()
-    # torch would import torch_npu by itself, before there is a CANN.
+    # Otherwise torch imports torch_npu itself, before there is a CANN.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch  # noqa: F401  the operators are linked to it
 
@@ -127,12 +128,12 @@ def activate(
 
 
 def active() -> bool:
-    """True once `activate` has loaded it."""
+    """Return True once `activate` has loaded the emulator."""
     return _library is not None
 
 
 def relaxations() -> frozenset[str]:
-    """Those that `activate` was told; none where it is not active."""
+    """Return the relaxations of `activate`; none if the emulator is not active."""
     return _options.relax if _options else frozenset()
 
 
@@ -143,7 +144,8 @@ def _lib() -> ctypes.CDLL:
 
 
 def calls() -> list[Call]:
-    """Host API calls since `clear_calls`, the oldest first, and the marks between them. Of over 262144, the latest."""
+    """Return the host API calls since `clear_calls` and the marks between them, oldest first; at most the last
+    262144."""
     lib = _lib()
     none = ctypes.c_uint64(0)
     count: int = lib.emu_calls(none, none, None, None)
@@ -154,33 +156,34 @@ def calls() -> list[Call]:
 
 
 def clear_calls() -> None:
-    """Begins the call log anew."""
+    """Clear the call log."""
     _lib().emu_clear_calls()
 
 
 def mark(text: str) -> None:
-    """Puts "# text" into the call log."""
+    """Add "# text" to the call log."""
     _lib().emu_mark(f"# {text}".encode())
 
 
 def memory() -> Memory:
-    """What is allocated on the device, and pinned on the host."""
+    """Return the memory in use."""
     lib = _lib()
     return Memory(lib.emu_memory_used(), lib.emu_memory_peak(), lib.emu_pinned())
 
 
 def pending() -> int:
-    """Tasks that were submitted and have not run."""
+    """Return the number of tasks that were submitted and have not run."""
     count: int = _lib().emu_pending()
     return count
 
 
 def fail(what: str, code: int, *, nth: int = 1, times: int = 1) -> None:
-    """The `nth` call from now, and the `times - 1` after it (-1: all), return an ACL error code.
+    """Make the `nth` call from now, and the `times - 1` after it (-1: all), return an ACL error code.
 
-    what: "malloc" (device memory), "malloc_host", "memcpy", "launch" (all that is submitted to a stream), "synchronize"
-    (of a stream, an event or the device), "task" (the device fails while it runs it: the next synchronization tells),
-    or a shell pattern of functions, e.g. "aclnnMatmul*".
+    what: "malloc" (device memory), "malloc_host", "memcpy", "launch" (every submission to a stream), "synchronize" (of
+    a
+        stream, an event or the device), "task" (the device fails during the task; the next synchronization reports it),
+        or a shell pattern of functions, e.g. "aclnnMatmul*".
     """
     if nth < 1 or times < -1:
         raise ValueError(f"nth must be 1 or more and times -1 or more, not {nth} and {times}")
@@ -188,7 +191,7 @@ def fail(what: str, code: int, *, nth: int = 1, times: int = 1) -> None:
 
 
 def hang(*, nth: int = 1) -> None:
-    """The `nth` task that is submitted from now does not run, nor what is behind it in its stream, until `heal`."""
+    """Make the `nth` task submitted from now, and all tasks behind it in its stream, hang until `heal`."""
     _lib().emu_inject(b"hang", nth, 1, 1)
 
 
@@ -197,19 +200,19 @@ LOST_HEARTBEAT = 507010
 
 
 def lose_device(code: int = LOST_HEARTBEAT) -> None:
-    """From now on all that needs the device fails, until `heal`."""
+    """Make all calls that need the device fail until `heal`."""
     for what in ("malloc", "memcpy", "launch", "synchronize", "task"):
         fail(what, code, times=-1)
 
 
 def heal() -> None:
-    """Forgets all faults and lets go what hangs. A stream that failed stays so."""
+    """Clear all faults and release hanging tasks. A failed stream stays failed."""
     _lib().emu_heal()
 
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """What is injected within ends with it."""
+    """Remove the faults injected in the body when it ends."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The operators that torch_npu asks for by name and the emulator does not have: each refuses, and names itself.
+"""Operators that torch_npu requests by name and the emulator lacks: each refuses with its name.
 
-CANN has them all, so the plugin takes the branches that it takes on a device, where another library would make it fall
-back to older operators because a newer one is missing.
+CANN has all of them, so the plugin takes the same branches as on a device. With a missing symbol it would fall back to
+older operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEAD = """#include "emulator.h"
 
 
 def source(torch_npu: Path) -> str:
-    """C++ of weak definitions, which those of ops/ replace, for all operators named in the libraries of the package."""
+    """Return C++ of weak definitions of all operators named in the package's libraries; ops/ overrides them."""
     found: set[bytes] = set()
     for library in sorted((torch_npu / "lib").glob("*.so")):
         found |= set(re.findall(rb"(?<=\0)aclnn[A-Z]\w*(?=\0)", library.read_bytes()))

@@ -1,8 +1,8 @@
-"""Builds the emulated CANN libraries with the machine's C++ compiler, once for a pair of torch and torch_npu.
+"""Build of the emulated CANN libraries with the machine's C++ compiler, once for each pair of torch and torch_npu.
 
-They lie in `$XDG_CACHE_HOME/npuserve/emulator` (`~/.cache` by default): objects by the digest of all that they are made
-of, and one folder of libraries for each set of sources, compiler and installed torch and torch_npu. A file lock makes
-processes that start together build once.
+They are kept in `$XDG_CACHE_HOME/npuserve/emulator` (`~/.cache` by default): objects by the digest of all their inputs,
+and one folder of libraries for each set of sources, compiler and installed torch and torch_npu. A file lock makes
+concurrent processes build once.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 SHARED = (HERE / "runtime" / "emulator.h", HERE / "runtime" / "aclop.h")
-"""What the operators see of the runtime."""
+"""Headers of the runtime that the operators include."""
 
 STUBS = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime", "libnnopbase",
          "libmsprofiler", "libascend_hal")
-"""Libraries that torch_npu is linked to or opens by name: each leads to the symbols of the two that are not empty."""
+"""Libraries that torch_npu is linked to or opens by name: each depends on the two that hold symbols."""
 
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DFUNC_VISIBILITY", "-fvisibility=hidden", "-Wno-deprecated-declarations",
          "-Wno-psabi", "-pthread")
 
 KEPT_SECONDS = 30 * 24 * 3600
-"""What was built longer ago goes when something new is."""
+"""Age at which built files are deleted when something new is built."""
 
 
 class EmulatorError(RuntimeError):
-    """Why there is no emulated NPU: one sentence that says what to do."""
+    """Reason why there is no emulated NPU: one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the installed torch and torch_npu are, and their versions."""
+    """Folders and versions of the installed torch and torch_npu."""
 
     torch: Path
     torch_npu: Path
@@ -66,7 +66,7 @@ def _package(name: str, advice: str) -> tuple[Path, str]:
 
 
 def find() -> Place:
-    """The pair that is installed, without importing it. EmulatorError if one is missing or they do not match."""
+    """Return the installed pair without importing it. Raises EmulatorError if one is missing or they do not match."""
     if platform.system() != "Linux":
         raise EmulatorError(f"emulated NPU: torch_npu runs on Linux alone, not on {platform.system()}")
     torch, torch_version = _package("torch", "pip install npuserve")
@@ -83,7 +83,7 @@ def find() -> Place:
 
 
 def _run(command: list[str]) -> str:
-    """What it wrote. EmulatorError with its first error otherwise."""
+    """Return the output of a command. Raises EmulatorError with its first error if it fails."""
     done = subprocess.run(command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, errors="replace")
     if done.returncode:
         lines = done.stderr.splitlines() or ["no message"]
@@ -93,7 +93,7 @@ def _run(command: list[str]) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The words of $CXX where it is set, else g++ or clang++. EmulatorError if there is none."""
+    """Return $CXX as a list of words if it is set, else g++ or clang++. Raises EmulatorError if there is none."""
     named = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"]]
     for words in named:
         if shutil.which(words[0]):
@@ -103,7 +103,7 @@ def find_compiler() -> list[str]:
 
 
 def cache() -> Path:
-    """The folder of what was built."""
+    """Return the folder of built files."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "npuserve" / "emulator"
 
@@ -123,20 +123,20 @@ class _Unit:
 
 
 def _units(folder: str, headers: list[Path], flags: tuple[str, ...], salt: str) -> list[_Unit]:
-    """Of a folder's sources, the largest first, since it takes longest."""
+    """Return the units of a folder's sources, the largest first, since it takes longest."""
     sources = sorted((HERE / folder).glob("*.cpp"), key=lambda file: -file.stat().st_size)
     return [_Unit(source, flags, _digest(salt, flags, *headers, source)) for source in sources]
 
 
 def libraries() -> Path:
-    """The folder of the libraries, built if need be. EmulatorError."""
+    """Return the folder of the libraries, built if necessary. Raises EmulatorError."""
     place, compiler = find(), find_compiler()
     acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
     torch = place.torch / "include"
     salt = repr((place.versions, platform.machine(), compiler, _run([*compiler, "--version"])))
     runtime = _units("runtime", sorted((HERE / "runtime").glob("*.h")), (*FLAGS, f"-I{acl}"), salt)
     includes = tuple(f"-I{path}" for path in (acl, HERE / "runtime", torch, torch / "torch/csrc/api/include"))
-    # ATen does the operators' work: to optimise what calls it would only take time.
+    # ATen does the operators' work, so optimizing their calls would only cost build time.
     ops = _units("ops", [*SHARED, *sorted((HERE / "ops").glob("*.h"))], (*FLAGS, "-O1", *includes), salt)
     home = cache()
     folder = home / _digest(STUBS, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
@@ -157,9 +157,9 @@ def libraries() -> Path:
 
 @contextmanager
 def _precompiled(compiler: list[str], flags: tuple[str, ...], files: int) -> Iterator[tuple[str, ...]]:
-    """Flags with which g++ reads ATen's headers once for that many files of operators: they are most of the work."""
+    """Yield flags with which g++ parses ATen's headers, most of the work, once for `files` files of operators."""
     if files < 4 or "Free Software Foundation" not in _run([*compiler, "--version"]):
-        yield ()  # it would not pay, or another compiler
+        yield ()  # not worth it for few files, or not supported by the compiler
         return
     with tempfile.TemporaryDirectory() as folder:
         _run([*compiler, *flags, "-x", "c++-header", str(HERE / "ops" / "op.h"), "-o", f"{folder}/op.h.gch"])
