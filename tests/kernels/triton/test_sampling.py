@@ -1,5 +1,5 @@
-"""Ids, logprobs and penalties for CUDA, where the cases of all kernels do not reach. test_sample.py also takes this
-implementation, for which the interpreter needs minutes."""
+"""Ids, logprobs and penalties on CUDA, beyond the cases of all kernels. test_sample.py also covers this implementation,
+for which the interpreter needs minutes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuserve.kernels.sample import sample
 from tests.kernels.triton.hopper import Launch, compiled
 
 LAST = 1 - 2.0**-53
-"""The random number that draws the last id that is kept."""
+"""Random number that draws the last kept id."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -39,7 +39,7 @@ def whole(interpreted: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def parts(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same with parts, and blocks of what is in question, that small vocabularies fill several of."""
+    """The module with parts and blocks of undecided ids so small that small vocabularies fill several."""
     monkeypatch.setattr(whole, "PART", 64)
     monkeypatch.setattr(whole, "_CUT_BLOCK", 128)
     return whole
@@ -53,7 +53,7 @@ def shaping(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 
 
 
 def test_the_first_of_the_largest_over_several_parts(parts: ModuleType) -> None:
-    """Rows lie apart; of zeros of both signs the first is the largest, too."""
+    """Rows are apart; of zeros of both signs the first is the largest."""
     logits = torch.randint(4, (6, 300), generator=generator()).float()[:, 20:]
     logits[0], logits[1], logits[2], logits[3, 70:] = 7.0, -torch.inf, torch.nan, torch.nan
     logits[4], logits[4, 66], logits[4, 130] = -1.0, -0.0, 0.0
@@ -65,7 +65,7 @@ def test_the_first_of_the_largest_over_several_parts(parts: ModuleType) -> None:
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)])
 def test_filters_over_several_parts_are_golden(parts: ModuleType, dtype: torch.dtype, seed: int) -> None:
-    """All together, each alone and none, of logits with equal ones, with holes, and of one value."""
+    """Filters together, alone and none, on logits with ties, with holes, and of one value."""
     rows, vocabulary = 8, 201
     given = (randn(rows, vocabulary + 9, seed=seed) * torch.tensor([0.001, 1, 4, 20]).repeat(2)[:, None])
     given[::3] = given[::3].round(decimals=1)
@@ -85,14 +85,14 @@ def test_filters_over_several_parts_are_golden(parts: ModuleType, dtype: torch.d
                                      {"top_p": 0.9999}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
 @pytest.mark.parametrize("values", [1, 7])
 def test_the_last_id_that_is_kept_of_equal_ones(parts: ModuleType, filters: dict[str, Any], values: int) -> None:
-    """All ids, or nearly all, are in question then."""
+    """All ids, or nearly all, are undecided."""
     logits = torch.arange(300.0).remainder(values).mul(0.003)[None]
     args = (logits, 300, *shaping(1, uniform=LAST, **filters))
     assert torch.equal(parts.sample(*args), sample(*args))
 
 
 def test_what_weighs_nothing_is_not_kept_nor_missed(parts: ModuleType) -> None:
-    """The border of top_k lies where nothing has mass; or nearly everything is within top_p."""
+    """The border of top_k is among ids without mass; or top_p keeps nearly everything."""
     logits = randn(2, 300).mul(5)
     for filters in ({"temperature": 0.01, "top_k": 50}, {"temperature": 0.02, "top_k": 9, "top_p": 0.9},
                     {"temperature": 0.05, "top_p": 0.99999}, {"temperature": 100.0, "top_p": 0.999, "top_k": 299}):
@@ -124,7 +124,7 @@ def test_without_cuts_fewer_kernels_draw_the_same(parts: ModuleType) -> None:
 
 
 def test_programs_may_come_in_any_order(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in question is found in the order in which programs run: here in another."""
+    """The order of undecided ids depends on the order of the programs; here it is shuffled."""
     kernel, seen = parts.gather_kernel, []
 
     class Shuffled:
@@ -160,7 +160,7 @@ def test_at_the_vocabulary_of_qwen3_14b(whole: ModuleType) -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 20, 64])
 def test_logprobs_over_several_parts(parts: ModuleType, n: int) -> None:
-    """Equal ones everywhere, NaN and holes; a part that has fewer ids than are asked for."""
+    """Ties everywhere, NaN and holes; a part with fewer ids than requested."""
     vocabulary = 200
     logits = randn(6, 220).mul(2).round()[:, 5:]
     logits[0], logits[1, ::2], logits[2, 64:128], logits[3, 40:] = 1.0, torch.nan, -torch.inf, -torch.inf
@@ -197,7 +197,7 @@ def test_penalties_over_several_parts_of_rows_that_lie_apart(parts: ModuleType) 
 
 
 def test_nothing_is_read_on_the_host(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors without values calls are made all the same, as a capture needs: seven of them for a draw."""
+    """Calls on tensors without values are the same, as a capture needs: seven for a sample."""
     called: list[str] = []
 
     class Nothing:
@@ -283,7 +283,7 @@ def launched(kernel: str, signature: dict[str, str], warps: int, file: str = "sa
                   {"num_warps": warps, "launch_pdl": True})
 
 
-COMPILED = [  # and how many loads of 16 bytes there must be at least
+COMPILED = [  # and the minimum number of loads of 16 bytes
     (launched("peaks", OWN, 4, PART=4096, gathered=None), 4),
     (launched("peaks", {**OWN, "gathered": "*i32"}, 4, PART=4096), 4),
     (launched("likeliest", {"keys": "*i64", "ids": "*i64", "parts": "i32"}, 1, PARTS=64), 0),
@@ -300,7 +300,7 @@ COMPILED = [  # and how many loads of 16 bytes there must be at least
 
 
 def test_hopper_spills_nothing_and_adds_no_floats_atomically(interpreted: ModuleType, tmp_path: Path) -> None:
-    """At the vocabulary of Qwen3-14B, of logits in bfloat16."""
+    """At the vocabulary of Qwen3-14B, with logits in bfloat16."""
     for (launch, wide), made in zip(COMPILED, compiled([x for x, _ in COMPILED], tmp_path), strict=True):
         assert made.local == 0, launch
         assert made.ptx.count("griddepcontrol.wait") == 1, launch
