@@ -1,7 +1,7 @@
-"""Builds the native CPU kernels, kernels/native/libnpuserve.so; all else that setuptools needs is in pyproject.toml.
+"""Build of the native CPU kernels, kernels/native/libnpuserve.so. pyproject.toml holds the rest of the configuration.
 
-The library is a plain shared one for ctypes, so one wheel serves every Python 3 of a platform. Where no C++17 compiler
-works, or it fails, the package is installed without the library, as a pure wheel, and plain torch serves.
+The library is loaded by ctypes, so one wheel serves every Python 3 of a platform. Without a working C++17 compiler the
+package is installed as a pure wheel without the library, and plain torch computes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
-ONCE = ("pool.cpp", "tables.cpp")
-"""Every other source is compiled once for each instruction set."""
+ONCE = ("memory.cpp", "pool.cpp", "tables.cpp")
+"""Sources that are compiled once. Every other source is compiled once for each instruction set."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",
          "-Wno-unknown-pragmas", "-pthread")
 LINK_FLAGS = ("-Wl,-z,defs",) if sys.platform == "linux" else ()
-"""A function that is missing is an error here already."""
+"""Missing functions are link errors."""
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mprefer-vector-width=512")
 X86 = {
@@ -43,9 +43,9 @@ X86 = {
     "avx2": ("-mavx2", "-mfma"),
 }
 if sys.platform != "linux":
-    del X86["avx512_amx"]  # Linux is asked for its registers
+    del X86["avx512_amx"]  # the permission for its registers is requested from Linux
 PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}
-UNSCHEDULED = "-fno-schedule-insns"  # GCC otherwise loads a tile's words so early that accumulators leave the registers
+UNSCHEDULED = "-fno-schedule-insns"  # GCC otherwise loads a tile's words so early that accumulators are spilled
 AARCH64: dict[str, tuple[str, ...]] = {
     "neon_bf16": (UNSCHEDULED, "-march=armv8.2-a+dotprod+i8mm+bf16"),
     "neon_dotprod": (UNSCHEDULED, "-march=armv8.2-a+dotprod"),
@@ -59,30 +59,40 @@ def isas_of(machine: str) -> dict[str, tuple[str, ...]]:
 
 
 ISAS = isas_of(platform.machine())
-"""A compiler that does not know the flags of a set builds the others."""
+"""Instruction sets of this machine. A compiler that does not know the flags of a set builds the others."""
 
 
 class BuildError(Exception):
-    """Why there is no library, in one line."""
+    """Reason why the library cannot be built, in one line."""
+
+
+def sources(folder: Path, pattern: str) -> list[Path]:
+    """Return the files in `folder` and its folders that match the pattern, sorted."""
+    return sorted(folder.rglob(pattern))
+
+
+def _add_file(digest: hashlib._Hash, file: Path, folder: Path) -> None:
+    """Add the path in `folder` and the contents of a source to a digest."""
+    digest.update(f"\0{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
 
 
 def digest(folder: Path) -> str:
     """Return the digest of the sources, the flags and the machine that a library is built from."""
     made = hashlib.sha256(repr((platform.machine(), FLAGS, LINK_FLAGS, ISAS)).encode())
-    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
-        made.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    for file in [*sources(folder, "*.cpp"), *sources(folder, "*.h")]:
+        _add_file(made, file, folder)
     return made.hexdigest()
 
 
 def stamp(folder: Path, isas: Iterable[str]) -> str:
-    """Return the text that a library of these instruction sets holds, by which `is_current` recognizes it."""
+    """Return the text that identifies a library of these instruction sets to `is_current`."""
     return " ".join([digest(folder), *isas])
 
 
 def is_current(library: Path, folder: Path) -> bool:
     """Return True if the library is built from these sources, for every instruction set that the compiler knows.
 
-    The compiler runs only for instruction sets that the library lacks. Where none works, the sources alone decide.
+    The compiler runs only for instruction sets that the library lacks. Without a compiler only the sources count.
     """
     if not library.exists():
         return False
@@ -100,7 +110,7 @@ def is_current(library: Path, folder: Path) -> bool:
 
 
 def run(command: list[str], source: str | None = None) -> str:
-    """Return what the command prints. source: for its stdin. BuildError if the command fails."""
+    """Return the output of a command. source: for its stdin. Raises BuildError if the command fails."""
     english = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(command, input=source, env=english, capture_output=True, text=True, errors="replace")
@@ -113,7 +123,7 @@ def run(command: list[str], source: str | None = None) -> str:
 
 
 def works(compiler: list[str], *flags: str) -> bool:
-    """True if it makes a shared library of C++17 with these flags."""
+    """Return True if the compiler builds a C++17 shared library with these flags."""
     try:
         run([*compiler, *FLAGS, *flags, "-x", "c++", "-shared", "-", "-o", os.devnull], "#include <thread>\n")
     except BuildError:
@@ -122,7 +132,10 @@ def works(compiler: list[str], *flags: str) -> bool:
 
 
 def find_compiler() -> list[str]:
-    """The words of $CXX where it is set, else the first of the usual ones. BuildError if none works."""
+    """Return $CXX as a list of words if it is set, else the first usual compiler that works.
+
+    Raises BuildError if none works.
+    """
     named = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
     for command in named:
         if works(command):
@@ -135,30 +148,33 @@ def compile_objects(
 ) -> list[str]:
     """Compile the sources in `folder` for these instruction sets and return the object files.
 
-    Objects are kept in the folder that NATIVE_OBJECTS names, where it is set, and used again for the same sources.
-    into: folder of the object files otherwise.
+    If NATIVE_OBJECTS names a folder, objects are kept there and reused for the same sources and flags.
+
+    into: folder of the object files without NATIVE_OBJECTS.
     extra: further flags of all sources.
+
     Raises BuildError.
     """
     defines = [f"-DHAS_{name}" for name in isas] + [f'-DNPUSERVE_SOURCE="{stamp(folder, isas)}"']
-    units = [(folder / name, defines) for name in ONCE]
-    for file in sorted(folder.glob("*.cpp"), key=lambda file: -file.stat().st_size):  # what takes longest comes first
+    files = sorted(sources(folder, "*.cpp"), key=lambda file: -file.stat().st_size)  # the longest build first
+    units = [(file, defines) for file in files if file.name in ONCE]
+    for file in files:
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()]
     kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
     common = hashlib.sha256(run([*compiler, "--version"]).encode())
-    for file in sorted(folder.glob("*.h")):
-        common.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    for file in sources(folder, "*.h"):
+        _add_file(common, file, folder)
 
     def compiled(file: Path, flags: Iterable[str]) -> str:
         """Return the path of the object of one source."""
-        command = [*compiler, *FLAGS, *extra, *flags, "-c"]
-        key = common.copy()
-        key.update(f"\0{command}\0".encode() + file.read_bytes())
+        options = [*FLAGS, *extra, *flags]
+        key = common.copy()  # without `folder`, so that every checkout of the same sources reuses the objects
+        key.update(f"\0{compiler, options}\0".encode() + file.read_bytes())
         made = kept / f"{file.stem}-{key.hexdigest()}.o"
         if not made.exists():
             part = Path(into, f"{made.stem}.part")
-            run([*command, str(file), "-o", str(part)])
+            run([*compiler, *options, f"-I{folder}", "-c", str(file), "-o", str(part)])
             kept.mkdir(parents=True, exist_ok=True)
             shutil.copy(part, complete := made.with_suffix(f".{os.getpid()}"))
             complete.replace(made)
@@ -169,7 +185,7 @@ def compile_objects(
 
 
 def build(library: Path, folder: Path) -> list[str]:
-    """Compiles the sources in `folder` and returns the instruction sets that the library has. BuildError."""
+    """Build the library from the sources in `folder` and return its instruction sets. Raises BuildError."""
     compiler = find_compiler()
     isas = {name: flags for name, flags in ISAS.items() if not flags or works(compiler, *flags)}
     with TemporaryDirectory() as temporary:
@@ -182,7 +198,7 @@ def build(library: Path, folder: Path) -> list[str]:
 
 
 class BuildNative(build_ext):
-    """Puts the library where setuptools wants the extension: the wheel, or for an editable install the tree."""
+    """Build command that puts the library into the wheel, or into the tree for an editable install."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
@@ -201,7 +217,7 @@ class BuildNative(build_ext):
         try:
             isas = build(library, folder)
         except BuildError as error:
-            # From here on the distribution is a pure one.
+            # Without an extension the distribution is pure.
             self.distribution.ext_modules, self.extensions = [], []
             if self.editable_mode:
                 in_tree.unlink(missing_ok=True)
@@ -225,7 +241,7 @@ class Wheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension("npuserve.kernels.native.libnpuserve", sources=sorted(map(str, SOURCES.glob("*.cpp"))),
-                               depends=sorted(map(str, SOURCES.glob("*.h"))))],
+        ext_modules=[Extension("npuserve.kernels.native.libnpuserve", sources=[*map(str, sources(SOURCES, "*.cpp"))],
+                               depends=[*map(str, sources(SOURCES, "*.h"))])],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
     )

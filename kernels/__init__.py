@@ -1,8 +1,11 @@
-"""One file per kernel: its golden reference and its implementations side by side. Importing it fills the registry."""
+"""Catalogue of kernels, one file per kernel: golden function, cases, and implementations by backend.
+
+Importing this package fills `registry.KERNELS`. Folders: native (C++ for the CPU), triton (CUDA), bench (timing).
+"""
 
 import os
 
-# torch would import an installed torch_npu by itself, which fails without a CANN; the backend imports it when chosen.
+# `import torch` also imports an installed torch_npu, which fails without CANN. The Ascend backend imports it itself.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 from npuserve.kernels import (
@@ -15,7 +18,7 @@ from npuserve.kernels import (
     norm,
     penalize,
     qk_norm_rope_kv_write,
-    quantized,
+    quantize,
     sample,
     swiglu,
 )
@@ -30,7 +33,7 @@ __all__ = [
     "norm",
     "penalize",
     "qk_norm_rope_kv_write",
-    "quantized",
+    "quantize",
     "sample",
     "swiglu",
 ]

@@ -13,26 +13,35 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.kv_cache import Cache, block_size, quantize_heads, read
-from npuserve.kernels.native import layout
+from npuserve.kernels.kv_cache import (
+    Cache,
+    block_size,
+    native_parts,
+    pack_keys,
+    pack_values,
+    quantize_heads,
+    read,
+    unpack_keys,
+    unpack_values,
+)
+from npuserve.kernels.native import CONSTANTS, LANES, layout
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import Case, kernel
 
-_SPLIT, _UNITS_PER_THREAD = 256, 16  # of attention.cpp
-
 INT8_TOLERANCE = 3e-4
-"""Of results over an int8 cache, whose products may take queries and weights in int16."""
+"""Tolerance of results over an int8 cache: implementations may multiply queries and weights in int16."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where each row's queries and keys are. The same for all layers of a step.
+    """Positions of each row's queries and keys, the same for all layers of a step.
 
-    block_tables: [R, maxB] int32, the row's blocks in order; what lies past its context is not read.
-    context_lens: [R] int32, the row's tokens in the cache, this step's included.
-    cu_seqlens_q: [R + 1] int32: queries of row r are [cu_seqlens_q[r], cu_seqlens_q[r + 1]), its context's last ones.
-    host_context_lens, host_cu_seqlens_q: the same numbers on the host; empty where a captured step takes rows of any
-    lengths, whose numbers are then on the device alone.
+    block_tables: [R, maxB] int32, the row's blocks in order; entries beyond its context are not read.
+    context_lens: [R] int32, the row's tokens in the cache, including this step's.
+    cu_seqlens_q: [R + 1] int32; the queries of row r are [cu_seqlens_q[r], cu_seqlens_q[r + 1]), the last tokens of its
+        context.
+    host_context_lens, host_cu_seqlens_q: the same numbers on the host; empty in a captured step for rows of any
+        lengths, whose numbers are on the device only.
     """
 
     block_tables: Tensor
@@ -45,7 +54,7 @@ class AttentionMetadata:
     def from_lengths(
         cls, block_tables: Tensor, context_lens: Sequence[int], query_lens: Sequence[int]
     ) -> AttentionMetadata:
-        """From host lengths; the tensors go where `block_tables` is."""
+        """Build the metadata from lengths on the host; tensors are created on the device of `block_tables`."""
         cu_seqlens_q = list(accumulate(query_lens, initial=0))
         device = block_tables.device
         return cls(
@@ -66,7 +75,7 @@ def _case(
     benchmark: bool = False,
     int8: bool = False,
 ) -> Case:
-    """rows: (queries, context) of each."""
+    """Return a case. rows: (queries, context) of each row."""
 
     def make(
         generator: torch.Generator, dtype: torch.dtype
@@ -110,11 +119,14 @@ def _case(
     ],
 )
 def paged_attention(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """Causal attention of rows of any number of queries, each row's keys gathered from its blocks.
+    """Compute causal attention of rows with any number of queries over the blocks of each row.
 
-    q: [T, Hq, D]. k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both int8, Hq a multiple of Hkv; this
-    step's keys and values are written already, and of int8 are read as they were written. Returns [T, Hq D], 0 for
-    queries of no row. Softmax and sums in float32. A row's numbers do not depend on the other rows.
+    q: [T, Hq, D].
+    k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both int8; Hq is a multiple of Hkv. They hold this
+        step's keys and values already; int8 is read as it was written.
+
+    Returns [T, Hq D], 0 for queries of no row. Softmax and sums are in float32. The numbers of a row do not depend on
+    the other rows.
     """
     output = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32) if isinstance(k_cache, Int8) else q.dtype
@@ -129,12 +141,12 @@ def paged_attention(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: Attenti
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [Hq, n, D] of the last n of k, v [Hkv, context, D] -> [Hq, n, D]."""
+    """Attend with queries q [Hq, n, D], the last n tokens of k and v [Hkv, context, D]; return [Hq, n, D]."""
     (q_heads, n, head_dim), (kv_heads, context) = q.shape, k.shape[:2]
     if 1 < n == context:
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)
         return out[0]
-    # Queries that share a key-value head stand as further queries of it: the keys are read once.
+    # Query heads of a key-value head become further queries of it, so that its keys are read once.
     group = q_heads // kv_heads
     mask = None
     if n > 1:
@@ -146,31 +158,34 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, keys, values, metadata, scale = args
-    return q, layout.pack_keys(keys), layout.pack_values(values), metadata, scale
+    return q, pack_keys(keys), pack_values(values), metadata, scale
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, keys, values, metadata, scale = args
-    return q, layout.unpack_keys(keys), layout.unpack_values(values, q.shape[-1]), metadata, scale
+    return q, unpack_keys(keys), unpack_values(values, q.shape[-1]), metadata, scale
 
 
 @native.implementation(paged_attention, adapt=_pack, restore=_unpack)
 def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """k_cache, v_cache: as `layout` has them. Weights are rounded to q's dtype, or beside int8 they and the queries to
-    int16 by a scale for each row; flash attention by splits (Dao et al. 2022, arXiv:2205.14135; the merge of splits as
-    in Dao et al. 2023, Flash-Decoding)."""
+    """k_cache, v_cache: in the order of `layout`.
+
+    Softmax weights are rounded to q's dtype; over an int8 cache, weights and queries are rounded to int16 with one
+    scale a row. Flash attention by splits (Dao et al. 2022, arXiv:2205.14135); splits are merged as in Flash-Decoding
+    (Dao et al. 2023).
+    """
     tokens, q_heads, dim = q.shape
-    kind, (keys, values), scales = layout.parts(k_cache, v_cache)
+    kind, (keys, values), scales = native_parts(k_cache, v_cache)
     block_size, kv_heads = layout.block_size(keys), keys.shape[1]
     rows, stride = metadata.block_tables.shape
     out = native.empty(tokens, q_heads * dim, dtype=q.dtype)
     if metadata.host_cu_seqlens_q and metadata.host_cu_seqlens_q[-1] < tokens:
         out.zero_()
-    # One query each of so few rows that their heads do not occupy all threads.
-    items = min(rows, -(-_UNITS_PER_THREAD * native.library().threads // kv_heads))
-    splits = -(-stride * block_size // _SPLIT)
+    # Splits of rows with one query each, if the rows are so few that their heads do not occupy all threads.
+    items = min(rows, -(-CONSTANTS["ATTENTION_UNITS_PER_THREAD"] * native.library().threads // kv_heads))
+    splits = -(-stride * block_size // CONSTANTS["ATTENTION_SPLIT"])
     plan = native.kept(rows + 2, dtype=torch.int32)
-    partial = native.empty(items * splits * q_heads * (-(-dim // native.LANES) + 1) * native.LANES, dtype=torch.float32)
+    partial = native.empty(items * splits * q_heads * (-(-dim // LANES) + 1) * LANES, dtype=torch.float32)
     merged = [metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial]
     p = [q, keys, values, metadata.block_tables, *merged, *scales]
     n = [tokens, rows, q_heads, kv_heads, dim, block_size, stride, items]
@@ -181,7 +196,7 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
 
 
 def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Blocks of other sizes than multiples of `ascend.BLOCK` become such, each row's own in their order."""
+    """Convert blocks whose size is not a multiple of `ascend.BLOCK` to such blocks, each row's own, in order."""
     q, keys, values, metadata, scale = args
     wide = ascend.cached_head_dim(q.shape[-1])
     caches = [ascend.padded(cache, wide) for cache in (keys, values)]
@@ -204,9 +219,9 @@ def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
     """k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`.
 
-    Fused attention in its variable-length layout (TND): one call for decode rows and chunks. It takes the lengths
-    from the host: in a captured graph those of the capture stand until the graph is told others (`NPUGraph.update`,
-    by the keyword actual_seq_lengths_kv)."""
+    Fused attention in its variable-length layout (TND): one call for decode rows and chunks. It takes the lengths from
+    the host. A captured graph keeps the lengths of its capture until `NPUGraph.update` replaces them (keyword
+    actual_seq_lengths_kv)."""
     tokens, q_heads, own = q.shape
     blocks, block_size, kv_heads, dim = k_cache.shape
     ends = metadata.host_cu_seqlens_q[1:]
@@ -231,8 +246,11 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, 
 
 @triton.implementation(paged_attention)
 def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """Reads all lengths on the device. That each row has one query, which spares a launch, it takes from the host: a
-    captured step whose rows have one each stays so."""
+    """Read all lengths on the device.
+
+    Only the host's lengths say whether each row has one query, which saves a launch. A step captured with one query
+    a row must be replayed with one query a row.
+    """
     from npuserve.kernels.triton import launch_attention
 
     starts = metadata.host_cu_seqlens_q

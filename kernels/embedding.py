@@ -11,12 +11,13 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantized import Int8Weight, Weight, from_nz, packed, weight_of
+from npuserve.kernels.quantize import from_nz, weight_of
+from npuserve.kernels.quantized import Int8Weight, Weight, packed
 from npuserve.kernels.registry import Case, kernel
 
 
 def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False, int8: str = "") -> Case:
-    """int8: "" for a table of floats, "int8" or, with zeros, "zeros"."""
+    """Return a case. int8: "" for a table of floats, "int8" for an int8 table, "zeros" for one with zero points."""
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Weight]:
         ids = torch.randint(vocabulary, (tokens,), generator=generator)
@@ -34,7 +35,7 @@ def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False, in
     ],
 )
 def embedding(ids: Tensor, table: Weight) -> Tensor:
-    """ids [T] int64 below V, table [V, H] -> [T, H]. Of an int8 table: its numbers in its dtype."""
+    """Return rows `ids` [T] int64 (below V) of table [V, H]: [T, H]. Rows of an int8 table are in its `dtype`."""
     return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
@@ -64,7 +65,7 @@ def _transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @ascend.implementation(embedding, adapt=_transposed, restore=from_nz)
 def _(ids: Tensor, table: Weight) -> Tensor:
-    """An int8 table's values: [H, V], a view of [V, H]; it has no zeros."""
+    """The values of an int8 table are [H, V], a view of [V, H]; zero points are not supported."""
     if not isinstance(table, Int8Weight):
         return F.embedding(ids, dense(table))
     if table.zero is not None:
@@ -75,7 +76,7 @@ def _(ids: Tensor, table: Weight) -> Tensor:
 
 @triton.implementation(embedding)
 def _(ids: Tensor, table: Weight) -> Tensor:
-    """An int8 table's values: [V, H]."""
+    """The values of an int8 table are [V, H]."""
     from npuserve.kernels.triton import launch_rows
 
     return launch_rows.embedding(ids, dense(table) if isinstance(table, PackedWeight) else table)

@@ -1,4 +1,4 @@
-"""The likeliest token."""
+"""Argmax of the logits."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ def _case(rows: int, vocabulary: int, padding: int, benchmark: bool = False) -> 
 
 @kernel("greedy", cases=[_case(1, 7, 0), _case(5, 101, 27), *(_case(r, 151936, 0, True) for r in (1, 8, 32))])
 def greedy(logits: Tensor, vocabulary: int) -> Tensor:
-    """logits [R, Vp] -> ids [R, 1] int64, below `vocabulary`.
+    """Return the argmax of logits [R, Vp] over the first `vocabulary` ids: ids [R, 1] int64.
 
-    The smallest of the ids with the largest logit. NaN counts as minus infinity; a row of nothing else gives 0.
+    Of equal logits the smallest id is taken. NaN counts as minus infinity; a row of minus infinity gives 0.
     """
     real = logits[:, :vocabulary]
     return real.masked_fill(real.isnan(), -torch.inf).argmax(dim=-1, keepdim=True)
 
 
-_PART = 16384  # GREEDY_COLUMNS of rowwise.cpp
-
-
 @native.implementation(greedy)
 def _(logits: Tensor, vocabulary: int) -> Tensor:
-    parts = -(-vocabulary // _PART)
+    parts = -(-vocabulary // native.CONSTANTS["GREEDY_PART"])
     best = native.empty(parts, len(logits), dtype=torch.float32)
     places = native.empty(parts, len(logits), dtype=torch.int32)
     ids = native.empty(len(logits), 1, dtype=torch.int64)

@@ -1,21 +1,24 @@
-"""Keys or values of the KV cache, as kernels take them: in the dtype of the activations, or in int8."""
+"""Keys or values of the KV cache as kernels take them: in the dtype of the activations, or in int8."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native import layout
 from npuserve.kernels.quantized import Int8
 
 Cache = Tensor | Int8
-"""[B, block_size, Hkv, D]. Of int8 the scale is [B, block_size, Hkv] bfloat16, one for each token and head."""
+"""[B, block_size, Hkv, D]. An int8 cache has scale [B, block_size, Hkv] bfloat16, one for each token and head."""
 
 
 def quantize_heads(x: Tensor) -> Int8:
-    """x [..., D] -> the same in int8, each [D] with a scale of its own.
+    """Quantize x [..., D] to int8, each [D] with its own scale.
 
-    The scale is the bfloat16 just at or above the largest magnitude divided by 127, so that nothing is cut off, or 1
-    where that is 0; x / scale is rounded to the nearest, halves to even.
+    The scale is the bfloat16 at or just above the largest magnitude divided by 127, so that nothing is clipped; it is 1
+    if that is 0. x / scale is rounded to nearest, ties to even.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     exact = (wide.abs().amax(dim=-1) / 127).float()
@@ -29,17 +32,52 @@ def block_size(cache: Cache) -> int:
 
 
 def read(cache: Cache, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """cache[index], int8 being multiplied by its scales in `dtype`."""
+    """Return cache[index] in `dtype`; int8 is multiplied by its scales in that dtype."""
     if isinstance(cache, Tensor):
         return cache[index]
     return cache.values[index].to(dtype) * cache.scale[index].to(dtype).unsqueeze(-1)
 
 
 def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
-    """heads [n, Hkv, D] become the slots [n] int64, block * block_size + offset."""
+    """Write heads [n, Hkv, D] to slots [n] int64 (block * block_size + offset)."""
     if isinstance(cache, Tensor):
         cache.flatten(0, 1)[slots] = heads
         return
     new = quantize_heads(heads)
     cache.values.flatten(0, 1)[slots] = new.values
     cache.scale.flatten(0, 1)[slots] = new.scale.to(cache.scale.dtype)
+
+
+def native_parts(keys: Cache, values: Cache) -> tuple[str, tuple[Tensor, Tensor], list[Tensor]]:
+    """Return the suffix of the native ops that take such a cache, its numbers, and its scales, [] without scales."""
+    if isinstance(keys, Int8) and isinstance(values, Int8):
+        return "_int8", (keys.values, values.values), [keys.scale, values.scale]
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    return "", (keys, values), []
+
+
+def pack_keys(keys: Cache) -> Cache:
+    """Copy keys to the native layout. This and the next three functions serve tests and comparisons."""
+    return _reorder(keys, layout.pack_keys)
+
+
+def unpack_keys(keys: Cache) -> Cache:
+    """Copy keys of the native layout to [blocks, block_size, Hkv, D]."""
+    return _reorder(keys, layout.unpack_keys)
+
+
+def pack_values(values: Cache) -> Cache:
+    """Copy values to the native layout."""
+    return _reorder(values, layout.pack_values)
+
+
+def unpack_values(values: Cache, head_dim: int) -> Cache:
+    """Copy values of the native layout to [blocks, block_size, Hkv, head_dim]."""
+    return _reorder(values, lambda numbers: layout.unpack_values(numbers, head_dim))
+
+
+def _reorder(cache: Cache, numbers: Callable[[Tensor], Tensor]) -> Cache:
+    if isinstance(cache, Int8):
+        return Int8(numbers(cache.values), cache.scale.transpose(1, 2).contiguous())
+    return numbers(cache)

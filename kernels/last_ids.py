@@ -1,4 +1,4 @@
-"""The ids that the last step sampled, as the next one's input: they are never on the host between the two."""
+"""Sampled ids of the last step as input of the next step, without a copy to the host in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _take_case(tokens: int, rows: int, benchmark: bool = False) -> Case:
 @kernel("take_ids", cases=[_take_case(1, 1), _take_case(70, 9), *(_take_case(t, 256, True) for t in (1, 32, 512))],
         dtypes=(torch.float32,))
 def take_ids(ids: Tensor, last: Tensor) -> Tensor:
-    """ids [T] int64, last [R] int64 -> [T]: ids that are at least 0, and last[-1 - id] in place of the others."""
+    """Return ids [T] int64 with each negative id replaced by last[-1 - id]; last: [R] int64."""
     return torch.where(ids < 0, last[(-1 - ids).clamp(min=0)], ids)
 
 
@@ -43,7 +43,7 @@ def _keep_case(rows: int, width: int, benchmark: bool = False) -> Case:
 @kernel("keep_ids", cases=[_keep_case(3, 1), _keep_case(70, 8), *(_keep_case(r, 1, True) for r in (1, 32, 256))],
         dtypes=(torch.float32,))
 def keep_ids(ids: Tensor, last: Tensor) -> None:
-    """last [R] int64 becomes the first column of ids [R, W] int64."""
+    """Copy the first column of ids [R, W] int64 to last [R] int64."""
     last.copy_(ids[:, 0])
 
 

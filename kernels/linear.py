@@ -1,4 +1,4 @@
-"""Matrix product with weights."""
+"""Products with weights, plain or fused with what follows (gated unit, argmax)."""
 
 from __future__ import annotations
 
@@ -12,36 +12,33 @@ from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantized import (
-    ZEROS,
-    Int8,
-    Int8Weight,
-    Scheme,
-    Weight,
+from npuserve.kernels.quantize import (
     ascend_fuses,
     ascend_quantize,
     from_nz,
     int8_of,
     native_quantize,
-    packed,
     quantize,
-    scheme_of,
     to_nz,
     weight_of,
 )
+from npuserve.kernels.quantized import ZEROS, Int8, Int8Weight, Scheme, Weight, packed, scheme_of
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
 
 FLIPS = 3e-2
-"""What it changes of a product that the x which becomes int8 inside differs in its last bits."""
+"""Tolerance of products whose x is quantized inside: last-bit differences of x flip int8 values."""
 
-# (K, N) of a Qwen3-0.6B: qkv, attention output, gate and up, down.
+# (K, N) of Qwen3-0.6B: qkv, attention output, gate and up, down.
 QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 
 
 def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False, int8: str = "") -> Case:
-    """int8: "" for a weight of floats, "given" for int8 on both sides, "zeros" where both have zeros, "made" where x
-    becomes int8 inside."""
+    """Return a case.
+
+    int8: "" for a weight of floats, "given" for x and weight in int8, "zeros" for both with zero points, "made" for x
+        that is quantized inside.
+    """
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Int8, Weight, Tensor | None]:
         x = torch.randn(tokens, k, generator=generator)
@@ -67,10 +64,12 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
     ],
 )
 def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] or None -> [T, N].
+    """Multiply x [T, K] by weight [N, K] and add bias [N] or None: [T, N].
 
-    Over an int8 weight: of the weight's dtype, the exact sum of products times both scales, plus bias; an x of floats
-    is quantized by `weight.inputs` first. TypeError for an int8 x and a weight of floats.
+    With an int8 weight the result has the weight's `dtype`: the exact integer sum times both scales, plus bias. An x of
+    floats is first quantized by `weight.inputs`.
+
+    Raises TypeError for an int8 x with a weight of floats.
     """
     if not isinstance(weight, Int8Weight):
         return F.linear(_floats(x), dense(weight), bias)
@@ -116,8 +115,10 @@ def _swiglu_case(
     ],
 )
 def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
-    """x [T, K], weight [2 I, K] of gate and up, bias [2 I] or None -> [T, I]: `swiglu` of what `linear` makes, and that
-    quantized by a scheme if there is one."""
+    """Apply `linear` and `swiglu`: x [T, K], weight [2 I, K] of gate and up, bias [2 I] or None -> [T, I].
+
+    scheme: quantizes the result; None leaves it as it is.
+    """
     gated = swiglu(linear(x, weight, bias))
     return gated if scheme is None else quantize(gated, scheme)
 
@@ -148,14 +149,16 @@ def _argmax_case(
     ],
 )
 def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """x [R, K], weight [Vp, K], bias [Vp] or None -> ids [R, 1] int64, below `vocabulary`: what `greedy` chooses of
-    the logits that `linear` makes, without them ever being in memory where the backend can."""
+    """Return the argmax of `linear`: ids [R, 1] int64 below `vocabulary`; x [R, K], weight [Vp, K], bias [Vp] or None.
+
+    The ids are those of `greedy` over the logits of `linear`. Backends that can, keep the logits out of memory.
+    """
     return greedy(linear(x, weight, bias), vocabulary)
 
 
 def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int
              ) -> list[native.Call]:
-    """The calls of a native product, which puts the results in `out`. sizes: after T, K, N."""
+    """Return the calls of a native product whose results go to `out`. sizes: further sizes after T, K, N."""
     n, k = weight.shape
     p: list[Tensor | None] = [bias, *out, *[None] * (2 - len(out))]
     shape = [len(x), k, n, *sizes]
@@ -186,7 +189,7 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
 def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
     n, half = weight.shape[0], weight.shape[0] // 2
     gated = native.empty(len(x), half, dtype=weight.dtype)
-    if half % native.LANES:  # gate and up meet within a panel
+    if half % native.LANES:  # the halves share a panel
         between = native.empty(len(x), n, dtype=weight.dtype)
         calls = _product("linear", x, weight, bias, [between])
         calls.append(("swiglu", weight.dtype, [between, gated], [len(x), half]))
@@ -216,8 +219,8 @@ def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor
 
 
 def _ascend_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """An int8 weight's values: [K, N] as `ascend.fractal_nz` makes it, or a transposed view of [N, K]. dtype: float16
-    or bfloat16."""
+    """weight: the values of int8 are [K, N] from `ascend.fractal_nz` or a transposed view of [N, K]; its dtype is
+    float16 or bfloat16."""
     if not isinstance(weight, Int8Weight):
         return F.linear(_floats(x), dense(weight), bias)
     given = _without_zeros(x, weight)
@@ -240,8 +243,8 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
 
 @ascend.implementation(linear_swiglu, adapt=to_nz, restore=from_nz)
 def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
-    """From int8 to int8 by a dynamic scheme, of so many numbers as one operator takes: the exact product, and one pass
-    over it. Wider ones, and those with a bias, which the operator takes for no group, in three steps."""
+    """Quantized to quantized with a dynamic scheme takes the exact product and one fused operator over it. Rows wider
+    than the operator's limit, and a bias, which it does not support without groups, take three operators."""
     n = len(weight.scale) if isinstance(weight, Int8Weight) else 0
     if n % 64 or not 0 < n <= ascend.SWIGLU_ROW or bias is not None or not ascend_fuses(scheme):
         gated: Tensor = torch_npu.npu_swiglu(_ascend_linear(x, weight, bias), dim=-1)
@@ -257,12 +260,12 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | No
 
 @ascend.implementation(linear_argmax, adapt=to_nz, restore=from_nz)
 def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """The product runs over the padded rows too, whose number suits the cube unit; the choice does not."""
+    """Multiply the padded rows of the weight too, since their number suits the cube unit; argmax ignores them."""
     return greedy.implementations[ascend.LABEL].function(_ascend_linear(x, weight, bias), vocabulary)
 
 
 def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
-    """x as the CUDA kernels take it: in int8 beside a weight that is."""
+    """Return x as the CUDA kernels take it: quantized if the weight is int8."""
     if not isinstance(weight, Int8Weight):
         return _floats(x)
     return x if isinstance(x, Int8) else quantize.implementations[triton.LABEL].function(x, weight.inputs)
@@ -270,7 +273,7 @@ def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
 
 @triton.implementation(linear)
 def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """An int8 weight's values: [N, K], without zeros."""
+    """weight: the values of int8 are [N, K], without zero points."""
     from npuserve.kernels.triton import launch_linear
 
     return launch_linear.linear(_given(x, weight), weight, bias)
@@ -278,7 +281,7 @@ def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tenso
 
 @triton.implementation(linear_swiglu)
 def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
-    """The gated numbers are quantized by a launch of their own, since a dynamic scale is that of a whole row."""
+    """Quantize the gated numbers in a second launch, since a dynamic scale needs the whole row."""
     from npuserve.kernels.triton import launch_linear
 
     given = _given(x, weight)

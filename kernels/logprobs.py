@@ -1,4 +1,4 @@
-"""How likely tokens were."""
+"""Log-probabilities, ranks and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ def _case(rows: int, vocabulary: int, padding: int, n: int, benchmark: bool = Fa
 
 @kernel("logprobs", cases=[_case(1, 7, 0, 7), _case(3, 33, 31, 0), _case(5, 101, 27, 5), _case(8, 151936, 0, 5, True)])
 def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the distribution of logits [R, Vp] over the first `vocabulary` ids: (logprob, rank, top_ids, top_logprobs).
+    """Return (logprob, rank, top_ids, top_logprobs) over the first `vocabulary` ids of logits [R, Vp].
 
-    ids: [R] int64. n: 0 to `vocabulary`. logprob: [R] float32, the natural logarithm of ids' probabilities. rank: [R]
-    int64, 1 + the number of strictly larger logits. top_ids, top_logprobs: [R, n] int64 and float32, the likeliest
-    first, of equal ones the smaller id first. NaN counts as minus infinity.
+    ids: [R] int64.
+    n: number of most likely tokens, 0 to `vocabulary`.
+    logprob: [R] float32, the natural logarithm of the probability of `ids`.
+    rank: [R] int64, 1 + the number of strictly larger logits.
+    top_ids, top_logprobs: [R, n] int64 and float32, the most likely first; of equal ones the smaller id first.
+
+    NaN counts as minus infinity.
     """
     real = logits[:, :vocabulary]
     real = real if real.dtype == torch.float64 else real.float()
@@ -37,15 +41,12 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
     return logarithms.gather(1, chosen).squeeze(1), rank, top_ids, logarithms.gather(1, top_ids)
 
 
-_PART, _BLOCK = 16384, 128  # of vocabulary.cpp
-
-
 @native.implementation(logprobs)
 def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights below 2**-126 of the likeliest's count as 0. They are summed in float64."""
+    """Weights below 2**-126 of the largest count as 0. Sums are in float64."""
     rows = len(logits)
-    sums = native.empty(rows, -(-vocabulary // _PART), 3, dtype=torch.float64)
-    largest_of_blocks = native.empty(rows, -(-vocabulary // _BLOCK), dtype=torch.float32)
+    sums = native.empty(rows, -(-vocabulary // native.CONSTANTS["LOGPROBS_PART"]), 3, dtype=torch.float64)
+    largest_of_blocks = native.empty(rows, -(-vocabulary // native.CONSTANTS["LOGPROBS_BLOCK"]), dtype=torch.float32)
     logprob = native.empty(rows, dtype=torch.float32)
     rank = native.empty(rows, dtype=torch.int64)
     top_ids = native.empty(rows, n, dtype=torch.int64)
@@ -73,5 +74,5 @@ def _by_sorting(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[T
 def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from npuserve.kernels.triton import launch_vocabulary
 
-    report = launch_vocabulary.logprobs if n <= launch_vocabulary.REPORTED else _by_sorting
+    report = launch_vocabulary.logprobs if n <= launch_vocabulary.MAX_TOP_IDS else _by_sorting
     return report(logits, vocabulary, ids, n)

@@ -1,5 +1,7 @@
-"""Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467), rounded where Hugging Face's models
-round: float32 inside, then the input's dtype, then times gamma."""
+"""Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+Rounded as Hugging Face's models round: float32 inside, then the input's dtype, then times gamma.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,13 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.quantized import (
-    SCHEMES,
-    ZEROS,
-    Int8,
-    Scheme,
-    ascend_fuses,
-    ascend_quantize,
-    native_int8,
-    quantize,
-    scheme_of,
-)
+from npuserve.kernels.quantize import ascend_fuses, ascend_quantize, quantize
+from npuserve.kernels.quantized import SCHEMES, ZEROS, Int8, Scheme, native_int8, scheme_of
 from npuserve.kernels.registry import Case, kernel
 
 
 def normalize(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Over the last dimension: x [..., H], gamma [H] -> [..., H] of x's dtype."""
+    """Normalize x [..., H] over the last dimension and multiply by gamma [H]; the result has x's dtype."""
     wide = x if x.dtype == torch.float64 else x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * gamma
@@ -58,7 +51,7 @@ def _cases(make: Callable[..., Case]) -> list[Case]:
 
 @kernel("rms_norm", cases=_cases(_rms_norm_case))
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
-    """x [T, H], gamma [H] -> [T, H], quantized by a scheme if there is one."""
+    """Normalize x [T, H] and multiply by gamma [H]: [T, H]. scheme: quantizes the result; None leaves it."""
     normed = normalize(x, gamma, eps)
     return normed if scheme is None else quantize(normed, scheme)
 
@@ -67,7 +60,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None)
 def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Int8, Tensor]:
-    """x, residual [T, H], gamma [H] -> (rms_norm of their sum, their sum), both [T, H]."""
+    """Return (rms_norm of x + residual, x + residual); x, residual: [T, H], gamma: [H]."""
     total = x + residual
     return rms_norm.golden(total, gamma, eps, scheme), total
 
@@ -103,7 +96,7 @@ def _(
 
 @ascend.implementation(rms_norm)
 def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
-    """Rounded once, after gamma."""
+    """Rounds once, after the product with gamma."""
     out: Tensor = torch_npu.npu_rms_norm(x, gamma, epsilon=eps)[0]
     return out if scheme is None else ascend_quantize(out, scheme)
 
@@ -112,7 +105,7 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Int8, Tensor]:
-    """By a dynamic scheme in one operator."""
+    """One fused operator with a dynamic scheme."""
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, gamma, epsilon=eps, output_mask=[True, False])

@@ -1,4 +1,4 @@
-"""Penalties on tokens that there have been."""
+"""Repetition, presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def _case(rows: int, vocabulary: int, benchmark: bool = False) -> Case:
 def penalize(
     logits: Tensor, in_prompt: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> None:
-    """Changes logits [R, Vp] float32 in place.
+    """Apply penalties to logits [R, Vp] float32 in place.
 
-    in_prompt: [R, Vp] bool. output_counts: [R, Vp] int32. repetition, presence, frequency: [R] float32.
+    in_prompt: [R, Vp] bool.
+    output_counts: [R, Vp] int32.
+    repetition, presence, frequency: [R] float32.
 
-    First repetition, of all tokens of prompt and output: logits above 0 are divided by it, others multiplied
-    (Keskar et al. 2019, arXiv:1909.05858, in the signed form of Hugging Face). Then, of tokens of the output alone,
+    Repetition comes first and covers tokens of prompt and output: positive logits are divided by it, others multiplied
+    (Keskar et al. 2019, arXiv:1909.05858, in Hugging Face's signed form). Then, for tokens of the output only,
     frequency times the count and presence once are subtracted, as the OpenAI API defines them and vLLM applies them.
     """
     penalty = torch.where(in_prompt | (output_counts > 0), repetition.unsqueeze(1), 1.0)

@@ -1,4 +1,4 @@
-"""All that happens to queries, keys and values between their projection and attention."""
+"""Norm and rotary embedding of queries and keys, and the write of keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.kv_cache import Cache, quantize_heads, write
+from npuserve.kernels.kv_cache import (
+    Cache,
+    native_parts,
+    pack_keys,
+    pack_values,
+    quantize_heads,
+    unpack_keys,
+    unpack_values,
+    write,
+)
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
 from npuserve.kernels.registry import Case, kernel
@@ -63,15 +72,18 @@ def qk_norm_rope_kv_write(
     v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    """Normalizes queries and keys per head, turns them by their positions, and writes keys and values to the cache.
+    """Normalize queries and keys per head, rotate them by position, and write keys and values to the cache.
 
-    qkv: [T, (Hq + 2 Hkv) D]. q_gamma, k_gamma: [D], or None for models that do not normalize. cos_sin: [P, D] float32,
-    cosines in the first half. positions: [T] int64 below P. slot_mapping: [T] int64, block * block_size + offset, each
-    at most once; a negative one is not written. k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in
-    place; into int8 as `quantize_heads` makes it of the rounded numbers.
+    qkv: [T, (Hq + 2 Hkv) D].
+    q_gamma, k_gamma: [D], or None for models without this norm.
+    cos_sin: [P, D] float32, cosines in the first half.
+    positions: [T] int64 below P.
+    slot_mapping: [T] int64, block * block_size + offset, each at most once; negative slots are not written.
+    k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place; into int8 by `quantize_heads` of the
+        rounded numbers.
 
-    Returns q [T, Hq, D]. Rotary embedding over the whole head in its rotate-half form (Su et al. 2021,
-    arXiv:2104.09864, as in GPT-NeoX), computed in float32 and rounded once.
+    Returns q [T, Hq, D]. Rotary embedding covers the whole head in rotate-half form (Su et al. 2021, arXiv:2104.09864,
+    as in GPT-NeoX), computed in float32 and rounded once.
     """
     head_dim = cos_sin.shape[-1]
     kv_heads = (qkv.shape[1] // head_dim - num_q_heads) // 2
@@ -91,18 +103,18 @@ def qk_norm_rope_kv_write(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]; cos, sin [T, 1, D / 2]. The product is as wide as the wider of x and cos."""
+    """Rotate x [T, heads, D] by cos, sin [T, 1, D / 2]; computed in the wider dtype of x and cos."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *args[:7], layout.pack_keys(args[7]), layout.pack_values(args[8]), args[9]
+    return *args[:7], pack_keys(args[7]), pack_values(args[8]), args[9]
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
     head_dim = args[4].shape[-1]
-    return *args[:7], layout.unpack_keys(args[7]), layout.unpack_values(args[8], head_dim), args[9]
+    return *args[:7], unpack_keys(args[7]), unpack_values(args[8], head_dim), args[9]
 
 
 @native.implementation(qk_norm_rope_kv_write, adapt=_pack, restore=_unpack)
@@ -118,8 +130,8 @@ def _(
     v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    """k_cache, v_cache: as `layout` has them."""
-    kind, (keys, values), scales = layout.parts(k_cache, v_cache)
+    """k_cache, v_cache: in the order of `layout`."""
+    kind, (keys, values), scales = native_parts(k_cache, v_cache)
     kv_heads, dim = keys.shape[1], cos_sin.shape[1]
     q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
     native.call(
@@ -131,7 +143,7 @@ def _(
 
 
 def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Slots that are not written become the first of one more block."""
+    """Map negative slots to the first slot of one added block."""
     *others, slots, keys, values, heads = args
     padding, wide = keys.shape[0] * keys.shape[1], ascend.cached_head_dim(keys.shape[-1])
     caches = (ascend.padded(torch.cat([cache, torch.zeros_like(cache[:1])]), wide) for cache in (keys, values))
@@ -157,9 +169,9 @@ def _(
     v_cache: Tensor,
     num_q_heads: int,
 ) -> Tensor:
-    """slot_mapping: none is negative; what is not to be kept goes to a block that nobody reads. k_cache, v_cache:
-    [B, block_size, Hkv, `ascend.cached_head_dim`(D)]. Cosines and sines are rounded to qkv's dtype, as transformers
-    does it too."""
+    """slot_mapping: not negative; numbers to discard are written to a block that no request reads.
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)].
+    Cosines and sines are rounded to qkv's dtype, as in transformers."""
     tokens, dim, (kv_heads, wide) = len(qkv), cos_sin.shape[1], k_cache.shape[-2:]
     heads = qkv.view(tokens, -1, dim)
     q, k, v = (part.contiguous() for part in heads.split([num_q_heads, kv_heads, kv_heads], dim=1))

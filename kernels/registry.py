@@ -1,7 +1,7 @@
-"""Kernels by name, and the choice of their implementations.
+"""Registry of kernels, and the choice of their implementations.
 
-A kernel is a golden function in plain torch, the cases that it is tested and timed on, and implementations by
-backend, which stand beside it in its file:
+A kernel is a golden function in plain torch, the cases on which it is tested and timed, and its implementations by
+backend, in one file:
 
     @kernel("swiglu", cases=[...])
     def swiglu(gate_up): ...
@@ -9,8 +9,8 @@ backend, which stand beside it in its file:
     @swiglu.implementation("npu")
     def _(gate_up): ...
 
-A `KernelSet` is one engine's choice. It is made once and shared with nobody, so that two engines or tests with
-different backends do not meet.
+A `KernelSet` is the choice of one engine. It is never shared, so that engines and tests with different backends are
+independent.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 GOLDEN = "golden"
-"""The backend label of a kernel served by its golden function."""
+"""Backend label of a kernel served by its golden function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape that a kernel is tested or timed on.
+    """Shape on which a kernel is tested or timed.
 
-    make: the kernel's arguments on the CPU, from a generator of the CPU and the dtype of its activations and weights.
-    benchmark: for timing, at a real model's size; too large for the tests. head_dim: of its attention heads, which not
-    every device takes in every size; 0 where there are none. int8_cache: its KV cache is in int8, which not every
-    device has. zeros: its int8 has zero points, which not every device takes. tolerance: of implementations that
-    compute in fewer digits than the dtype has, where that is more than a few roundings of it.
+    make: builds the kernel's arguments on the CPU from a CPU generator and the dtype of activations and weights.
+    benchmark: for timing, at a real model's size; too large for the tests.
+    head_dim: size of its attention heads; 0 without heads. Devices support some sizes only.
+    int8_cache: its KV cache is int8, which some devices lack.
+    zeros: its int8 numbers have zero points, which some devices lack.
+    tolerance: maximum error of implementations that compute in lower precision than the dtype; 0 for a few roundings
+        of the dtype.
     """
 
     name: str
@@ -52,11 +54,11 @@ class Case:
 
 
 Adapter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
-"""From arguments to arguments."""
+"""Function from arguments to arguments."""
 
 
 def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Tensors, and dataclasses of tensors, on that device; those that are there already, and all else, as they are."""
+    """Move tensors, and dataclasses of tensors, to the device; other values are unchanged."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -70,10 +72,11 @@ def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[P, R]):
-    """A kernel's function on one backend.
+    """Function of a kernel on one backend.
 
-    adapt: the golden function's arguments in the form that this one takes (weights packed, caches in the device's
-    layout), for tests and benchmarks. restore: adapted arguments in the golden form again, as a call left them.
+    adapt: converts golden arguments to this implementation's form (packed weights, the device's cache layout), for
+        tests and benchmarks.
+    restore: converts adapted arguments, as a call left them, to the golden form.
     """
 
     function: Callable[P, R]
@@ -83,9 +86,9 @@ class Implementation(Generic[P, R]):
 
 @dataclass(slots=True)
 class Kernel(Generic[P, R]):
-    """A kernel's golden function, which calling it runs, and its implementations by backend.
+    """Kernel: a golden function, which calling the kernel runs, and implementations by backend.
 
-    dtypes: of the activations that it takes; float64 is for reference alone.
+    dtypes: of the activations that it takes; float64 serves only as reference.
     """
 
     name: str
@@ -98,7 +101,10 @@ class Kernel(Generic[P, R]):
         return self.golden(*args, **kwargs)
 
     def implementation(self, backend: str, **adapters: Adapter) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Registers the decorated function for `backend`; ValueError if there is one. adapters: of `Implementation`."""
+        """Register the decorated function for `backend`, with the adapters of `Implementation`.
+
+        Raises ValueError if the backend has one already.
+        """
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
             if backend in self.implementations:
@@ -110,13 +116,13 @@ class Kernel(Generic[P, R]):
 
 
 KERNELS: dict[str, Kernel[..., Any]] = {}
-"""All kernels, filled as `npuserve.kernels` is imported and constant from then on."""
+"""All kernels, filled by importing `npuserve.kernels` and constant after that."""
 
 
 def kernel(
     name: str, *, cases: Sequence[Case], dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Makes the decorated golden function a kernel; ValueError if the name is taken."""
+    """Register the decorated golden function as a kernel. Raises ValueError if the name is taken."""
 
     def define(golden: Callable[P, R]) -> Kernel[P, R]:
         if name in KERNELS:
@@ -129,17 +135,17 @@ def kernel(
 
 
 class Span(Protocol):
-    """A stretch of time on a device's clock, begun when it was made."""
+    """Time span on a device's clock. It begins when it is created."""
 
     def stop(self) -> None:
-        """Marks the end, without waiting for it."""
+        """Mark the end, without waiting for it."""
 
     def read(self) -> float:
-        """Seconds. On a device only after its stream was synchronized."""
+        """Return seconds. On a device, call it only after the stream is synchronized."""
 
 
 class HostSpan:
-    """A span of the host's clock, for devices that compute in the caller's time."""
+    """Time span on the host's clock, for devices that compute synchronously."""
 
     __slots__ = ("_begin", "_end")
 
@@ -155,7 +161,7 @@ class HostSpan:
 
 @dataclass(frozen=True, slots=True)
 class KnownSpan:
-    """A span that was measured already."""
+    """Time span with a given duration."""
 
     seconds: float
 
@@ -167,12 +173,12 @@ class KnownSpan:
 
 
 Observe = Callable[[str, str, str, float], None]
-"""Takes (kernel, phase, backend label, seconds)."""
+"""Callback with (kernel, phase, backend label, seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The kernel calls of one timed step. `report` them once, after the step's own synchronization."""
+    """Kernel calls of one timed step. Call `report` once, after the step is synchronized."""
 
     phase: str
     observe: Observe
@@ -180,7 +186,7 @@ class Timings:
     spans: list[tuple[str, Span]] = field(default_factory=list)
 
     def add(self, calls: Sequence[tuple[str, float]]) -> None:
-        """(kernel, seconds) of calls that were timed elsewhere."""
+        """Add (kernel, seconds) of calls that were timed elsewhere."""
         self.spans.extend((name, KnownSpan(seconds)) for name, seconds in calls)
 
     def report(self) -> None:
@@ -190,13 +196,14 @@ class Timings:
 
 
 class KernelSet:
-    """All kernels as one backend serves them, as attributes: `k.rms_norm(x, gamma, eps)`.
+    """Set of all kernels as one backend serves them, as attributes: `k.rms_norm(x, gamma, eps)`.
 
-    labels: kernel -> the backend that serves it, "golden" where `backend` has no implementation of it.
-    fallbacks: the kernels that are served so.
-    observe: is told every call of a timed step. start: begins a span on the backend's clock.
+    labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
+    fallbacks: kernels served by their golden functions.
+    observe: called for each call of a timed step.
+    start: begins a span on the backend's clock.
 
-    Call kernels through the set each time (`k.linear(...)`), since a timed step replaces its attributes.
+    Read the attribute at each call (`k.linear(...)`), since a timed step replaces the attributes.
     """
 
     take_ids: Callable[..., Tensor]
@@ -230,14 +237,14 @@ class KernelSet:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Timings]:
-        """Times each call in its body, of a step of `phase` ("prefill", "decode" or "mixed").
+        """Time each kernel call in the body, which is a step of `phase` ("prefill", "decode" or "mixed").
 
             with k.timed("decode") as timings:
                 ...launch the step
             ...synchronize
             timings.report()
 
-        Outside of it a call costs what the function costs.
+        Untimed calls have no overhead.
         """
         timings = Timings(phase, self._observe or (lambda *_: None), self.labels)
         self.__dict__.update({name: self._spanned(name, f, timings) for name, f in self._functions.items()})

@@ -1,4 +1,4 @@
-"""A token by chance."""
+"""Sampling of tokens with temperature, top_k, top_p and min_p."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 
-# Candidates for top_p: those this much less likely than the likeliest, then this much less again, and so on.
+# Factor between successive thresholds of the top_p search: candidates are the tokens above the threshold.
 _STRIDE = 1 / 64
 
 
@@ -17,7 +17,7 @@ def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float
         logits = torch.randn(rows, vocabulary + padding, generator=generator).mul(3).to(dtype)
         logits[:, vocabulary:] = 100.0
         temperature = torch.rand(rows, generator=generator).add(0.5)
-        # Every other row is unfiltered, so that both kinds meet in one call.
+        # Odd rows are unfiltered, so that one call has filtered and unfiltered rows.
         off = torch.arange(rows) % 2 == 1
         top_ks = torch.full((rows,), top_k).masked_fill(off, 0)
         top_ps = torch.full((rows,), top_p).masked_fill(off, 1.0)
@@ -46,19 +46,22 @@ def sample(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    """logits [R, Vp] float32 or bfloat16 -> ids [R, 1] int64, below `vocabulary`.
+    """Sample one token per row of logits [R, Vp] float32 or bfloat16: ids [R, 1] int64 below `vocabulary`.
 
-    temperature: [R] float32, above 0. top_k: [R] int64, off where below 1. top_p: [R] float32 in (0, 1], off at 1.
-    min_p: [R] float32 in [0, 1], off at 0. uniform: [R] float64 in [0, 1). cut: False where top_k and top_p are known
-    to be off in all rows, which spares a device to find out.
+    temperature: [R] float32, above 0.
+    top_k: [R] int64, off below 1.
+    top_p: [R] float32 in (0, 1], off at 1.
+    min_p: [R] float32 in [0, 1], off at 0.
+    uniform: [R] float64 in [0, 1).
+    cut: False if top_k and top_p are known to be off in all rows, so that a device need not check.
 
-    Filters in Hugging Face's order: temperature; the top_k largest; of those, renormalized, the fewest likeliest whose
-    mass reaches top_p (Holtzman et al. 2020, arXiv:1904.09751); those at least min_p times as likely as the likeliest.
-    Where equal tokens meet a border, those of smaller ids are kept. The token is then the first, in the order of ids,
-    at which the cumulative mass (summed in float64) passes `uniform` of the whole: one number decides a row. Rows that
-    only temperature and min_p shape are not sorted.
+    Filters apply in Hugging Face's order: temperature; top_k; top_p over the renormalized remainder, keeping the fewest
+    tokens whose mass reaches it (Holtzman et al. 2020, arXiv:1904.09751); min_p, relative to the most likely token. Of
+    equal tokens at a filter's border, smaller ids are kept. The result is the first token, in order of ids, at which
+    the cumulative mass (summed in float64) exceeds `uniform` times the total: one random number decides a row. Rows
+    with only temperature and min_p are not sorted.
 
-    NaN counts as minus infinity. A row without a number above minus infinity gives any id.
+    NaN counts as minus infinity. A row of minus infinity gives any id.
     """
     scores = logits[:, :vocabulary]
     scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -68,7 +71,7 @@ def sample(
 
     rest = (~ranked).nonzero().squeeze(1)
     if len(rest):
-        # Softmax works row by row, so that a row's numbers do not depend on its place, as those of exp may.
+        # Softmax is computed row by row, so that the row's numbers do not depend on its position; those of exp may.
         mass = _scaled(scores[rest], temperature[rest].unsqueeze(1)).softmax(dim=-1)
         least = min_p[rest].unsqueeze(1) * mass.amax(dim=-1, keepdim=True)
         ids[rest] = _draw(mass.masked_fill_(mass < least, 0.0), uniform[rest].unsqueeze(1))
@@ -85,7 +88,7 @@ def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    """Weights below 2**-126 of the likeliest's count as 0."""
+    """Weights below 2**-126 of the largest count as 0."""
     ids = native.empty(len(logits), 1, dtype=torch.int64)
     native.call(
         "sample",
@@ -99,12 +102,14 @@ def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    """Mass is summed in float32, which the device computes in, and `uniform` is rounded to it. No value visits the
-    host: all rows are sorted if one of them may be cut."""
+    """Sum mass in float32, in which the device computes, and round `uniform` to it.
+
+    Nothing is copied to the host: if any row may be filtered, all rows are sorted.
+    """
     scores = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     weights = _scaled(scores, temperature.unsqueeze(1)).exp()
     if cut:
-        # In the order of likelihood, equal ones in that of ids.
+        # By falling likelihood; equal ones by id.
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         ranked = weights.gather(1, order)
         places = torch.arange(vocabulary, device=logits.device)
@@ -114,8 +119,8 @@ def _(
         enough = (mass - ranked >= top_p.unsqueeze(1) * mass[:, -1:]) & (top_p < 1).unsqueeze(1)
         weights = torch.zeros_like(weights).scatter(1, order, ranked.masked_fill(enough, 0.0))
     weights = weights.masked_fill(weights < min_p.unsqueeze(1), 0.0)
-    # A sum in parts may not rise from each place to the next: only places that have weight count, and the largest sum
-    # among them is the whole.
+    # A parallel cumulative sum may not increase monotonically: only positions with weight count, and the largest sum
+    # among them is the total.
     cumulative = weights.cumsum(dim=-1).masked_fill(weights == 0, 0.0)
     below_one = uniform.float().clamp(max=1 - 2**-24).unsqueeze(1)
     passed = cumulative > below_one * cumulative.amax(dim=-1, keepdim=True)
@@ -133,7 +138,7 @@ def _(
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """The ids of the `count` largest of scores [V], free of NaN: largest first, smaller ids first among equals."""
+    """Return the ids of the `count` largest scores of [V] without NaN, largest first; equal ones by ascending id."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     ids = (scores >= scores.topk(count).values[-1]).nonzero().squeeze(1)
@@ -141,7 +146,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def likeliest(scores: Tensor, temperature: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The ids of scores [V] that top_k and top_p leave at a temperature [], likeliest first."""
+    """Return the ids of scores [V] that top_k and top_p keep at temperature [], most likely first."""
     vocabulary = len(scores)
     if 0 < top_k < vocabulary:
         ids = largest(scores, top_k)
@@ -151,7 +156,7 @@ def likeliest(scores: Tensor, temperature: Tensor, top_k: int, top_p: float) -> 
     else:
         weights = _scaled(scores, temperature).exp()
         total = weights.sum(dtype=torch.float64)
-        # All weights below the floor add up to less than 1 - top_p of the total, so that none of them is needed.
+        # The weights below the floor sum to less than 1 - top_p of the total, so none of them is needed.
         threshold, floor = 1.0, float((1 - top_p) * total / vocabulary)
         while True:
             threshold = max(threshold * _STRIDE, floor)
@@ -164,14 +169,16 @@ def likeliest(scores: Tensor, temperature: Tensor, top_k: int, top_p: float) -> 
 
 
 def _scaled(scores: Tensor, temperature: Tensor) -> Tensor:
-    """Logarithms of how likely each is against the likeliest of its row, which is 0 also where the scores are infinite
-    or the temperature is tiny."""
+    """Return the log-likelihood relative to the most likely token of each row.
+
+    It is 0 for that token, also where scores are infinite or the temperature is tiny.
+    """
     peak = scores.amax(dim=-1, keepdim=True)
     return torch.where(scores == peak, 0.0, (scores - peak) / temperature)
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution: weights [..., n], uniform [..., 1] float64 -> index [..., 1]."""
+    """Invert the cumulative distribution: weights [..., n], uniform [..., 1] float64 -> index [..., 1]."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # A float64 below 1 times the total rounds to less than the total: there is such an index, of a weight above 0.
+    # A float64 below 1 times the total rounds to less than the total: the index exists and has a weight above 0.
     return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)

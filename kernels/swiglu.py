@@ -1,4 +1,4 @@
-"""The gated unit of the feed-forward layer (Shazeer 2020, arXiv:2002.05202)."""
+"""SwiGLU, the gated unit of the feed-forward layer (Shazeer 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _case(tokens: int, intermediate: int, benchmark: bool = False) -> Case:
 
 @kernel("swiglu", cases=[_case(1, 8), _case(5, 33), *(_case(t, 3072, True) for t in (1, 32, 512))])
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I], gate first -> silu(gate) * up, [T, I]."""
+    """Return silu(gate) * up, [T, I]; gate_up: [T, 2 I], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

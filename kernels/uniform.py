@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, position) alone: no state, so that a request can be continued anywhere."""
+"""Random numbers as a function of (seed, position), without state, so that a request can continue on any engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _32 = np.uint64(32)
 
 
 def philox(counter: U64, key: U64) -> U64:
-    """Philox4x32-10: counter [4, N] and key [2, N] of 32-bit words -> [4, N] random 32-bit words."""
+    """Return [4, N] random 32-bit words of Philox4x32-10 for counter [4, N] and key [2, N] of 32-bit words."""
     even, odd = counter[0::2], counter[1::2]
     for _ in range(_ROUNDS):
         product = even * _MULTIPLIERS
@@ -29,7 +29,7 @@ def philox(counter: U64, key: U64) -> U64:
 
 
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """One number in [0, 1), a multiple of 2**-53, for each of seeds [N] (uint64) and positions [N] (at least 0)."""
+    """Return one number in [0, 1), a multiple of 2**-53, for each of seeds [N] (uint64) and positions [N] (from 0)."""
     seed, position = np.asarray(seeds, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
     return _native(seed, position) if native.available() else golden(seed, position)
 
@@ -42,7 +42,7 @@ def _native(seed: U64, position: U64) -> npt.NDArray[np.float64]:
 
 
 def golden(seed: U64, position: U64) -> npt.NDArray[np.float64]:
-    """`uniform` of arrays, by `philox`."""
+    """Compute `uniform` of arrays by `philox`, without the native kernels."""
     nothing = np.zeros_like(position)
     counter = np.stack([position & _LOW, position >> _32, nothing, nothing])
     words = philox(counter, np.stack([seed & _LOW, seed >> _32]))

@@ -17,6 +17,7 @@ from npuserve.kernels import (
     linear,
     norm,
     qk_norm_rope_kv_write,
+    quantize,
     quantized,
     sample,
     swiglu,
@@ -56,7 +57,7 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
         for scheme in ("", "int8"):
             yield "rms_norm", norm._rms_norm_case(tokens, hidden, scheme)
             yield "add_rms_norm", norm._add_rms_norm_case(tokens, hidden, scheme)
-        yield "quantize", quantized._quantize_case(tokens, width)
+        yield "quantize", quantize._quantize_case(tokens, width)
         yield "swiglu", swiglu._case(tokens, inner)
         yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(tokens, heads, kv_heads, head, int8=cached))
                     for cached in (False, True))

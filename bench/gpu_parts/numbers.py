@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
-from npuserve.kernels.bench.measure import QUANTIZED, Accuracy, Oracle, widened
+from npuserve.kernels.bench.accuracy import QUANTIZED, Accuracy, Oracle
+from npuserve.kernels.bench.tensors import widened
 from npuserve.kernels.linear import linear
 from npuserve.kernels.quantized import with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved

@@ -1,1 +1,1 @@
-"""Measurement of kernels: time, error, bytes and operations beside what the machine can do."""
+"""Measurement of kernels: accuracy, time, minimum bytes and operations, and the ceilings of the machine."""

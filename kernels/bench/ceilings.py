@@ -1,4 +1,4 @@
-"""What this machine does at most: the ceilings that kernels and steps are measured against."""
+"""Ceilings of the machine: its maximum rates, with which kernels and steps are compared."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from npuserve.kernels import native
 from npuserve.kernels.registry import HostSpan, Span
 
 Peak = Literal["bf16", "int8", "fp32"]
-"""Numbers that are multiplied and summed."""
+"""Kind of numbers that are multiplied and summed."""
 
 DTYPES: dict[Peak, torch.dtype] = {"bf16": torch.bfloat16, "int8": torch.int8, "fp32": torch.float32}
 
 FORMS: dict[Peak, tuple[Peak, ...]] = {
     "fp32": ("fp32",), "bf16": ("bf16", "fp32"), "int8": ("int8", "bf16", "fp32"),
 }
-"""Instructions that can multiply numbers of each kind: narrow ones can be widened. On some processors the instruction
-for narrow numbers is the slower one."""
+"""Kinds of instructions that can multiply numbers of each kind, since narrow numbers can be widened. On some processors
+the instruction for narrow numbers is slower."""
 
 READ_BYTES = 1 << 30
 _PIECE = 1 << 20
 _PASS_SECONDS = 0.01
 _PASSES = 7
-_TORCH_SIZES = 1024, 16384  # the least and the largest of the square matrices that torch multiplies
+_TORCH_SIZES = 1024, 16384  # minimum and maximum size of the square matrices for torch
 
 
 class Machine(Protocol):
-    """Where kernels are timed. device: of their arguments."""
+    """Machine on which kernels are timed. device: of their arguments."""
 
     @property
     def device(self) -> torch.device: ...
 
     def span(self) -> Span:
-        """Begins a stretch of time on its clock."""
+        """Begin a time span on the machine's clock."""
 
     def synchronize(self) -> None:
         """Return once all queued work is done."""
 
     def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
-        """What does the kernel calls of `calls` again as one dispatch; None if that cannot be."""
+        """Record the kernel calls of `calls` and return their replay as one dispatch; None if that is impossible."""
 
 
 class Host:
-    """The processor, with its native kernels where they are built."""
+    """The processor, with the native kernels if they are built."""
 
     device = torch.device("cpu")
 
@@ -65,7 +65,7 @@ HOST = Host()
 
 
 def timed(machine: Machine, run: Callable[[], object]) -> float:
-    """Seconds on the machine's clock."""
+    """Return the seconds of `run` on the machine's clock."""
     span = machine.span()
     run()
     span.stop()
@@ -74,14 +74,13 @@ def timed(machine: Machine, run: Callable[[], object]) -> float:
 
 
 class Ceilings:
-    """The ceilings of a machine: of the host with all threads that the kernels have now, on the fastest of all
-    instruction sets that it has, whichever the kernels run on.
+    """Ceilings of a machine. On the host: with all threads of the kernels, on the fastest of its instruction sets,
+    whichever the kernels use.
 
-    A pass takes 1 to 50 ms, so that a benchmark can take one between its own: the machine may be another a minute
-    later. But for the native kernels on the host, torch's own copies, sums and products stand for the loops, the
-    fastest sum of several.
+    A pass takes 1 to 50 ms, so that a benchmark can alternate it with its own passes: the machine's speed may change
+    within a minute. Without native kernels, torch's copies, products and the fastest of several sums replace the loops.
 
-    read_bytes: of the memory that is read, in large pages where there are such; beyond what caches hold.
+    read_bytes: bytes of memory to read, in large pages if possible; more than the caches hold.
     """
 
     def __init__(self, read_bytes: int = READ_BYTES, *, machine: Machine = HOST):
@@ -91,7 +90,7 @@ class Ceilings:
         if self._native:
             self._memory = native.library().allocate(read_bytes).fill_(1)
         else:
-            # Numbers that float32 sums without leaving its range, and no two alike beside each other.
+            # Random numbers whose sum stays in the range of float32.
             self._memory = torch.rand(read_bytes // 4, device=machine.device).view(torch.uint8)
         self._reading = self._reader()
         loops = {kind: [self._computer(dtype, isa) for isa in self._isas] for kind, dtype in DTYPES.items()}
@@ -100,21 +99,21 @@ class Ceilings:
                            for kind, forms in FORMS.items()}
 
     def read(self) -> float:
-        """Bytes a second of one pass over the memory."""
+        """Return the bytes a second of one pass over the memory."""
         return self.read_bytes / timed(self._machine, self._reading)
 
     def copy(self) -> float:
-        """Bytes a second, both those read and those written, of torch's copy of half the memory to the other."""
+        """Return the bytes a second, read and written, of torch's copy of one half of the memory to the other."""
         source, target = self._memory.chunk(2)
         return self.read_bytes / timed(self._machine, lambda: target.copy_(source))
 
     def peak(self, kind: Peak) -> float:
-        """Return operations a second of one pass of the fastest of FORMS; a product and its sum are two."""
+        """Return the operations a second of one pass of the fastest of FORMS; a product and its sum are two."""
         run, operations = self._computing[kind]
         return operations / timed(self._machine, run)
 
     def peak_of(self, dtype_name: str) -> float:
-        """`peak` of the products of a model of that dtype."""
+        """Return `peak` for the products of a model of that dtype."""
         dtype = {torch.float16: torch.bfloat16}.get(found := getattr(torch, dtype_name), found)  # the same units
         return self.peak(next(kind for kind, own in DTYPES.items() if own == dtype))
 
@@ -124,16 +123,16 @@ class Ceilings:
             "read_gbs": self.read, "bf16_gflops": lambda: self.peak("bf16"),
             "int8_gops": lambda: self.peak("int8"), "fp32_gflops": lambda: self.peak("fp32")}
         found = {name: max(one() for _ in range(_PASSES)) / 1e9 for name, one in names.items()}
-        found["bf16_gflops"] = max(found["bf16_gflops"], found["fp32_gflops"])  # by FORMS, whatever the noise
+        found["bf16_gflops"] = max(found["bf16_gflops"], found["fp32_gflops"])  # as FORMS implies, despite noise
         found["int8_gops"] = max(found["int8_gops"], found["bf16_gflops"])
         return found
 
     def _reader(self) -> Callable[[], object]:
         if not self._native:
             floats = self._memory.view(torch.float32)
-            ways: list[Callable[[], object]] = [self._memory.view(torch.int64).sum, floats.sum, floats.amax]
-            seconds = [min(timed(self._machine, way) for _ in range(2)) for way in ways]
-            return ways[seconds.index(min(seconds))]
+            readers: list[Callable[[], object]] = [self._memory.view(torch.int64).sum, floats.sum, floats.amax]
+            seconds = [min(timed(self._machine, reader) for _ in range(2)) for reader in readers]
+            return readers[seconds.index(min(seconds))]
         pieces = self.read_bytes // _PIECE
         found = torch.empty(pieces, dtype=torch.int32)
         return _program("read", torch.int8, [self._memory, found], [pieces, _PIECE])
@@ -143,7 +142,7 @@ class Ceilings:
         return operations / min(timed(self._machine, run) for _ in range(3))
 
     def _computer(self, dtype: torch.dtype, isa: int) -> tuple[Callable[[], object], int]:
-        """What runs one pass, and its operations. isa: the place of the instruction set that native kernels use."""
+        """Return a function that runs one pass, and its operations. isa: index of the native instruction set."""
         if not self._native:
             return self._multiplier(dtype)
         pieces, iterations = 16 * native.library().threads, 100
@@ -155,7 +154,7 @@ class Ceilings:
             iterations = int(iterations * min(10, _PASS_SECONDS / taken)) + 1
 
     def _multiplier(self, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-        """Random matrices: what multiplies zeros and ones is faster than it is in use."""
+        """Return a product of random matrices, and its operations. Products of zeros and ones would be faster."""
         product = torch.mm if dtype.is_floating_point else torch._int_mm
         size, largest = _TORCH_SIZES
         while True:
@@ -171,19 +170,19 @@ class Ceilings:
 
 
 def ceilings(read_bytes: int = READ_BYTES) -> dict[str, float]:
-    """`Ceilings.best` of now."""
+    """Measure the ceilings now; see `Ceilings.best`."""
     return Ceilings(read_bytes).best()
 
 
 def _program(
     name: str, dtype: torch.dtype, tensors: list[torch.Tensor], sizes: list[int], isa: int | None = None
 ) -> Callable[[], object]:
-    """What runs one op. isa: the place of an instruction set; None for the one in use."""
+    """Return a function that runs one op. isa: index of an instruction set; None for the one in use."""
     lib = native.library()
     op = lib.pack(name, dtype, tensors, sizes)
 
     def run() -> object:
         lib.run(op, 1, isa=isa)
-        return tensors  # they live as long as the op
+        return tensors  # the closure keeps them alive as long as the op
 
     return run

@@ -1,4 +1,4 @@
-"""What each kernel must at least move and compute, from the arguments of its golden function."""
+"""Minimum bytes and operations of each kernel, from the arguments of its golden function."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ _KINDS: dict[torch.dtype, Peak] = {dtype: kind for kind, dtype in DTYPES.items()
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call. nbytes: read and written, each once. operations: a product and its sum are two; an exponential or a
-    root is one. kind: whose peak they are held against. cold: the positions of the arguments that a step does not find
-    in a cache."""
+    """Cost of one call.
+
+    nbytes: bytes read and written, each once.
+    operations: a product and its sum are two; an exponential or a root is one.
+    kind: peak to compare the operations with.
+    cold: positions of the arguments that are in no cache when a step reads them.
+    """
 
     nbytes: int
     operations: int
@@ -30,12 +34,12 @@ class Cost:
 
 
 def cost(name: str, args: tuple[Any, ...]) -> Cost:
-    """KeyError for a kernel without an entry; a test sees that each has one."""
+    """Return the cost of a call. Raises KeyError for a kernel without an entry; a test checks that each has one."""
     return COSTS[name](*args)
 
 
 def nbytes(*values: Any) -> int:
-    """Of tensors and of the tensors of dataclasses; of anything else 0."""
+    """Return the bytes of tensors and of the tensors of dataclasses; 0 for other values."""
     made = 0
     for value in values:
         if isinstance(value, Tensor):
@@ -59,7 +63,7 @@ def _keep_ids(ids: Tensor, last: Tensor) -> Cost:
 
 
 def _quantized(shape: Sequence[int], scheme: Scheme) -> int:
-    """Bytes of what is made."""
+    """Return the bytes of a quantized tensor of this shape."""
     rows, columns = shape
     return rows * (columns + 4 + 4 * scheme.has_zero)
 
@@ -79,7 +83,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme
 
 
 def _product(x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: int) -> Cost:
-    """out: bytes of what is made."""
+    """Return the cost of a product. out: bytes of the result."""
     n, k = weight.shape
     kind: Peak = "int8" if isinstance(weight, Int8Weight) else _KINDS[weight.dtype]
     return Cost(nbytes(x, weight, bias) + out, 2 * len(x) * n * k, kind, cold=(1,))
@@ -117,12 +121,12 @@ def _token_bytes(cache: Cache) -> int:
 
 def _paged_attention(q: Tensor, keys: Cache, values: Cache, metadata: AttentionMetadata, scale: float) -> Cost:
     starts, contexts = metadata.host_cu_seqlens_q, metadata.host_context_lens
-    seen = 0  # keys, by all queries of a head
+    seen = 0  # keys that the queries of one head attend to
     for begin, end, context in zip(starts, starts[1:], contexts, strict=False):
         n = end - begin
         seen += n * context - n * (n - 1) // 2
     token = _token_bytes(keys) + _token_bytes(values)
-    kind: Peak = "bf16" if isinstance(keys, Int8) else _KINDS[q.dtype]  # int8 meets int16: as many products a word
+    kind: Peak = "bf16" if isinstance(keys, Int8) else _KINDS[q.dtype]  # int8 times int16 has as many products a word
     return Cost(2 * q.nbytes + sum(contexts) * token, 4 * seen * q.shape[1] * q.shape[2], kind, cold=(1, 2))
 
 

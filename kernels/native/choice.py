@@ -1,12 +1,11 @@
-"""The choice of what the CPU kernels run on, by what this processor is measured to do.
+"""Choice of instruction set and weight form of the CPU kernels, by measurements on this processor.
 
-The instruction set. Sets of one width differ in how they multiply bfloat16: by tiles of registers (AMX), which also
-multiply int8, by a vector instruction for two products, or widened to float32 in registers, where two products are two
-instructions (FMA). Processors differ in which is faster. The whole process runs on one set, so that a row's numbers are
-the same in every batch.
+Instruction set: sets of one width differ in how they multiply bfloat16: by tile registers (AMX), which also multiply
+int8; by a vector instruction for two products; or widened to float32 in registers, with one FMA a product. Processors
+differ in which is faster. The whole process runs on one set, so that a row's numbers are the same in every batch.
 
-The form of bfloat16 weights: plain, or compact (compact.cpp). Compact weights are a quarter less to read, and are taken
-apart for each product. Both forms give the same numbers.
+Form of bfloat16 weights: plain, or compact (gemm/compact.cpp). Compact weights have a quarter less bytes to read and
+are unpacked for each product. Both forms give the same numbers.
 """
 
 from __future__ import annotations
@@ -20,50 +19,50 @@ from typing import Literal
 import torch
 
 from npuserve.kernels import native
-from npuserve.kernels.bench.measure import cache_bytes
+from npuserve.kernels.native.caches import cache_bytes
 from npuserve.kernels.native.packed import PackedWeight
 
 Gemm = Literal["auto", "amx", "bf16", "fp32"]
 Form = Literal["auto", "plain", "compact"]
 
 Rates = Mapping[str, Mapping[str, float]]
-"""Instruction set -> {"bf16", "fp32", "int8"} -> 10**9 operations a second of one thread. A product and its sum are
-two."""
+"""Instruction set -> {"bf16", "fp32", "int8"} -> 10**9 operations a second of one thread; a product and its sum are two
+operations."""
 
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
 
 BF16_ISAS = "avx512_bf16", "neon_bf16"
-"""The instruction sets whose kernels multiply bfloat16 by a vector instruction for it."""
+"""Instruction sets whose kernels multiply bfloat16 by a vector instruction for it."""
 
 AMX_ISA = "avx512_amx"
-"""The instruction set whose kernels multiply bfloat16 and int8 by tiles of registers."""
+"""Instruction set whose kernels multiply bfloat16 and int8 by tile registers."""
 
-FASTER = 1.25
-"""Ratio of rates from which a narrower set is taken. On an equal rate the wider one is faster, since it needs fewer
-instructions beside the products."""
+MIN_SPEEDUP = 1.25
+"""Minimum ratio of rates for a narrower set. At equal rates the wider set is faster, since it needs fewer instructions
+beside the products."""
 
-LESS = 0.95
-"""Ratio of times up to which plain weights are taken, which need more memory."""
+MAX_PLAIN_RATIO = 0.95
+"""Maximum ratio of times, plain to compact, for plain weights, which need more memory."""
 
 SMALL_BYTES = 128 << 20
-"""Plain bytes of weights below which a model may lie in a cache: the form is not measured for it."""
+"""Plain bytes of weights below which a model may fit a cache, so that the form is not measured for it."""
 
 _ITERATIONS, _ROUNDS = 2000, 8
-_LEAST_BYTES, _MOST_BYTES = 64 << 20, 128 << 20
+_MIN_BYTES, _MAX_BYTES = 64 << 20, 128 << 20
 _PASSES = 5
 _SOURCE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """What the CPU kernels of this process run on.
+    """Instruction set and weight form of the CPU kernels of this process.
 
-    isa: the instruction set.
-    gemm: how it multiplies bfloat16. "amx": by tiles; "bf16": by a vector instruction for it; "fp32": widened.
-    gflops: the rates by which `isa` was chosen.
+    isa: instruction set.
+    gemm: how it multiplies bfloat16: "amx" by tiles, "bf16" by a vector instruction, "fp32" widened.
     weights: "plain" or "compact".
+    gflops: rates by which `isa` was chosen.
     plain_ms, compact_ms: milliseconds of a product of one row with `measured_bytes` of plain weights, and with the same
-    numbers held compact; None where the form was not measured.
+        weights in compact form; None if the form was not measured.
     """
 
     isa: str
@@ -77,8 +76,11 @@ class CpuKernels:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """gemm, weights: the settings cpu_gemm and cpu_weights. kept: an earlier choice, to be taken as it is so that
-    numbers stay the same."""
+    """Settings of the choice.
+
+    gemm, weights: settings cpu_gemm and cpu_weights.
+    kept: earlier choice to apply unchanged, so that numbers stay the same; None to choose.
+    """
 
     gemm: Gemm = "auto"
     weights: Form = "auto"
@@ -94,10 +96,11 @@ def gemm_of(isa: str) -> str:
 
 
 def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:
-    """Choose, and have all kernels of this process run so from now on.
+    """Choose instruction set and weight form, and apply them to all later calls of this process.
 
-    inputs: K of the weights by which their form is measured; 0 takes the usual form without measuring.
-    Raises ValueError, which names the setting, for what this processor cannot do.
+    inputs: K of the weights for measuring the form; 0 takes the usual form without measuring.
+
+    Raises ValueError, which names the setting, for a setting that this processor does not support.
     """
     lib = native.library()
     kept = wanted.kept
@@ -114,7 +117,7 @@ def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:
     else:
         lib.compact = lib.usually_compact
         if inputs and lib.compact:
-            size = min(max(_LEAST_BYTES, cache_bytes()), _MOST_BYTES)
+            size = min(max(_MIN_BYTES, cache_bytes()), _MAX_BYTES)
             times = measure_forms(inputs, size)
             lib.compact = choose_form(*times) == "compact"
     plain, compact = times or (None, None)
@@ -124,11 +127,12 @@ def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:
 
 
 def choose_isa(isas: Sequence[str], rates: Rates, wanted: Gemm = "auto") -> str:
-    """Return the instruction set to run on: the widest that `wanted` allows, unless another is faster by FASTER.
+    """Return the widest set that `wanted` allows, unless another is faster by MIN_SPEEDUP.
 
     isas: instruction sets of the processor, the widest first.
-    rates: of any of these; a set without rates is never taken in place of a wider one.
-    Raises ValueError where none of them is of the form `wanted`.
+    rates: of some of these; a set without rates never replaces a wider one.
+
+    Raises ValueError if none of them multiplies as `wanted`.
     """
     _require(isas, wanted)
     chosen, *others = [isa for isa in isas if wanted in ("auto", gemm_of(isa))]
@@ -147,20 +151,22 @@ def _require(isas: Sequence[str], wanted: Gemm) -> None:
 
 
 def _is_faster(other: str, chosen: str, rates: Rates) -> bool:
-    """Compare sets of one width by bfloat16; others must be faster in everything."""
+    """Compare sets of one width by bfloat16; sets of other widths must be faster in all kinds."""
     same_width = other.partition("_")[0] == chosen.partition("_")[0]
-    return all(rates[other][kind] >= FASTER * rates[chosen][kind] for kind in (["bf16"] if same_width else KINDS))
+    return all(rates[other][kind] >= MIN_SPEEDUP * rates[chosen][kind] for kind in (["bf16"] if same_width else KINDS))
 
 
 def measure_rates() -> dict[str, dict[str, float]]:
-    """Return the rates of one thread on every instruction set but the portable one, which is never the faster; of that
-    where there is no other. Takes about 2 ms."""
+    """Return the rates of one thread on every instruction set, in about 2 ms.
+
+    The portable set, which is never the fastest, is measured only if it is the only one.
+    """
     lib = native.library()
     measured = [(number, isa) for number, isa in enumerate(lib.isas) if isa != "portable"] or [(0, lib.isas[0])]
     done, seconds = torch.zeros(1, dtype=torch.int64), (ctypes.c_double * 1)()
     ops = {kind: lib.pack("peak", dtype, [done], [1, _ITERATIONS]) for kind, dtype in KINDS.items()}
     best = {isa: dict.fromkeys(KINDS, 0.0) for _, isa in measured}
-    for _ in range(_ROUNDS):  # in turn, so that a disturbance meets all of them
+    for _ in range(_ROUNDS):  # round-robin, so that a disturbance affects all sets
         for number, isa in measured:
             for kind, op in ops.items():
                 lib.run(op, 1, seconds=seconds, isa=number)
@@ -169,15 +175,16 @@ def measure_rates() -> dict[str, dict[str, float]]:
 
 
 def choose_form(plain_seconds: float, compact_seconds: float) -> str:
-    """Return the faster form, or compact where plain gains less than 5 %."""
-    return "plain" if plain_seconds < LESS * compact_seconds else "compact"
+    """Return the faster form, or "compact" if plain gains less than 5 %."""
+    return "plain" if plain_seconds < MAX_PLAIN_RATIO * compact_seconds else "compact"
 
 
 def measure_forms(inputs: int, nbytes: int) -> tuple[float, float]:
-    """Return the seconds of a product of one row with weights [N, inputs]: plain, and compact.
+    """Return the seconds of a product of one row with weights [N, inputs]: (plain, compact).
 
-    It runs with all threads on the instruction set in use.
-    nbytes: of the plain weights; more than the caches hold.
+    The product runs with all threads on the instruction set in use.
+
+    nbytes: bytes of the plain weights, more than the caches hold.
     """
     lib = native.library()
     generator = torch.Generator().manual_seed(0)
@@ -191,13 +198,13 @@ def measure_forms(inputs: int, nbytes: int) -> tuple[float, float]:
     for compact in (False, True):
         piece = PackedWeight.pack(source, compact)
         whole = PackedWeight.allocate(rows, inputs, torch.bfloat16, compact, native.Arena().empty)
-        whole.words.view(copies, -1).copy_(piece.words)  # whole panels, one after the other
+        whole.words.view(copies, -1).copy_(piece.words)  # a multiple of whole panels
         ops.append(lib.pack(whole.op("linear"), torch.bfloat16, [x, whole.words, None, out, None], [1, inputs, rows]))
         keep.append(whole)
     best = [float("inf"), float("inf")]
     for _ in range(_PASSES):
         for form, op in enumerate(ops):
-            # Not the library's own clock: other threads may have begun before the caller's does.
+            # Not the library's clock, which starts with the caller: other threads may start earlier.
             began = time.perf_counter()
             lib.run(op, 1)
             best[form] = min(best[form], time.perf_counter() - began)
@@ -205,7 +212,7 @@ def measure_forms(inputs: int, nbytes: int) -> tuple[float, float]:
 
 
 def describe(chosen: CpuKernels, isas: Sequence[str] = ()) -> list[str]:
-    """Return lines for people: what was chosen, of which instruction sets, and what was measured for it."""
+    """Return the choice, the available instruction sets and the measurements as lines of text."""
     others = f" (of {', '.join(isas)})" if isas else ""
     lines = [f"CPU kernels run on {chosen.isa}{others}, bfloat16 products by {chosen.gemm}, {chosen.weights} weights"]
     lines += [f"one thread on {isa}: bf16 {found['bf16']:.0f} GFLOP/s, fp32 {found['fp32']:.0f} GFLOP/s, "

@@ -1,4 +1,4 @@
-"""Weights in the order in which the native kernels read them."""
+"""Packed weights, in the order in which the native kernels read them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels.native.binding import CONSTANTS, LANES
+from npuserve.kernels.native.program import Call, call, empty
+from npuserve.kernels.native.shared_library import library
 
 log = logging.getLogger(__name__)
 
-PER_WORD = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
-"""How many numbers of a dtype the kernels take as one word of 32 bits."""
-
-_BLOCK, _HEADER = 128, 16
-"""Of a compact weight: numbers along K to a block, words of a block's header (compact.cpp)."""
-
 
 def compacts(k: int, dtype: torch.dtype) -> bool:
-    """True for the weights [n, k] that are held compact now: in 12.25 bits a number instead of 16, without loss."""
-    return dtype == torch.bfloat16 and k % 8 == 0 and native.library().compact
+    """Return True if weights [n, k] are packed compact: losslessly in 12.25 bits a number instead of 16."""
+    return dtype == torch.bfloat16 and k % 8 == 0 and library().compact
 
 
 def packed_words(n: int, k: int, dtype: torch.dtype, compact: bool | None = None) -> int:
-    """Words that a weight [n, k] takes when packed, in the form that `compacts` says unless told."""
-    panels = -(-n // native.LANES)
+    """Return the words of a packed weight [n, k]. compact: its form; None for that of `compacts`."""
+    panels, word = -(-n // LANES), CONSTANTS["WORD_BYTES"]
     if compacts(k, dtype) if compact is None else compact:
-        return panels * (-(-k // _BLOCK) * _HEADER + k * native.LANES * 3 // 8)
-    return panels * -(-k // PER_WORD[dtype]) * native.LANES
+        blocks = -(-k // CONSTANTS["COMPACT_BLOCK"])
+        return panels * (blocks * CONSTANTS["COMPACT_HEADER_BYTES"] // word + k * LANES * 3 // 8)
+    return panels * -(-k // (word // dtype.itemsize)) * LANES
 
 
 @dataclass(slots=True, eq=False)
 class PackedWeight:
-    """A weight [n, k]. words: int32, [n / 16] panels of [k / per word] of 16 words, padded with zeros; if compact,
-    those panels as compact.cpp has them.
+    """Packed weight [n, k].
 
-    A table of embeddings may be one, so that a tied model holds it once. A weight whose numbers do not become compact
-    turns plain as they are written: refused is then True, and `words` is memory of its own.
+    words: int32, [n / 16] panels of [words of k] of 16 words (gemm/dot.h), padded with zeros; if compact, those panels
+        in the form of gemm/compact.cpp.
+    refused: True if the numbers could not be packed compact. The weight then became plain when they were written, and
+        `words` is separate memory.
+
+    An embedding table may be a packed weight, so that a model with tied embeddings stores it once.
     """
 
     words: Tensor
@@ -51,7 +51,7 @@ class PackedWeight:
 
     @classmethod
     def pack(cls, weight: Tensor, compact: bool | None = None) -> PackedWeight:
-        """weight: [n, k]. compact: as `packed_words` takes it."""
+        """Pack weight [n, k]. compact: as in `packed_words`."""
         n, k = weight.shape
         made = cls.allocate(n, k, weight.dtype, compact)
         made.write(0, weight)
@@ -64,7 +64,8 @@ class PackedWeight:
     ) -> PackedWeight:
         """Return a weight over new memory.
 
-        memory: allocates it as `torch.zeros` does; zeros, or what `write` left there before.
+        memory: allocator with the interface of `torch.zeros`; its memory is zero or holds the result of earlier
+            writes.
         """
         compact = compacts(k, dtype) if compact is None else compact
         return cls(memory((packed_words(n, k, dtype, compact),), dtype=torch.int32), n, k, dtype, compact)
@@ -75,17 +76,19 @@ class PackedWeight:
         return self.n, self.k
 
     def op(self, name: str) -> str:
-        """The native op of that name for weights of this form."""
+        """Return the name of the native op for weights of this form."""
         return f"{name}_compact" if self.compact else name
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Rows [first, first + len(rows)) of the weight become `rows` [m, k], of any float dtype, or int8 in one
-        of int8. ValueError if it has no such rows."""
+        """Write `rows` [m, k] to rows [first, first + m). Rows of an int8 weight are int8, others of any float dtype.
+
+        Raises ValueError if the weight has no such rows.
+        """
         if first < 0 or first + len(rows) > self.n or rows.shape[1:] != (self.k,):
             raise ValueError(f"rows {first} and following, {tuple(rows.shape)}, of a weight of {self.shape}")
         rows = rows.to(self.dtype).contiguous()
         failed = torch.zeros(1, dtype=torch.int32)
-        native.call("pack", (self.op("pack"), self.dtype, [rows, self.words, failed], [len(rows), self.k, first]))
+        call("pack", (self.op("pack"), self.dtype, [rows, self.words, failed], [len(rows), self.k, first]))
         if failed:
             self._turn_plain()
             self.write(first, rows)
@@ -96,32 +99,31 @@ class PackedWeight:
         self.words, self.compact, self.refused = plain.words, False, True
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids [m] int64 -> [m, k]."""
-        out = native.empty(len(ids), self.k, dtype=self.dtype)
-        native.call("unpack", self.unpack(ids.contiguous(), out))
+        """Return rows `ids` [m] int64 as [m, k]."""
+        out = empty(len(ids), self.k, dtype=self.dtype)
+        call("unpack", self.unpack(ids.contiguous(), out))
         return out
 
-    def unpack(self, ids: Tensor, out: Tensor) -> native.Call:
-        """The call that puts rows `ids` [m] int64 into out [m, k]."""
+    def unpack(self, ids: Tensor, out: Tensor) -> Call:
+        """Return the op that copies rows `ids` [m] int64 to out [m, k]."""
         return self.op("unpack"), self.dtype, [self.words, out, ids], [len(ids), self.k]
 
     def dense(self) -> Tensor:
-        """[n, k], a copy."""
+        """Return a copy [n, k]."""
         return self.rows(torch.arange(self.n))
 
 
 Matrix = Tensor | PackedWeight
-"""What numbers [N, K] of a weight are to a kernel: each backend has its own form."""
+"""Numbers [N, K] of a weight, in the form of the backend."""
 
 
 def dense(matrix: Matrix) -> Tensor:
-    """[N, K]: for golden functions."""
+    """Return the matrix as a tensor [N, K], for golden functions."""
     return matrix.dense() if isinstance(matrix, PackedWeight) else matrix
 
 
 def write(matrix: Matrix, first: int, rows: Tensor) -> None:
-    """Rows [first, first + len(rows)) of the matrix become `rows` [m, K], of any float dtype, or int8 in one of
-    int8."""
+    """Write `rows` [m, K] to rows [first, first + m). Rows of an int8 matrix are int8, others of any float dtype."""
     if isinstance(matrix, PackedWeight):
         matrix.write(first, rows)
     else:

@@ -1,7 +1,7 @@
-"""The tensors that each native op takes, in their order, with dtype and least size.
+"""Signatures of the native ops: their tensors in order, with dtype and minimum size.
 
-The pointers `p` and sizes `n` of an op are described at the head of the C++ file that has it. The library reads and
-writes memory by these sizes, so `native.call` compares the tensors of every call with the signature here.
+The head of the C++ file of an op describes its pointers `p` and sizes `n`. The library accesses memory by these sizes,
+so `native.call` compares the tensors of every call with the signature here.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.binding import CONSTANTS
+
 Size = Callable[[Sequence[int]], int]
 """Number of elements, from an op's sizes `n`."""
 
 
 class Argument(NamedTuple):
-    """A tensor of an op. It is contiguous and on the CPU.
+    """Tensor argument of an op. It must be contiguous and on the CPU.
 
-    name: for errors.
-    dtype: None for the op's own.
-    least: number of elements that the op accesses; None where its sizes do not tell.
-    optional: whether the tensor may be None.
+    name: for error messages.
+    dtype: None for the op's own dtype.
+    least: number of elements that the op accesses; None if its sizes do not determine it.
+    optional: True if the tensor may be None.
     """
 
     name: str
@@ -32,10 +34,10 @@ class Argument(NamedTuple):
 
 
 Signature = tuple[Argument | None, ...]
-"""None stands for a pointer that is null always."""
+"""Arguments in order; None stands for a pointer that is always null."""
 
 Checks = list[tuple[torch.dtype | None, Size | None, bool]]
-"""dtype (None for a pointer that is null always), least, optional of each tensor."""
+"""(dtype, least, optional) of each tensor; dtype is None for a pointer that is always null."""
 
 
 def _one(n: Sequence[int]) -> int:
@@ -82,7 +84,7 @@ def _product_int8(out: Signature) -> Signature:
 
 # n: T, R, Hq, Hkv, D, block_size, stride, items.
 
-_ATTENDED: Signature = (
+_ATTENTION_OUTPUTS: Signature = (
     Argument("context_lens", INT32, lambda n: n[1]),
     Argument("cu_seqlens_q", INT32, lambda n: n[1] + 1),
     Argument("out", None, lambda n: n[0] * n[2] * n[4]),
@@ -93,17 +95,17 @@ _SCALES: Signature = (Argument("key_scales", BFLOAT16), Argument("value_scales",
 
 
 def _attention(cached: torch.dtype | None) -> Signature:
-    """cached: dtype of the KV cache; None for the op's own."""
+    """Return the signature of attention. cached: dtype of the KV cache; None for the op's own."""
     return (
         Argument("q", None, lambda n: n[0] * n[2] * n[4]), Argument("keys", cached), Argument("values", cached),
-        Argument("block_tables", INT32, lambda n: n[1] * n[6]), *_ATTENDED, *(_SCALES if cached else ()))
+        Argument("block_tables", INT32, lambda n: n[1] * n[6]), *_ATTENTION_OUTPUTS, *(_SCALES if cached else ()))
 
 
 # n: T, Hq, Hkv, D, block_size.
 
 
 def _rope(cached: torch.dtype | None) -> Signature:
-    """cached: dtype of the KV cache; None for the op's own."""
+    """Return the signature of the cache write. cached: dtype of the KV cache; None for the op's own."""
     return (
         Argument("qkv", None, lambda n: n[0] * (n[1] + 2 * n[2]) * n[3]),
         Argument("q_gamma", None, lambda n: n[3], optional=True),
@@ -117,20 +119,19 @@ def _rope(cached: torch.dtype | None) -> Signature:
 
 
 def _int8(optional: bool) -> Signature:
-    """x [T, H] as int8, by a dynamic or a static scale. optional: it may be written as it is instead."""
+    """Return the arguments of an int8 output [T, H]. optional: the op may write its output without quantization."""
     return (
         Argument("values", INT8, _matrix, optional), Argument("scale", FLOAT32, _rows, optional),
         Argument("zero", INT32, _rows, optional=True), Argument("static_scale", FLOAT32, _one, optional=True),
         Argument("static_zero", INT32, _one, optional=True))
 
 
-# n: T, Vp, columns that count, top.
+# n: T, Vp, vocabulary, top.
 
-_PART, _BLOCK = 16384, 128  # of vocabulary.cpp
-_REPORTED: Signature = (
+_LOGPROBS: Signature = (
     Argument("logits", None, _matrix), _IDS,
-    Argument("sums", FLOAT64, lambda n: n[0] * -(-n[2] // _PART) * 3),
-    Argument("largest", FLOAT32, lambda n: n[0] * -(-n[2] // _BLOCK)))
+    Argument("sums", FLOAT64, lambda n: n[0] * -(-n[2] // CONSTANTS["LOGPROBS_PART"]) * 3),
+    Argument("largest", FLOAT32, lambda n: n[0] * -(-n[2] // CONSTANTS["LOGPROBS_BLOCK"])))
 
 _X = Argument("x", None, _matrix)
 _NORMED = Argument("gamma", None, lambda n: n[1]), Argument("out", None, _matrix, optional=True)
@@ -157,7 +158,7 @@ SIGNATURES: dict[str, Signature] = {
         Argument("zero", INT32, optional=True)),
     "attention": _attention(None),
     "attention_int8": _attention(INT8),
-    "attention_merge": (None, None, None, None, *_ATTENDED),
+    "attention_merge": (None, None, None, None, *_ATTENTION_OUTPUTS),
     "qk_norm_rope_kv_write": _rope(None),
     "qk_norm_rope_kv_write_int8": _rope(INT8),
     "rms_norm": (_X, None, *_NORMED, None, *_int8(True)),
@@ -178,9 +179,9 @@ SIGNATURES: dict[str, Signature] = {
         Argument("logits", FLOAT32, _matrix), Argument("in_prompt", BOOL, _matrix),
         Argument("output_counts", INT32, _matrix), Argument("repetition", FLOAT32, _rows),
         Argument("presence", FLOAT32, _rows), Argument("frequency", FLOAT32, _rows)),
-    "logprobs": _REPORTED,
+    "logprobs": _LOGPROBS,
     "logprobs_merge": (
-        *_REPORTED, Argument("logprob", FLOAT32, _rows), Argument("rank", INT64, _rows),
+        *_LOGPROBS, Argument("logprob", FLOAT32, _rows), Argument("rank", INT64, _rows),
         Argument("top_ids", INT64, lambda n: n[0] * n[3]), Argument("top_logprobs", FLOAT32, lambda n: n[0] * n[3])),
     "uniform": (
         Argument("seeds", INT64, _rows), Argument("positions", INT64, _rows), Argument("out", FLOAT64, _rows)),
@@ -190,7 +191,7 @@ SIGNATURES: dict[str, Signature] = {
 
 
 def checks(op: str, dtype: torch.dtype) -> tuple[int, Checks]:
-    """Return the number of tensors that a call has at least, and what `native.call` compares each with."""
+    """Return the minimum number of tensors of a call, and the checks of each tensor."""
     made: Checks = [(None, None, True) if each is None else (each.dtype or dtype, each.least, each.optional)
                     for each in SIGNATURES[op]]
     return 1 + max(i for i, (_, _, optional) in enumerate(made) if not optional), made

@@ -1,7 +1,8 @@
-"""Kernels in Triton: what CUDA runs, and what Ascend may take where torch_npu has no fused operator.
+"""Kernels in Triton, for CUDA; Ascend may use some where torch_npu has no fused operator.
 
-Importing this imports no triton. The modules `launch*` call the kernels, which lie in files that need triton alone, so
-that a compiler without torch reads them: tests/kernels/triton lowers those of `LOWERED` for Ascend.
+Importing this package imports no triton. The modules `launch*` check arguments and launch the kernels. The other files
+hold kernels and import only triton, and keys.py, so that a compiler without torch can read them: tests/kernels/triton
+lowers the files of `LOWERED` for Ascend.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 LABEL = "cuda"
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-"""Where the kernels' tensors lie: on the CPU where triton interprets. Read it as `triton.DEVICE`: see `interpret`."""
+"""Device of the kernels' tensors: the CPU if triton interprets. `interpret` changes it, so read it as
+`triton.DEVICE`."""
 
 LOWERED = {
     "embedding": "sample_embed",
@@ -28,22 +30,24 @@ LOWERED = {
     "qk_norm_rope_kv_write": "qk_norm_rope_kv_write",
     "sample": "sample_embed",
 }
-"""Kernel -> the file here that does its work and is proved to lower for Ascend; `launch` calls it."""
+"""Kernel -> file here that implements it and is proven to lower for Ascend; `launch` calls it."""
 
 
 _waiting: list[Callable[[], object]] = []
-"""Registrations for which nothing is available yet."""
+"""Registrations that wait until triton is available."""
 
 
 def available() -> bool:
-    """True if triton is installed, and there is a CUDA device or triton interprets (TRITON_INTERPRET=1)."""
+    """Return True if triton is installed and a CUDA device is present or triton interprets (TRITON_INTERPRET=1)."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return importlib.util.find_spec("triton") is not None and (interpreted or torch.cuda.is_available())
 
 
 def interpret() -> None:
-    """Have triton interpret the kernels on CPU tensors from now on, in this process and those that it starts. Call it
-    before any kernel here is called. Raises ImportError without triton."""
+    """Make triton interpret the kernels on CPU tensors, in this process and in processes that it starts.
+
+    Call it before the first call of a kernel here. Raises ImportError without triton.
+    """
     global DEVICE
     if importlib.util.find_spec("triton") is None:
         raise ImportError("triton is not installed")
@@ -54,20 +58,22 @@ def interpret() -> None:
 
 
 def to_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors, and dataclasses of tensors, on `DEVICE`."""
+    """Move tensors, and dataclasses of tensors, to `DEVICE`."""
     return moved(args, DEVICE)
 
 
 def to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`to_device` undone."""
+    """Move tensors, and dataclasses of tensors, to the host."""
     return moved(args, "cpu")
 
 
 def implementation(
     kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host
 ) -> Callable[[F], F]:
-    """Registers the decorated function as the kernel's on CUDA, once triton is `available`; see
-    `Kernel.implementation` for adapters."""
+    """Register the decorated function as the kernel's on CUDA, once triton is `available`.
+
+    adapt, restore: as in `Implementation`.
+    """
 
     def register(function: F) -> F:
         def take() -> object:

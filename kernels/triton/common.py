@@ -1,4 +1,4 @@
-"""Checks of arguments, which the calls of the Triton kernels share."""
+"""Checks of arguments, shared by the modules that launch Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def power(number: int) -> int:
-    """The least power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel begins while the one before it on the stream still runs.
+"""Programmatic dependent launch (PDL): a kernel begins while the previous kernel on the stream still runs.
 
-What a kernel that takes PDL owes: it may let its own successor begin at once (`gdc_launch_dependents`), and before
-`gdc_wait` it reads what no kernel of a step writes (weights, tables, what the host copied), and writes nothing. All of
-its programs wait, those without work too, so that whoever waits for this kernel waits for all before it.
+Rules for a kernel with PDL: it may let its successor begin at once (`gdc_launch_dependents`). Before `gdc_wait` it
+reads only memory that no kernel of a step writes (weights, tables, data copied by the host), and writes nothing. All of
+its programs wait, also those without work, so that waiting for this kernel implies waiting for all kernels before it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def dependent(tensor: Tensor) -> dict[str, bool]:
-    """The arguments of a kernel on the tensor's device that say whether it is launched so: where the device has it, of
-    compute capability 9.0 or above."""
+    """Return the launch arguments that enable PDL if the tensor's device supports it (compute capability 9.0 or
+    above)."""
     return {"PDL": True, "launch_pdl": True} if tensor.is_cuda and _has(tensor.device) else {"PDL": False}
 
 

@@ -1,5 +1,7 @@
-"""Queries, keys and values between their projection and attention on CUDA, where one token is to meet many
-multiprocessors, and where the cache may be in int8. Ascend has that of qk_norm_rope_kv_write.py."""
+"""Norm, rotary embedding and cache write on CUDA, for caches of floats or int8.
+
+One token is divided among several multiprocessors. qk_norm_rope_kv_write.py is the version for Ascend.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ def kv_write_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As the kernel qk_norm_rope_kv_write takes and gives them; k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of
-    caches in int8, or None. HALF: of a head. HALF_BLOCK: the power of two that is at least HALF.
+    """Run the kernel qk_norm_rope_kv_write.
 
-    A program takes HEADS, a power of two, heads of a token: of its queries, its keys or its values, in that order; so
-    many programs a token as that makes."""
+    k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of int8 caches, or None.
+    HALF: half the size of a head. HALF_BLOCK: the smallest power of two that is at least HALF.
+    HEADS: a power of two. A program processes HEADS heads of a token: of its queries, its keys or its values, in that
+        order; the grid has as many programs a token as that needs.
+    """
     Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0) // (Q_GROUPS + 2 * KV_GROUPS)
     group = tl.program_id(0) % (Q_GROUPS + 2 * KV_GROUPS)
-    # What the host copied, and what never changes, may be read before the kernel ahead is done.
+    # Data copied by the host, and constant data, may be read before the previous kernel ends.
     slot = tl.load(slot_mapping + token)
     places = tl.arange(0, HALF_BLOCK)
     angles = cos_sin + tl.load(positions + token) * (2 * HALF) + places
@@ -56,7 +60,7 @@ def kv_write_kernel(
 
 @triton.jit
 def _own(first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr):
-    """Where the first halves of heads from `first` on lie, [HEADS, HALF_BLOCK], and which of it is there."""
+    """Return the offsets [HEADS, HALF_BLOCK] of the first halves of heads from `first` on, and their mask."""
     heads = first + tl.arange(0, HEADS)
     places = tl.arange(0, HALF_BLOCK)
     return heads[:, None] * (2 * HALF) + places[None, :], (heads[:, None] < COUNT) & (places[None, :] < HALF)
@@ -67,7 +71,7 @@ def _turned(
     source, gamma, eps, cos, sin, first,
     COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Both halves of the heads in float32, normalized if there is a gamma, and turned."""
+    """Return both halves of the heads in float32, normalized if there is a gamma, and rotated."""
     offsets, inside = _own(first, COUNT, HALF, HALF_BLOCK, HEADS)
     a = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -81,8 +85,8 @@ def _turned(
 
 @triton.jit
 def _scaled(x, scale, gamma):
-    """x [HEADS, HALF_BLOCK] float32 times scale [HEADS], times gamma [HALF_BLOCK]: each product rounded to gamma's
-    dtype."""
+    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK], both products rounded to
+    gamma's dtype."""
     x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
     return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)
 
@@ -91,7 +95,7 @@ def _scaled(x, scale, gamma):
 def _keep(
     a, b, offsets, inside, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Both halves into the cache; into int8 as `quantize_heads` does it, to the bit."""
+    """Write both halves to the cache; into int8 bit for bit as `quantize_heads`."""
     target = cache + slot * (KV_HEADS * 2 * HALF) + offsets
     if scales is None:
         tl.store(target, a, mask=inside)
@@ -110,6 +114,6 @@ def _keep(
 
 @triton.jit
 def _rounded(x, scale):
-    """x / scale as int8, halves to even: next to 1.5 * 2**23 floats are 1 apart."""
+    """Return x / scale as int8, ties to even: floats near 1.5 * 2**23 are 1 apart."""
     shifted = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)) + 12582912.0
     return tl.clamp(shifted - 12582912.0, -127.0, 127.0).to(tl.int8)

@@ -1,5 +1,7 @@
-"""Calls of the Triton kernels that lower for Ascend: arguments are checked here, and cut into blocks and programs. CUDA
-has kernels of its own for these, which meet more multiprocessors than there are rows."""
+"""Calls of the Triton kernels that lower for Ascend: checks of arguments, and division into blocks and programs.
+
+CUDA uses other kernels for these, which occupy more multiprocessors than there are rows.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from npuserve.kernels.triton.qk_norm_rope_kv_write import qk_norm_rope_kv_write_
 from npuserve.kernels.triton.sample_embed import sample_embed_kernel
 
 PROGRAMS = 65535
-"""At most, which Ascend takes."""
+"""Maximum programs of a launch on Ascend."""
 
 BLOCK = 2048
-"""Elements that a program takes of a row or a token at a time. Ascend's unified buffer does not hold four times as many
-where a row is sampled."""
+"""Elements of a row or a token that a program processes at a time. Ascend's unified buffer cannot hold four times as
+many for sampling."""
 
 _SHAPING = {
     "temperature": (torch.float32,),
@@ -29,22 +31,25 @@ _SHAPING = {
 
 
 def greedy(logits: Tensor, vocabulary: int) -> Tensor:
-    """As the kernel of that name. ValueError."""
+    """Launch the kernel `greedy`. Raises ValueError."""
     return _choose(logits, vocabulary, None, ())[0]
 
 
 def sample(logits: Tensor, vocabulary: int, *shaping: Tensor) -> Tensor:
-    """As the kernel of that name. shaping: temperature, top_k, top_p, min_p and uniform, each [R]. ValueError.
+    """Launch the kernel `sample`.
 
-    A row with a temperature of 0 is greedy. With `uniform` in float32 nothing is computed in float64, which Ascend's
-    vector cores lack, and the borders of filters and draw move by some 1e-6 of the mass.
+    shaping: temperature, top_k, top_p, min_p and uniform, each [R]. A row with a temperature of 0 is greedy. With
+        `uniform` in float32 nothing is computed in float64, which Ascend's vector cores lack; the borders of filters
+        and draws then move by some 1e-6 of the mass.
+
+    Raises ValueError.
     """
     return _choose(logits, vocabulary, None, shaping)[0]
 
 
 def sample_embed(logits: Tensor, vocabulary: int, table: Tensor, *shaping: Tensor) -> tuple[Tensor, Tensor]:
-    """`greedy`, or `sample` where there is a shaping, and its rows of table [>= vocabulary, H]: ids [R, 1] int64,
-    embedded [R, H]. ValueError."""
+    """Return ids [R, 1] int64 of `greedy`, or of `sample` with a shaping, and their rows [R, H] of table
+    [>= vocabulary, H]. Raises ValueError."""
     ids, embedded = _choose(logits, vocabulary, table, shaping)
     assert embedded is not None
     return ids, embedded
@@ -66,7 +71,7 @@ def _choose(
     double = uniform is not None and uniform.dtype == torch.float64
     if uniform is not None and not double:
         named["uniform"] = uniform.clamp(max=1 - 2**-24)
-    # float32 counts to 2**24.
+    # float32 counts exactly up to 2**24.
     most = INT32 - BLOCK if uniform is None or double else 2**24
     within("vocabulary", vocabulary, 1, min(logits.shape[1], most))
 
@@ -98,7 +103,7 @@ def qk_norm_rope_kv_write(
     v_cache: Tensor,
     num_q_heads: int,
 ) -> Tensor:
-    """As the kernel of that name; positions and slots that are out of range are not noticed. ValueError."""
+    """Launch the kernel `qk_norm_rope_kv_write`; positions and slots are not range-checked. Raises ValueError."""
     matrix("qkv", qkv, qkv.device)
     if k_cache.dim() != 4:
         raise ValueError(f"k_cache: {list(k_cache.shape)} is not [blocks, block_size, KV heads, head_dim]")

@@ -1,5 +1,4 @@
-"""Calls of the Triton kernels of attention and of what comes before it: arguments are checked here, and cut into
-programs."""
+"""Calls of the Triton kernels of attention and of the cache write: checks of arguments, and division into programs."""
 
 from __future__ import annotations
 
@@ -20,19 +19,21 @@ from npuserve.kernels.triton.kv_write import kv_write_kernel
 from npuserve.kernels.triton.paged_attention import paged_attention_kernel
 
 _MERGED = 8192
-"""Float32 numbers that a program merges at a time: 64 registers of each of 128 threads."""
+"""Float32 numbers that a program merges at a time: 64 registers for each of 128 threads."""
 
 _ARRIVED = 1 << 14
-"""Counters of a device: of parts of work that may be there at a time."""
+"""Counters of a device: the maximum number of parts of a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a launch is cut.
+    """Configuration of a launch.
 
-    queries: rows of a tile, of queries by the query heads that share a KV head; a power of two. keys: taken at a time,
-    a power of two, 16 at least. programs: for each multiprocessor, which that many parts of the work are made for.
-    least: tokens of a part at least. warps, stages: of a program.
+    queries: rows of a tile, queries times the query heads of a KV head; a power of two.
+    keys: keys processed at a time; a power of two, at least 16.
+    programs: programs for each multiprocessor, for which the work is divided.
+    least: minimum tokens of a part.
+    warps, stages: of a program.
     """
 
     queries: int
@@ -44,13 +45,14 @@ class Config:
 
 
 def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int) -> Config:
-    """What a call takes.
+    """Return the configuration of a call.
 
-    Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us, and with 800 ns of latency 26 KB are to be under way. The
-    number of a block comes before the block, so that of five stages two are turns under way, of seven three: with heads
-    of 128 two programs have 2 turns x 32 KB each, 128 KB together, and a turn may last 2 us; in int8 3 x 16 KB each, 96
-    KB together. Chunks: 128 rows make the two groups of four warps that wgmma takes; few tokens make smaller tiles, so
-    that there are more of them. Keys are as many as registers hold without spilling.
+    Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us; at a latency of 800 ns, 26 KB must be in flight. The block
+    number is loaded before the block, so that five stages have two iterations in flight, and seven stages three. With
+    heads of 128, two programs have 2 iterations of 32 KB each in flight, 128 KB together, and an iteration may take
+    2 us; in int8 3 iterations of 16 KB each, 96 KB together. Chunks: 128 rows make the two groups of four warps that
+    wgmma takes; few tokens use smaller tiles, to have more of them. The keys are as many as the registers hold without
+    spilling.
     """
     wide, exact = power(max(head_dim, 16)), activations == torch.float32
     keys = max(16, min(128, (2048 if exact else 8192) // wide))
@@ -72,15 +74,20 @@ CONFIGS = {
         (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 5, 1),
         (128, 128, 8, 3, 1), (128, 32, 8, 3, 1))],
 }
-"""By `chunks`: what is worth measuring in place of `config`, on heads of 128 in two bytes or int8."""
+"""By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or int8."""
 
 
 def paged_attention(
     q: Tensor, k_cache: Cache, v_cache: Cache, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor,
     scale: float, one_each: bool, decode: Config | None = None, chunks: Config | None = None,
 ) -> Tensor:
-    """As the kernel of that name. one_each: each row has one query, and each query a row. decode, chunks: in place of
-    `config`. ValueError."""
+    """Launch the kernel `paged_attention`.
+
+    one_each: True if each row has one query and each query a row.
+    decode, chunks: replace `config`.
+
+    Raises ValueError.
+    """
     if q.dim() != 3:
         raise ValueError(f"q: {list(q.shape)} is not [tokens, query heads, head_dim]")
     tokens, q_heads, dim = q.shape
@@ -135,7 +142,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A launch's programs, slots for parts that are merged, and what it is compiled with."""
+    """Grid of a launch, slots for the parts to merge, and compile-time constants."""
 
     programs: int
     slots: int
@@ -147,14 +154,15 @@ def cut(
     chosen: Config, chunks: bool, tokens: int, rows: int, q_heads: int, kv_heads: int, dim: int, size: int, reach: int,
     processors: int,
 ) -> Cut:
-    """reach: tokens of the longest context that a row's blocks can hold. Depends on shapes alone."""
+    """Divide a launch into programs, by shapes only. reach: maximum context that the blocks of a row can hold, in
+    tokens."""
     group, wide = q_heads // kv_heads, power(max(dim, 16))
     height = max(16, chosen.queries if chunks else 0, power(group))
     a_tile = height // group if chunks else 1
     parts = chosen.programs * processors
     longer = min(rows, tokens // 2)
     tiles = (tokens + longer * (a_tile - 1)) // a_tile if chunks else min(rows, tokens)
-    # A tile has no more parts than its share of the work gives, and one more; and none is far below `least`.
+    # A tile has at most the parts of its share of the work, plus one; none is far below `least`.
     items = min(parts // kv_heads + tiles, tiles * max(1, (reach + chosen.least // 2) // chosen.least))
     merged_rows = min(8, power(a_tile * group))
     return Cut(
@@ -178,7 +186,7 @@ def qk_norm_rope_kv_write(
     v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    """As the kernel of that name; positions and slots that are out of range are not noticed. ValueError."""
+    """Launch the kernel `qk_norm_rope_kv_write`; positions and slots are not range-checked. Raises ValueError."""
     matrix("qkv", qkv, qkv.device)
     tokens, width = qkv.shape
     (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, qkv), _parts("v_cache", v_cache, qkv)
@@ -197,7 +205,7 @@ def qk_norm_rope_kv_write(
     check("cos_sin", cos_sin, (len(cos_sin), dim), (torch.float32,), qkv.device)
     for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
         check(name, tensor, (tokens,), (torch.int64,), qkv.device)
-    # A thread has 16 bytes of each half of a head of 128. Where tokens are many, programs need not be.
+    # A thread has 16 bytes of each half of a head of 128. Many tokens need fewer programs each.
     heads = 4 if tokens <= 64 else 8
     programs = -(-num_q_heads // heads) + 2 * -(-kv_heads // heads)
     within("tokens of qkv", tokens, 0, INT32 // programs)
@@ -219,7 +227,7 @@ _counters: dict[torch.device, Tensor] = {}
 
 
 def _arrived(device: torch.device, count: int) -> Tensor:
-    """Zeros, which each launch leaves as such; one launch of a device at a time uses them."""
+    """Return zeros, which each launch leaves at zero; a device runs one launch at a time."""
     within("parts of a launch", count, 0, _ARRIVED)
     if device not in _counters:
         _counters[device] = torch.zeros(_ARRIVED, dtype=torch.int32, device=device)
@@ -227,12 +235,12 @@ def _arrived(device: torch.device, count: int) -> Tensor:
 
 
 def _rows(rows: int) -> int:
-    """A power of two that is at least `rows`; few different ones, each of which is compiled."""
+    """Return a power of two that is at least `rows`, one of few values, since each is compiled."""
     return next((n for n in (1, 16, 64, 256) if rows <= n), power(rows))
 
 
 def _parts(name: str, cache: Cache, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(numbers, scales or None), checked."""
+    """Return (numbers, scales or None) of a cache after checking them."""
     numbers, scale = (cache.values, cache.scale) if isinstance(cache, Int8) else (cache, None)
     if numbers.dim() != 4:
         raise ValueError(f"{name}: {list(numbers.shape)} is not [blocks, block_size, KV heads, head_dim]")

@@ -1,4 +1,4 @@
-"""Calls of the products with weights: arguments are checked here, and cut into tiles (see `linear_tiles`)."""
+"""Calls of the products with weights: checks of arguments, and division into tiles (see `linear_tiles`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, p
 from npuserve.kernels.triton.linear_tiles import Kind, Tiles, choose, takes_int8
 
 TILES = 1 << 16
-"""Whose K is split, at most."""
+"""Maximum number of tiles whose K is split."""
 
 _GROUP = 8
 _MERGED = 4096
@@ -23,8 +23,10 @@ _FINISHED = 1024
 
 
 def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """As the kernel of that name, both x and weight in int8 or neither; tiles: other ones than the table's.
-    TypeError, ValueError."""
+    """Launch the kernel `linear`, x and weight both int8 or both floats. tiles: replace those of the table.
+
+    Raises TypeError or ValueError.
+    """
     values, numbers = _operands(x, weight, bias)
     tiles = tiles or _choose("linear", values, numbers)
     if tiles is None and not isinstance(weight, Int8Weight):
@@ -33,7 +35,7 @@ def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles |
 
 
 def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor | None:
-    """As the kernel of that name without a scheme; None where the table says that `linear` and `swiglu` are faster."""
+    """Launch the kernel `linear_swiglu` without a scheme; None where `linear` and `swiglu` are faster by the table."""
     values, numbers = _operands(x, weight, bias)
     if len(numbers) % 2:
         raise ValueError(f"weight: {len(numbers)} rows are not as many of gate and up")
@@ -46,7 +48,7 @@ def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: 
 def linear_argmax(
     x: Tensor | Int8, weight: Weight, bias: Tensor | None, vocabulary: int, tiles: Tiles | None = None
 ) -> Tensor | None:
-    """As the kernel of that name; None where the table says that `linear` and `greedy` are faster."""
+    """Launch the kernel `linear_argmax`; None where `linear` and `greedy` are faster by the table."""
     values, numbers = _operands(x, weight, bias)
     within("vocabulary", vocabulary, 1, len(numbers))
     tiles = tiles or _choose("linear_argmax", values, numbers)
@@ -67,8 +69,10 @@ def linear_argmax(
 
 
 def library(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`linear` or `linear_swiglu` of int8 by the library, which makes sums [T, N] in memory. ValueError where it takes
-    no such shape."""
+    """Compute `linear` or `linear_swiglu` of int8 by torch's library, which stores the sums [T, N] in memory.
+
+    Raises ValueError for shapes that the library does not support.
+    """
     values, numbers = _operands(x, weight, bias)
     if not isinstance(x, Int8) or not takes_int8(len(values), *numbers.shape):
         raise ValueError(f"x: {list(values.shape)} and a weight {list(numbers.shape)} are no product of the library's")
@@ -76,7 +80,7 @@ def library(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -
 
 
 def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
-    """Of operands that were checked. Without tiles: of int8, by the library."""
+    """Return the output for checked operands. tiles: None computes int8 by the library."""
     gated = kind == "linear_swiglu"
     shape = len(x), weight.shape[0] // (1 + gated)
     out = torch.empty(shape, dtype=weight.dtype, device=x.values.device if isinstance(x, Int8) else x.device)
@@ -94,7 +98,7 @@ def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, 
 
 
 def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The numbers of x [T, K] and weight [N, K], checked with all that comes with them."""
+    """Check x [T, K], weight [N, K] and their scales, and return the numbers of both."""
     if isinstance(x, Int8) != isinstance(weight, Int8Weight):
         raise TypeError("x and weight: one is int8, the other is not")
     values = x.values if isinstance(x, Int8) else x
@@ -131,13 +135,13 @@ def _choose(kind: Kind, values: Tensor, numbers: Tensor) -> Tiles | None:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; where Triton interprets, of the one that the tables were made for."""
+    """Return the multiprocessors of a device; if Triton interprets, of the device of the tables."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache
 def _arrived(device: torch.device) -> Tensor:
-    """[TILES] int32, 0 between launches. All products of a device go through one stream, one after the other."""
+    """Return [TILES] int32, 0 between launches. All products of a device run in sequence on one stream."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first product of a process cannot be captured: run a step before")
     return torch.zeros(TILES, dtype=torch.int32, device=device)
@@ -147,7 +151,7 @@ def _product(
     kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: Tensor, tiles: Tiles,
     vocabulary: int = 0, best: Tensor | None = None, places: Tensor | None = None,
 ) -> None:
-    """Fills out or, of which out is the type then, best and places. Of operands that were checked."""
+    """Fill `out`, or `best` and `places`, of which `out` is then the dtype, for checked operands."""
     values, x_scale = (x.values, x.scale) if isinstance(x, Int8) else (x, None)
     numbers, weight_scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
     assert isinstance(numbers, Tensor)
@@ -155,7 +159,7 @@ def _product(
     (rows, k), n = values.shape, len(numbers) // (1 + gated)
     if not rows:
         return
-    columns = n if best is None else vocabulary  # padded rows of a head are not read
+    columns = n if best is None else vocabulary  # padding rows of an LM head are not read
     heights, widths = -(-rows // tiles.m), -(-columns // tiles.n)
     within("tiles", heights * widths * tiles.split, 1, INT32)
     partial, arrived = None, None

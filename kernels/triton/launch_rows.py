@@ -1,7 +1,7 @@
-"""Calls of the kernels in rows.py: arguments are checked here, and cut into blocks and programs.
+"""Calls of the kernels in rows.py: checks of arguments, and division into blocks and programs.
 
-A row that has to be seen as a whole (normalized, quantized) is one program's, 16 numbers to a thread, so that a single
-row of 5120 takes 320 threads' loads of 16 bytes and no second pass; others are cut into columns, 8 numbers to a thread.
+A row that is normalized or quantized is processed by one program, 16 numbers per thread, so that one row of 5120 takes
+loads of 16 bytes from 320 threads and no second pass. Other rows are divided into columns, 8 numbers per thread.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from npuserve.kernels.triton.rows import (
 )
 
 WIDTH = 32768
-"""Numbers of a row that one program sees, at most."""
+"""Maximum numbers of a row in one program."""
 
 COLUMNS = 1024
-"""Of a row that is cut into columns, and ids, that a program takes."""
+"""Columns of a row, or ids, per program."""
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
-    """As the kernel of that name, of rows of at most `WIDTH`. ValueError."""
+    """Launch the kernel `rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
     return _rms_norm(x, None, None, gamma, eps, scheme)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Int8, Tensor]:
-    """As the kernel of that name, of rows of at most `WIDTH`. ValueError."""
+    """Launch the kernel `add_rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
     _rows("residual", residual, x)
     _same_shape("residual", residual, x)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -62,7 +62,7 @@ def _rms_norm(
 
 
 def quantize(x: Tensor, scheme: Scheme) -> Int8:
-    """As the kernel of that name, of rows of at most `WIDTH`. ValueError."""
+    """Launch the kernel `quantize` for rows of at most `WIDTH`. Raises ValueError."""
     _rows("x", x, x)
     rows, width = x.shape
     within("columns of x", width, 1, WIDTH)
@@ -76,7 +76,7 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """As the kernel of that name. ValueError."""
+    """Launch the kernel `swiglu`. Raises ValueError."""
     _rows("gate_up", gate_up, gate_up)
     rows, both = gate_up.shape
     if both % 2:
@@ -90,7 +90,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, table: Tensor | Int8Weight) -> Tensor:
-    """As the kernel of that name; ids that are out of range are not noticed. ValueError."""
+    """Launch the kernel `embedding`; ids are not range-checked. Raises ValueError."""
     values, scale, zero = (table, None, None) if isinstance(table, Tensor) else (table.values, table.scale, table.zero)
     if not isinstance(values, Tensor) or values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
         raise ValueError("table: not a matrix whose rows are contiguous")
@@ -111,7 +111,7 @@ def embedding(ids: Tensor, table: Tensor | Int8Weight) -> Tensor:
 
 
 def take_ids(ids: Tensor, last: Tensor) -> Tensor:
-    """As the kernel of that name; ids below -R are not noticed. ValueError."""
+    """Launch the kernel `take_ids`; ids below -R are not detected. Raises ValueError."""
     check("ids", ids, (ids.numel(),), (torch.int64,), ids.device)
     check("last", last, (last.numel(),), (torch.int64,), ids.device)
     out = torch.empty_like(ids)
@@ -122,7 +122,7 @@ def take_ids(ids: Tensor, last: Tensor) -> Tensor:
 
 
 def keep_ids(ids: Tensor, last: Tensor) -> None:
-    """As the kernel of that name. ValueError."""
+    """Launch the kernel `keep_ids`. Raises ValueError."""
     if ids.dim() != 2 or ids.dtype != torch.int64 or not ids.shape[1]:
         raise ValueError(f"ids: {list(ids.shape)} {ids.dtype} is not [R, W] int64 with a first column")
     check("last", last, (len(ids),), (torch.int64,), ids.device)
@@ -132,7 +132,7 @@ def keep_ids(ids: Tensor, last: Tensor) -> None:
 
 
 def _int8(x: Tensor, scheme: Scheme) -> Int8:
-    """Uninitialized, for x [T, K]."""
+    """Return an uninitialized output for x [T, K]."""
     for name, static, dtype in (("scale", scheme.scale, torch.float32), ("zero", scheme.zero, torch.int32)):
         if static is not None:
             check(f"{name} of scheme", static, (1,), (dtype,), x.device)

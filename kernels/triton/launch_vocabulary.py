@@ -1,10 +1,10 @@
-"""Calls of the kernels in vocabulary.py and penalize.py: arguments are checked here, and cut into parts.
+"""Calls of the kernels in sampling.py, logprobs.py and penalize.py: checks of arguments, and division into parts.
 
-Estimates for an H200 and 151,936 ids in bf16, of which a pass reads 304 KB a row, 19 MB for 64 rows (4.5 us, and as
-much again for some 12 instructions a number; what was read once stays in L2 for up to some 128 rows), a kernel's ramp
-and tail being 2 us: `greedy` 4 us of a row and 10 us of 64; `sample` without cuts 12 and 30 us, with them 35 and 95 us.
-Where the cut falls among many ids that are nearly equal, the row's own program passes over all of them once for each
-binary digit of their number: 0.3 ms if they are the whole vocabulary.
+Estimates for an H200 and 151,936 ids in bf16. A pass reads 304 KB a row, 19 MB for 64 rows (4.5 us, and as much again
+for some 12 instructions a number; data read once stays in L2 for up to some 128 rows). The ramp and tail of a kernel
+are 2 us. `greedy`: 4 us for one row, 10 us for 64. `sample`: 12 and 30 us without top_k and top_p, 35 and 95 us with
+them. If the cut falls among many nearly equal ids, the row's program passes over all of them once for each binary digit
+of their number: 0.3 ms if they are the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from npuserve.kernels.triton.common import INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
+from npuserve.kernels.triton.logprobs import report_kernel, report_parts_kernel
 from npuserve.kernels.triton.penalize import penalize_kernel
-from npuserve.kernels.triton.vocabulary import (
+from npuserve.kernels.triton.sampling import (
     PROBES,
     cut_kernel,
     draw_kernel,
@@ -23,26 +24,24 @@ from npuserve.kernels.triton.vocabulary import (
     likeliest_kernel,
     peaks_kernel,
     probe_kernel,
-    report_kernel,
-    report_parts_kernel,
     weigh_kernel,
 )
 
 PART = 4096
-"""Ids of a row that a program takes: 38 programs for a row of 151,936, with 32 numbers to a thread of 128."""
+"""Ids of a row per program: 38 programs for a row of 151,936, with 32 numbers per thread of 128."""
 
-VOCABULARY = 2**22
-"""Ids at most, so that a row's masses add up within an int64."""
+MAX_VOCABULARY = 2**22
+"""Maximum ids, so that the sum of a row's masses fits an int64."""
 
-REPORTED = 64
-"""Likeliest ids that `logprobs` finds for a row, at most."""
+MAX_TOP_IDS = 64
+"""Maximum number of most likely ids for `logprobs`."""
 
-_ASKED = 4096  # ids that the program of a row takes at a time where it cuts
-_DIGITS = 48  # binary digits of the likeliest id's mass, at most: what lies beyond `END` is to have none
+_CUT_BLOCK = 4096  # undecided ids that `cut` processes at a time
+_MAX_MASS_BITS = 48  # of the peak's mass, so that ids beyond `END` have no mass
 
 
 def greedy(logits: Tensor, vocabulary: int) -> Tensor:
-    """As the kernel of that name. ValueError."""
+    """Launch the kernel `greedy`. Raises ValueError."""
     parts = _parts(logits, vocabulary)
     rows = len(logits)
     ids = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
@@ -60,10 +59,10 @@ def sample(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    """As the kernel of that name; rows with a temperature of 0 are greedy. Masses are whole numbers, in units of
-    2**-44 of the likeliest id's at 151,936 ids: lighter ids weigh nothing. ValueError.
+    """Launch the kernel `sample`; rows with a temperature of 0 are greedy.
 
-    Takes 8 bytes of memory for each logit where there may be a cut.
+    Masses are integers, in units of 2**-44 of the peak's mass at 151,936 ids; lighter ids have no mass. With `cut`, the
+    call allocates 8 bytes for each logit. Raises ValueError.
     """
     parts = _parts(logits, vocabulary)
     rows, device = len(logits), logits.device
@@ -87,7 +86,7 @@ def sample(
     row = {"keys": keys, "temperature": temperature, "parts": parts, "vocabulary": vocabulary, "PARTS": power(parts),
            **pdl}
     part = row | {"logits": logits, "stride": logits.stride(0), "PART": PART, "num_warps": 8}
-    one = {"ONE": 2.0 ** min(_DIGITS, 62 - vocabulary.bit_length())}
+    one = {"ONE": 2.0 ** min(_MAX_MASS_BITS, 62 - vocabulary.bit_length())}
     peaks_kernel[(rows, parts)](
         logits=logits, keys=keys, gathered=gathered, vocabulary=vocabulary, stride=logits.stride(0), parts=parts,
         PART=PART, **pdl)
@@ -96,13 +95,13 @@ def sample(
                   "distances": empty(2, rows, PROBES.value, dtype=torch.float32),
                   "sums": empty(2, rows, parts, PROBES.value, dtype=torch.float32),
                   "numbers": empty(2, rows, parts, PROBES.value, dtype=torch.int32)}
-        found = {"gathered": gathered, "asked": empty(rows, vocabulary, dtype=torch.int64),
+        found = {"gathered": gathered, "undecided": empty(rows, vocabulary, dtype=torch.int64),
                  "above": empty(2, rows, parts, dtype=torch.int64), "masses": masses}
-        for turn in range(2):
-            probe_kernel[(rows, parts)](**part, **probed, ROUND=turn)
+        for number in range(2):
+            probe_kernel[(rows, parts)](**part, **probed, ROUND=number)
         gather_kernel[(rows, parts)](**part, **one, **probed, **found)
         cut_kernel[(rows,)](
-            **row, **one, **found, top_k=top_k, top_p=top_p, borders=borders, BLOCK=_ASKED, num_warps=16)
+            **row, **one, **found, top_k=top_k, top_p=top_p, borders=borders, BLOCK=_CUT_BLOCK, num_warps=16)
     kept = {"min_p": min_p, "borders": borders, "masses": masses, **one}
     weigh_kernel[(rows, parts)](**part, **kept)
     draw_kernel[(rows,)](**part, **kept, uniform=uniform, ids=ids)
@@ -112,7 +111,7 @@ def sample(
 def penalize(
     logits: Tensor, in_prompt: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> None:
-    """As the kernel of that name. ValueError."""
+    """Launch the kernel `penalize`. Raises ValueError."""
     matrix("logits", logits, logits.device)
     rows, width = logits.shape
     within("rows of logits", rows, 0, INT32)
@@ -130,11 +129,11 @@ def penalize(
 
 
 def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the kernel of that name, for an n of at most `REPORTED`. ValueError."""
+    """Launch the kernel `logprobs` with n up to `MAX_TOP_IDS`. Raises ValueError."""
     parts = _parts(logits, vocabulary)
     rows, device = len(logits), logits.device
     check("ids", ids, (rows,), (torch.int64,), device)
-    within("n", n, 0, min(vocabulary, REPORTED))
+    within("n", n, 0, min(vocabulary, MAX_TOP_IDS))
     logprob = torch.empty(rows, dtype=torch.float32, device=device)
     rank = torch.empty(rows, dtype=torch.int64, device=device)
     top_ids = torch.empty(rows, n, dtype=torch.int64, device=device)
@@ -154,8 +153,8 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
 
 
 def _parts(logits: Tensor, vocabulary: int) -> int:
-    """How many parts a row has. ValueError for other than logits [R, at least vocabulary]."""
+    """Return the parts of a row. Raises ValueError unless logits are [R, at least vocabulary]."""
     matrix("logits", logits, logits.device)
     within("rows of logits", len(logits), 0, INT32)
-    within("vocabulary", vocabulary, 1, min(logits.shape[1], VOCABULARY))
+    within("vocabulary", vocabulary, 1, min(logits.shape[1], MAX_VOCABULARY))
     return -(-vocabulary // PART)

@@ -1,9 +1,8 @@
-"""Products with weights for CUDA, and what follows one in the same launch: bias, scales of int8, the gated unit, the
-choice of the largest.
+"""Products with weights on CUDA, and their fused epilogues: bias, scales of int8, SwiGLU, argmax.
 
-A program makes a tile [BLOCK_N, BLOCK_M] of the transposed result. The weight is the left operand: on Hopper 64 of its
-rows are the least that a warpgroup multiplies, the fewest rows of x 8, so that a decode step pads x and not the weight,
-and the tensor cores read the weight where it arrives in shared memory.
+A program computes a tile [BLOCK_N, BLOCK_M] of the transposed result. The weight is the left operand: on Hopper a
+warpgroup multiplies at least 64 of its rows, and at least 8 rows of x, so that a decode step pads x and not the weight.
+The tensor cores read the weight from shared memory, where it is copied.
 """
 
 from __future__ import annotations
@@ -21,19 +20,24 @@ def product_kernel(
     GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, AHEAD: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """x [tokens, k], rows x_stride apart, weight [n, k] -> out [tokens, n].
+    """Multiply x [tokens, k], rows x_stride apart, by weight [n, k]: out [tokens, n].
 
-    x_scale [tokens], weight_scale [n] float32: of both in int8, or None. bias: [n] or None. GATED: the weight is
-    [2 n, k] of gate and up, and so are weight_scale and bias; out is silu(gate) * up.
-    best, places: [tokens, tiles of n] float32 and int32, or None: then, in place of out, the largest number of each
-    tile, rounded to out's type, and the first column that has it; see `argmax_merge_kernel`.
-    WIDE: operands become float32 first, since Triton's interpreter multiplies no bfloat16.
-    SPLIT: programs among which k is cut for a tile. partial: float32, or int32 of int8, [tiles, SPLIT, 1 or 2 if GATED,
-    BLOCK_M, BLOCK_N]. arrived: [tiles] int32, 0 between launches: the program that comes last adds up the parts in
-    their order, so that a result does not depend on who that was. GROUP: tiles of tokens that go over the weight
-    together. EVEN: BLOCK_K divides k. ONCE: the weight is read by one tile of tokens alone.
-    PDL: the launch may begin before the one before has ended, and brings the first AHEAD blocks of its weight to the L2
-    cache meanwhile; see dependent.py. AHEAD: 0 where rows of the weight do not begin at multiples of 16 bytes.
+    x_scale [tokens], weight_scale [n]: float32, for int8 operands; else None.
+    bias: [n] or None.
+    GATED: weight is [2 n, k] of gate and up, as are weight_scale and bias; out is silu(gate) * up.
+    best, places: [tokens, tiles of n] float32 and int32, or None. They replace `out`: the largest number of each tile
+        after rounding to out's dtype, and the first column that has it; see `argmax_merge_kernel`.
+    WIDE: operands are converted to float32 first, since Triton's interpreter cannot multiply bfloat16.
+    SPLIT: programs that share the k of a tile.
+    partial: float32, or int32 for int8, [tiles, SPLIT, 1 or 2 if GATED, BLOCK_M, BLOCK_N].
+    arrived: [tiles] int32, 0 between launches. The last program of a tile adds the parts in their order, so that the
+        result does not depend on which program is last.
+    GROUP: tiles of tokens that pass over the weight together.
+    EVEN: BLOCK_K divides k.
+    ONCE: only one tile of tokens reads the weight.
+    PDL: the launch may begin before the previous one ends, and prefetches the first AHEAD blocks of its weight into the
+        L2 cache meanwhile; see dependent.py.
+    AHEAD: 0 if rows of the weight do not begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles_m = tl.cdiv(tokens, BLOCK_M)
@@ -50,7 +54,7 @@ def product_kernel(
     blocks = tl.cdiv(k, BLOCK_K)
     begin, end = blocks * part // SPLIT, blocks * (part + 1) // SPLIT
     own = weight + tl.minimum(columns, n - 1).to(tl.int64) * k + begin * BLOCK_K
-    up = tl.cast(n, tl.int64) * k  # from a gate to its up
+    up = tl.cast(n, tl.int64) * k  # offset from a gate to its up
     if PDL:
         if AHEAD > 0:
             SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
@@ -102,13 +106,13 @@ def product_kernel(
         tl.store(parts + part * (PARTS * TILE), acc, mask=there)
         if GATED:
             tl.store(parts + part * (PARTS * TILE) + TILE, acc_up, mask=there)
-        tl.debug_barrier()  # all stores of the program come before its arrival
+        tl.debug_barrier()  # all stores of the program precede its arrival
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
             tl.debug_barrier()
             tl.store(arrived + tile, 0)
             acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
             acc_up = acc
-            if TILE <= 4096:  # as many as registers hold come at once
+            if TILE <= 4096:  # the registers hold all parts at once
                 for each in tl.static_range(SPLIT):
                     acc += _part(parts, each, 0, there, PARTS, TILE)
                     if GATED:
@@ -126,8 +130,9 @@ def product_kernel(
 def finish_kernel(
     sums, x_scale, weight_scale, bias, out, tokens, n, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """sums [tokens, n] int32, [tokens, 2 n] if GATED, of a product of int8 -> out [tokens, n], as `product_kernel` has
-    it. A grid of tokens, and blocks of n."""
+    """Apply the epilogue of `product_kernel` to int8 sums [tokens, n] int32, [tokens, 2 n] if GATED: out [tokens, n].
+
+    The grid is tokens times blocks of n."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -151,7 +156,7 @@ def _finish(
     acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
     GATED: tl.constexpr,
 ):
-    """What a tile's sums become, and are stored as."""
+    """Apply the epilogue to the sums of a tile and store the results."""
     scales = None
     if x_scale is not None:
         scales = tl.load(x_scale + rows, mask=rows < tokens, other=0)
@@ -185,7 +190,7 @@ def _scaled(acc, scales, weight_scale, bias, columns, real):
 
 @triton.jit
 def _to_l2(pointers, nbytes):
-    """Asks for nbytes, a multiple of 16, from each of the pointers on."""
+    """Prefetch nbytes, a multiple of 16, from each of the pointers into L2."""
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r", [pointers.to(tl.int64), nbytes],
         dtype=tl.int32, is_pure=False, pack=1)
@@ -193,8 +198,9 @@ def _to_l2(pointers, nbytes):
 
 @triton.jit(do_not_specialize=["tiles"])
 def argmax_merge_kernel(best, places, ids, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """best, places: [rows, tiles] of `product_kernel` -> ids [rows] int64, a program a row. The smallest column of the
-    largest number; the first tile has a column, so there is one."""
+    """Merge best, places [rows, tiles] of `product_kernel` into ids [rows] int64, one program per row.
+
+    The id is the smallest column of the largest number. The first tile always has a column."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

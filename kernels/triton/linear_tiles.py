@@ -1,11 +1,12 @@
-"""How products with weights are cut on CUDA, by shape: what was measured, and where nothing was, what is reasoned.
+"""Tiles of products with weights on CUDA, by shape: measured values, and calculated ones for other shapes.
 
-A decode step is bound by memory, so what counts is how much of the weight is under way: at 4.3 TB/s and some 800 ns
-from asking to having, 3.5 MB, or 27 KB on each of 132 multiprocessors. A program has stages - 1 blocks of the weight
-under way; with [64, 128] of 16 bits, 16 KiB each, that is 32 KiB at three stages, and three such programs fit the
-shared memory of one multiprocessor. So a tile takes the least rows of the weight that the tensor cores take at once,
-and K is split until each multiprocessor has two programs or more, all at once: a second wave of few would run at a part
-of the speed. From some 90 rows in 16 bits, and 180 in int8, a product waits for arithmetic, and tiles are squarer.
+A decode step is bound by memory, so the bytes of the weight in flight matter: at 4.3 TB/s and a latency of some 800 ns,
+3.5 MB, or 27 KB on each of 132 multiprocessors. A program has stages - 1 blocks of the weight in flight. With blocks of
+[64, 128] in 16 bits, 16 KiB each, that is 32 KiB at three stages, and the shared memory of a multiprocessor holds three
+such programs. A tile therefore takes the minimum rows of the weight that the tensor cores accept, and K is split until
+each multiprocessor has two or more programs, all resident at once: a second wave of few programs would run at a
+fraction of the speed. From some 90 rows in 16 bits, and 180 in int8, a product is bound by arithmetic, and tiles are
+squarer.
 """
 
 from __future__ import annotations
@@ -16,26 +17,31 @@ from typing import Literal
 Kind = Literal["linear", "linear_swiglu", "linear_argmax"]
 
 LIBRARY_ROWS = 64
-"""Rows up to which products of floats are computed here, beyond by the library, where nothing was measured."""
+"""Maximum rows for products of floats in Triton at unmeasured shapes; beyond, the library multiplies."""
 
 SHARED_BYTES = 227 << 10
-"""Shared memory of a multiprocessor, and of a program at most."""
+"""Shared memory of a multiprocessor, also the maximum for one program."""
 
 _RESERVED = 1 << 10
-"""Of it, for each program."""
+"""Shared memory reserved for each program."""
 
 _SPLITS = 8
-"""At most, since a program adds up the parts of a tile alone."""
+"""Maximum parts of K, since one program adds the parts of a tile."""
 
 _LEAST_BLOCKS = 4
-"""Of K, that a part has, so that asking for blocks ahead begins to pay."""
+"""Minimum blocks of K in a part, so that prefetching blocks pays off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """n: outputs of a program; the rows of the weight that it reads, or half of them where gate and up are two. m: rows
-    of x. k: numbers of a row at a time. split: programs that share a tile's K. warps, stages: of a program, the latter
-    being the blocks in shared memory."""
+    """Tiles of a product.
+
+    n: outputs of a program, which are the rows of the weight that it reads, or half of them for gate and up.
+    m: rows of x.
+    k: numbers of a row per block.
+    split: programs that share a tile's K.
+    warps, stages: of a program; stages are the blocks in shared memory.
+    """
 
     n: int
     m: int
@@ -45,16 +51,17 @@ class Tiles:
     stages: int
 
     def shared_bytes(self, kind: Kind, itemsize: int) -> int:
-        """Of a program."""
+        """Return the shared memory of a program."""
         return self.stages * (self.n * (1 + (kind == "linear_swiglu")) + self.m) * self.k * itemsize
 
 
 MEASURED: dict[tuple[Kind, int, int, int, int], Tiles | None] = {}
-"""By `key`; None is the library. A sweep on the device enters `candidates` here one by one and times the kernel; what
-it found best stands here as text, so that a server's start depends on no timing."""
+"""Measured tiles by `key`; None is the library. A sweep on the device enters `candidates` here one by one and times the
+kernel. Its best results are text here, so that a server's start does not depend on timings."""
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
-"""Of rows; the last of all more. A bucket has one choice for a shape, so that a step of each has all compiled."""
+"""Buckets of rows; the last one holds all larger numbers. A bucket has one choice for a shape, so that one step of each
+bucket compiles everything."""
 
 _FLOAT32 = (32, 32, 32, 4, 3)
 _REASONED: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] = {
@@ -69,7 +76,8 @@ _REASONED: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] = 
     (True, 1): ((64, 16, 128, 4, 3), (64, 32, 128, 4, 3), (64, 64, 128, 4, 3), (64, 128, 128, 8, 3),
                 (64, 256, 128, 8, 4), *[(128, 128, 128, 8, 4)] * 2),
 }
-"""(gated, itemsize) -> n, m, k, warps, stages by bucket. Three programs or more to a multiprocessor up to 64 rows."""
+"""(gated, itemsize) -> n, m, k, warps, stages by bucket. Up to 64 rows, a multiprocessor holds three or more
+programs."""
 
 
 def bucket(rows: int) -> int:
@@ -77,13 +85,16 @@ def bucket(rows: int) -> int:
 
 
 def key(kind: Kind, itemsize: int, rows: int, n: int, k: int) -> tuple[Kind, int, int, int, int]:
-    """Of `MEASURED`: as the arguments of `choose`, but for rows, of which it has the bucket."""
+    """Return the key of `MEASURED` for the arguments of `choose`; rows are replaced by their bucket."""
     return kind, itemsize, bucket(rows), n, k
 
 
 def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> Tiles | None:
-    """The tiles of a product of x [rows, k] and a weight [n, k] of numbers of so many bytes; None for the library.
-    processors: multiprocessors of the device."""
+    """Return the tiles of a product of x [rows, k] and weight [n, k]; None for the library.
+
+    itemsize: bytes of a number.
+    processors: multiprocessors of the device.
+    """
     entry = key(kind, itemsize, rows, n, k)
     if entry in MEASURED and (MEASURED[entry] or itemsize > 1 or takes_int8(rows, n, k)):
         return MEASURED[entry]
@@ -93,20 +104,20 @@ def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int
 
 
 def takes_int8(rows: int, n: int, k: int) -> bool:
-    """Whether the library multiplies int8 of these shapes (`torch._int_mm`)."""
+    """Return True if the library multiplies int8 of these shapes (`torch._int_mm`)."""
     return rows > 16 and n % 8 == 0 and k % 8 == 0
 
 
 def reasoned(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> Tiles:
-    """As `choose`, of what is here."""
+    """Return the tiles of `choose` by calculation, without MEASURED."""
     tile_n, m, tile_k, warps, stages = _REASONED[kind == "linear_swiglu", itemsize][BUCKETS.index(bucket(rows))]
     tiles = Tiles(tile_n, m, tile_k, 1, warps, stages)
     return replace(tiles, split=split(tiles, kind, itemsize, rows, n, k, processors))
 
 
 def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> int:
-    """Parts of K, so that two programs or more have a multiprocessor, and all programs have one at once, if there are
-    as many rows as the bucket has."""
+    """Return the parts of K that give each multiprocessor two or more programs, all resident at once, if there are as
+    many rows as the bucket holds."""
     if kind == "linear_argmax" or rows > BUCKETS[-2]:
         return 1
     outputs = n // 2 if kind == "linear_swiglu" else n
@@ -119,8 +130,11 @@ def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, pr
 
 def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, best: Tiles | None = None
                ) -> list[Tiles | None]:
-    """What a sweep may time for a shape: first `best`, or what is reasoned, then what differs from it in one thing;
-    without a best, also the library where it has such products. A sweep from the best of one before comes nearer."""
+    """Return tiles that a sweep may time for a shape: `best`, or the calculated tiles, then those that differ in one
+    parameter.
+
+    best: from a previous sweep, to refine; None also adds the library if it supports the shape.
+    """
     centre = best or reasoned(kind, itemsize, rows, n, k, processors)
     near = [replace(centre, **{name: value}) for name, value in (
         ("n", centre.n * 2), ("n", centre.n // 2), ("m", centre.m // 2), ("k", centre.k * 2), ("k", centre.k // 2),
@@ -129,7 +143,7 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
     if rows > 128:
         near.append(replace(centre, m=centre.m * 2))
     made: list[Tiles | None] = [centre]
-    for tiles in near:  # of another size, they are cut anew
+    for tiles in near:  # other sizes need another split
         parts = tiles.split if tiles.n == centre.n and tiles.m == centre.m else split(
             tiles, kind, itemsize, rows, n, k, processors)
         made.append(replace(tiles, split=parts))
@@ -142,7 +156,8 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
 
 
 def _fits(tiles: Tiles, kind: Kind, itemsize: int, k: int) -> bool:
-    """The tensor cores take it, a program's shared memory and registers hold it, and each part of K has work."""
+    """Return True if the tensor cores accept the tiles, shared memory and registers hold them, and each part of K has
+    work."""
     sums = tiles.n * tiles.m * (1 + (kind == "linear_swiglu"))
     return (min(tiles.n, tiles.m) >= 16 and tiles.k * itemsize >= 32 and tiles.stages >= 2
             and tiles.shared_bytes(kind, itemsize) <= SHARED_BYTES - _RESERVED and sums <= 128 * 32 * tiles.warps

@@ -1,12 +1,11 @@
-"""Attention over the paged KV cache (Kwon et al. 2023, arXiv:2309.06180), of rows of one query and of chunks.
+"""Attention over the paged KV cache (Kwon et al. 2023, arXiv:2309.06180), for rows of one query and for chunks.
 
-A launch serves the rows of one kind. A tile is a run of a row's queries together with the query heads that share a KV
-head, so that keys and values are read once for all of them, as in the unified attention kernels of vLLM. An item is a
-tile's part of its context, for flash attention (Dao et al. 2022, arXiv:2205.14135); items are numbered over the whole
-launch, and a program finds its own on the device. The context of a tile is cut into parts by the work of all tiles
-together, so that about PROGRAMS of them are of one length, whatever the lengths of the rows (as Stream-K shares out
-products: Osama et al. 2023, arXiv:2301.03598). Of a tile in several parts the program that ends last merges them in
-their order (Flash-Decoding, Dao et al. 2023).
+A launch serves rows of one kind. A tile is a run of a row's queries with the query heads that share a KV head, so that
+keys and values are read once for all of them, as in vLLM's unified attention kernels. An item is a tile's part of its
+context, for flash attention (Dao et al. 2022, arXiv:2205.14135). Items are numbered over the whole launch, and a
+program finds its item on the device. Contexts are cut by the work of all tiles together, so that about PROGRAMS items
+have equal lengths for any lengths of the rows (as Stream-K divides products: Osama et al. 2023, arXiv:2301.03598). If a
+tile has several parts, the program that ends last merges them in their order (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 LEAST = tl.constexpr(-1e38)
-"""Of what is not seen: finite, since a query may see nothing of a part."""
+"""Score of keys that a query must not see; finite, since a query may see no key of a part."""
 
 
 @triton.jit(
@@ -30,28 +29,35 @@ def paged_attention_kernel(
     LEAST_PART: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """q, out [tokens, KV_HEADS * GROUP, D]. k_cache, v_cache [B, SIZE, KV_HEADS, D]. k_scale, v_scale: None, or with an
-    even SIZE [B, SIZE, KV_HEADS] bfloat16 as int32, since what is copied to shared memory ahead of its use has four
-    bytes at least. block_tables [rows, ...] int32, rows tables_stride apart; context_lens [rows], cu_seqlens_q
-    [rows + 1] int32. scale: above 0, in units of log2.
+    """Compute attention for the rows of one kind.
 
-    CHUNKS: serves rows of two queries and more, and makes those of no row 0; else rows of one. A grid of n * KV_HEADS
-    programs, n at least PROGRAMS / KV_HEADS and the number of tiles together, and one more for CHUNKS.
+    q, out: [tokens, KV_HEADS * GROUP, D].
+    k_cache, v_cache: [B, SIZE, KV_HEADS, D].
+    k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32, with an even SIZE, since copies to shared memory
+    have
+        at least four bytes; None without scales.
+    block_tables: [rows, ...] int32, rows tables_stride apart. context_lens: [rows]. cu_seqlens_q: [rows + 1] int32.
+    scale: above 0, in units of log2.
 
-    partial: [4 / 3 PROGRAMS, BLOCK_M // GROUP * GROUP, D] float32 of the parts (GROUP for BLOCK_M without CHUNKS), and
-    stats the same with 2 for D: peaks and sums. arrived: [4 / 3 PROGRAMS] int32, 0 between launches. A row in two
-    parts or more has at most 4 / 3 of the parts that its share of the work gives, which is all that these hold.
+    CHUNKS: processes rows of two or more queries, and sets queries of no row to 0; otherwise rows of one query. The
+    grid
+        is n * KV_HEADS programs; n is at least PROGRAMS / KV_HEADS plus the number of tiles, plus one for CHUNKS.
 
-    ROWS: a power of two, at least rows. BLOCK_M: a power of two, at least 16 and GROUP. LEAST_PART: tokens.
-    MERGED_ROWS, MERGED: rows and parts merged at a time, powers of two. WIDE: products take their operands, rounded, in
-    float32, since the interpreter's take no bfloat16.
+    partial: [4 / 3 PROGRAMS, BLOCK_M // GROUP * GROUP, D] float32, results of the parts (GROUP for BLOCK_M without
+        CHUNKS). A row in two or more parts has at most 4 / 3 of the parts of its share of the work, so these suffice.
+    stats: as `partial` with 2 for D: peaks and sums.
+    arrived: [4 / 3 PROGRAMS] int32, 0 between launches.
+
+    ROWS: a power of two, at least rows. BLOCK_M: a power of two, at least 16 and GROUP. LEAST_PART: minimum tokens of a
+        part. MERGED_ROWS, MERGED: rows and parts merged at a time, powers of two.
+    WIDE: products take their operands, rounded, in float32, since the interpreter cannot multiply bfloat16.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP if CHUNKS else 1
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
 
-    # What the host copied may be read before the kernel ahead, which is kv_write or this one, is done: these let their
-    # successor begin only once all before them is done.
+    # Data copied by the host may be read before the previous kernel (kv_write or this one) ends: that kernel lets its
+    # successor begin only after all kernels before it.
     r = tl.arange(0, ROWS)
     begins = tl.load(cu_seqlens_q + r, mask=r < rows, other=0)
     queries = tl.load(cu_seqlens_q + 1 + r, mask=r < rows, other=0) - begins
@@ -75,7 +81,7 @@ def paged_attention_kernel(
         context = tl.load(context_lens + row)
         own_parts = tl.maximum((context + share // 2) // share, 1)
         part = (item - first) % own_parts
-        # The last tiles have the most to do, and begin first.
+        # The last tiles have the most work, and begin first.
         query = ((n + BLOCK_Q - 1) // BLOCK_Q - 1 - (item - first) // own_parts) * BLOCK_Q
         end = context - n + tl.minimum(query + BLOCK_Q, n)
         length = ((end + own_parts - 1) // own_parts + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -87,7 +93,7 @@ def paged_attention_kernel(
                 slot + item - first - part, CHUNKS, KV_HEADS, GROUP, D, D_BLOCK, SIZE, BLOCK_M, BLOCK_Q, BLOCK_N,
                 MERGED_ROWS, MERGED, WIDE)
     elif CHUNKS:
-        # Programs that are left over share the queries of no row.
+        # Excess programs share the queries of no row.
         WIDTH: tl.constexpr = GROUP * D
         POWER: tl.constexpr = triton.next_power_of_2(WIDTH)
         x = tl.arange(0, POWER)
@@ -105,8 +111,9 @@ def _part(
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Queries from `query` on of a row, over keys [part * length, (part + 1) * length) of [0, end); `made` parts in
-    all. slot: of the first part."""
+    """Process queries from `query` on of a row over keys [part * length, (part + 1) * length) of [0, end).
+
+    made: number of parts. slot: of the first part."""
     HEIGHT: tl.constexpr = BLOCK_Q * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_BLOCK)
@@ -142,7 +149,7 @@ def _part(
         tl.store(partial + mine * D + m[:, None] * D + d[None, :], acc, mask=kept)
         tl.store(stats + 2 * mine + m, peak, mask=inside)
         tl.store(stats + 2 * mine + HEIGHT + m, total, mask=inside)
-        # All threads have written before one says so; who reads that all have come sees what all wrote.
+        # All threads write before one increments the counter; the program that reads the full count sees all writes.
         tl.debug_barrier()
         came = arrived + slot * KV_HEADS + head
         if tl.atomic_add(came, 1, sem="acq_rel", scope="gpu") == made - 1:
@@ -160,7 +167,7 @@ def _stretch(
     MASKED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Takes keys [start, stop) in. MASKED: some may not be seen, and the last block may not be whole."""
+    """Accumulate keys [start, stop). MASKED: some may be invisible, and the last block may be partial."""
     d = tl.arange(0, D_BLOCK)
     for at in range(start, stop, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
@@ -191,7 +198,7 @@ def _stretch(
 
 @triton.jit
 def _factors(pairs, odd):
-    """The second bfloat16 of each pair where `odd`, else the first."""
+    """Return the second bfloat16 of each pair where `odd`, else the first."""
     return tl.where(odd, pairs & -65536, pairs << 16).to(tl.float32, bitcast=True)
 
 
@@ -208,8 +215,9 @@ def _merge(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
     MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
 ):
-    """Rows [at, at + MERGED_ROWS) of a tile of `count`, of its parts from `slot` on. Past the first-level cache, which
-    knows of no other multiprocessor's writes."""
+    """Merge rows [at, at + MERGED_ROWS) of a tile of `count` rows from its parts, from `slot` on.
+
+    Loads bypass the first-level cache, which is not coherent with other multiprocessors' writes."""
     m = at + tl.arange(0, MERGED_ROWS)
     d = tl.arange(0, D_BLOCK)
     peak = tl.full((MERGED_ROWS,), LEAST, tl.float32)

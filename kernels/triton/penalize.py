@@ -1,4 +1,4 @@
-"""Penalties for CUDA. PDL: see dependent.py."""
+"""Penalties on CUDA. PDL: see dependent.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def penalize_kernel(
     logits, in_prompt, output_counts, repetition, presence, frequency,
     width, stride: tl.int64, PART: tl.constexpr, PDL: tl.constexpr,
 ):
-    """As `penalize`: logits [rows, width] float32 in place."""
+    """Apply `penalize` to logits [rows, width] float32 in place."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,7 +1,7 @@
-"""Queries, keys and values between their projection and attention, one token at a time.
+"""Norm, rotary embedding and cache write, one token at a time.
 
-Compiled by Triton for CUDA and by triton-ascend for Ascend. A program takes every n-th token, so that any number of
-tokens meets any number of cores.
+Compiled by Triton for CUDA and by triton-ascend for Ascend. A program processes every n-th token, so that the grid is
+independent of the number of tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ def qk_norm_rope_kv_write_kernel(
     tokens, eps, qkv_stride: tl.int64, q_stride: tl.int64,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """As the kernel of that name takes and gives them. HALF: of a head. HALF_BLOCK: the power of two that is at least
-    HALF. HEADS: a power of two, heads taken at a time."""
+    """Run the kernel qk_norm_rope_kv_write.
+
+    HALF: half the size of a head. HALF_BLOCK: the smallest power of two that is at least HALF.
+    HEADS: a power of two, heads processed at a time."""
     places = tl.arange(0, HALF_BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         angles = cos_sin + tl.load(positions + token) * (2 * HALF) + places
@@ -40,7 +42,8 @@ def _turn(
     source, gamma, eps, cos, sin, target,
     COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """COUNT heads [COUNT, 2 HALF] from source to target: normalized if there is a gamma, and turned."""
+    """Normalize COUNT heads [COUNT, 2 HALF] of `source` if there is a gamma, rotate them, and store them in
+    `target`."""
     places = tl.arange(0, HALF_BLOCK)
     for start in range(0, COUNT, HEADS):
         heads = start + tl.arange(0, HEADS)
@@ -59,7 +62,7 @@ def _turn(
 
 @triton.jit
 def _scaled(x, scale, gamma):
-    """x [HEADS, HALF_BLOCK] float32 times scale [HEADS], times gamma [HALF_BLOCK]: each product rounded to gamma's
-    dtype."""
+    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK], each product rounded to
+    gamma's dtype."""
     x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
     return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)

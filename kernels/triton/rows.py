@@ -1,4 +1,4 @@
-"""Rows of a step's tokens for CUDA: normalized, quantized, gated, looked up. PDL: see dependent.py."""
+"""Row-wise kernels on CUDA: norms, quantization, SwiGLU, lookups. PDL: see dependent.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ def rms_norm_kernel(
     x, residual, gamma, out, total, values, scales, zeros, static_scale, static_zero,
     width, x_stride: tl.int64, residual_stride: tl.int64, eps, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """x [rows, width] and perhaps residual, whose sum goes to total, -> out, all [rows, width]; or, where there is no
-    out, int8 as `_quantize` leaves it. A program has a row in registers. BLOCK: a power of two, at least width."""
+    """Normalize x [rows, width], or x + residual, whose sum is stored in `total`: out [rows, width], or without `out`
+    int8 as `_quantize` stores it.
+
+    A program holds a row in registers. BLOCK: a power of two, at least width."""
     places = tl.arange(0, BLOCK)
     inside = places < width
     weight = tl.load(gamma + places, mask=inside, other=0.0).to(tl.float32)
@@ -39,7 +41,7 @@ def quantize_kernel(
     x, values, scales, zeros, static_scale, static_zero,
     width, x_stride: tl.int64, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """x [rows, width] -> int8 as `_quantize` leaves it. BLOCK: a power of two, at least width."""
+    """Quantize x [rows, width] as `_quantize` stores it. BLOCK: a power of two, at least width."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -51,8 +53,8 @@ def quantize_kernel(
 
 @triton.jit
 def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK: tl.constexpr):
-    """x [BLOCK] float32, 0 from width on, as row `row` of values [rows, width] int8, scales [rows] float32 and, where
-    there are any, zeros [rows] int32: as `quantize` does, by a static scale if there is one, with zeros if there are.
+    """Quantize x [BLOCK] float32, 0 from width on, into row `row` of values [rows, width] int8, scales [rows] float32
+    and zeros [rows] int32 or None, as `quantize`: by the static scale if there is one, with zeros if present.
     """
     places = tl.arange(0, BLOCK)
     zero = 0.0
@@ -77,14 +79,14 @@ def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, l
 
 @triton.jit
 def _rint(x):
-    """The nearest whole numbers, halves to even, of float32 between -512 and 512; those outside count as these."""
-    # From 2**23 to 2**24 float32 has whole numbers alone: the sum is rounded to one.
+    """Round float32 to the nearest whole numbers, ties to even; clamped to -512 .. 512."""
+    # From 2**23 to 2**24 float32 has only whole numbers: the sum is rounded to one.
     return (tl.minimum(tl.maximum(x, -512.0), 512.0) + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def swiglu_kernel(gate_up, out, width, stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """gate_up [rows, 2 width], gate first -> out [rows, width]. A program has BLOCK columns of a row."""
+    """Apply SwiGLU to gate_up [rows, 2 width], gate first: out [rows, width]. A program has BLOCK columns of a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -103,8 +105,9 @@ def swiglu_kernel(gate_up, out, width, stride: tl.int64, BLOCK: tl.constexpr, PD
 def embedding_kernel(
     ids, table, scales, zeros, out, width, table_stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """ids [rows] int64, table [V, width] -> out [rows, width]. With scales [V] float32, and perhaps zeros [V] int32,
-    the table is int8. A program has BLOCK columns of a row."""
+    """Look up ids [rows] int64 in table [V, width]: out [rows, width].
+
+    scales, zeros: [V] float32, and [V] int32 or None, of an int8 table. A program has BLOCK columns of a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -123,7 +126,7 @@ def embedding_kernel(
 
 @triton.jit
 def take_ids_kernel(ids, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """ids [count], last -> out [count], all int64, as `take_ids`."""
+    """Apply `take_ids` to ids [count] and last: out [count], all int64."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -136,7 +139,7 @@ def take_ids_kernel(ids, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexp
 
 @triton.jit
 def keep_ids_kernel(ids, last, count, stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The first column of ids [count, ...] int64, whose rows lie `stride` apart, -> last [count] int64."""
+    """Copy the first column of ids [count, ...] int64, whose rows are `stride` apart, to last [count] int64."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

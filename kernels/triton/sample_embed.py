@@ -1,7 +1,7 @@
-"""The next token of each row and its embedding: from logits to the next step's input without leaving the device.
+"""Next token of each row and its embedding: from logits to the next step's input without leaving the device.
 
-Compiled by Triton for CUDA and by triton-ascend for Ascend, whose vector cores have no float64; so the type in which
-masses are summed is a choice. A program takes every n-th row, so that any number of rows meets any number of cores.
+Compiled by Triton for CUDA and by triton-ascend for Ascend. Ascend's vector cores have no float64, so the dtype of the
+masses' sums is a parameter. A program processes every n-th row, so that the grid is independent of the number of rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ def sample_embed_kernel(
     rows, vocabulary, hidden, logits_stride: tl.int64, table_stride: tl.int64, embedded_stride: tl.int64,
     DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """logits [rows, >= vocabulary] -> ids [rows] int64 and, with a table, embedded [rows, hidden].
+    """Choose ids [rows] int64 from logits [rows, >= vocabulary], and with a table their rows, embedded [rows, hidden].
 
-    Greedy (see `greedy`) where temperature [rows] float32 is 0, and everywhere without one; else as `sample` chooses.
-    uniform: [rows], below 1. DOUBLE: masses are summed in float64 as `sample` does, and uniform is that; else both are
-    float32. BLOCK: a power of two, elements taken at a time.
+    temperature: [rows] float32, 0 for greedy rows; None makes all rows greedy. Other rows are sampled as by `sample`.
+    uniform: [rows], below 1; float64 if DOUBLE, else float32.
+    DOUBLE: masses are summed in float64, as by `sample`; else in float32.
+    BLOCK: a power of two, elements processed at a time.
     """
     SUM: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -42,7 +43,7 @@ def sample_embed_kernel(
 
 @triton.jit
 def _largest(logits, vocabulary, BLOCK: tl.constexpr):
-    """The largest score and the smallest id that has it."""
+    """Return the largest score and the smallest id that has it."""
     peak, chosen = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -58,8 +59,8 @@ def _largest(logits, vocabulary, BLOCK: tl.constexpr):
 def _sample(
     logits, vocabulary, peak, heat, top_k, top_p, min_p, uniform, SUM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """An id by chance. All ids in the order of their scores, smaller ids first among equals, are cut where `top_k` and
-    `top_p` say: what is kept lies above `border`, or on it with an id below `ties`."""
+    """Sample an id. In the order of scores, smaller ids first among equals, `top_k` and `top_p` keep the ids above
+    `border`, and those equal to it with an id below `ties`."""
     border, ties = tl.full((), float("-inf"), tl.float32), tl.cast(vocabulary, tl.int32)
     if (top_k > 0) & (top_k < vocabulary):
         border, ties = _cut(logits, vocabulary, peak, heat, top_k.to(SUM), True, SUM, BLOCK)
@@ -67,8 +68,7 @@ def _sample(
         total = _mass(logits, vocabulary, peak, heat, border, ties, 0.0, False, SUM, BLOCK)
         border, ties = _cut(logits, vocabulary, peak, heat, top_p.to(SUM) * total, False, SUM, BLOCK)
 
-    # Sums of more weights in the same order are never smaller, also in floating point: target < total, so both of
-    # these end.
+    # Partial sums in the same order never decrease, also in floating point, so target < total and both loops end.
     target = uniform.to(SUM) * _mass(logits, vocabulary, peak, heat, border, ties, min_p, False, SUM, BLOCK)
     before, start = tl.zeros((), SUM), tl.full((), 0, tl.int32)
     here = _part(logits, start, vocabulary, peak, heat, border, ties, min_p, False, SUM, BLOCK)
@@ -86,8 +86,8 @@ def _sample(
 
 @triton.jit
 def _cut(logits, vocabulary, peak, heat, goal, COUNT: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    """(border, ties) of the shortest head of the order whose mass, or number, reaches `goal`."""
-    # The goal is reached by all that is at least the score of rank `low`, not by what is at least that of `high`.
+    """Return (border, ties) of the shortest prefix of the order whose mass, or number, reaches `goal`."""
+    # Invariant: scores of at least rank `low` reach the goal; scores of at least rank `high` do not.
     low, high = _rank(float("-inf")), _rank(peak) + 1
     while high - 1 > low:
         middle = (low & high) + ((low ^ high) >> 1)
@@ -104,7 +104,7 @@ def _cut(logits, vocabulary, peak, heat, goal, COUNT: tl.constexpr, SUM: tl.cons
 
 @triton.jit
 def _rank(score):
-    """Floats as int32 in the same order."""
+    """Return int32 in the order of the floats."""
     bits = tl.cast(score, tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -129,7 +129,7 @@ def _part(
     logits, start, end, peak, heat, border, ties, least,
     COUNT: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Sum, or number, of the kept weights of at least `least` from `start` on, below `end` and within the block."""
+    """Return the sum, or number, of the kept weights of at least `least` from `start` on, below `end`, in the block."""
     columns = start + tl.arange(0, BLOCK)
     scores = _scores(logits, columns, end)
     kept = (columns < end) & ((scores > border) | ((scores == border) & (columns < ties)))
@@ -141,6 +141,6 @@ def _part(
 
 @triton.jit
 def _scores(logits, columns, end):
-    """Logits as float32; minus infinity for NaN and from `end` on."""
+    """Load logits as float32; minus infinity for NaN and from `end` on."""
     scores = tl.load(logits + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
     return tl.where(scores == scores, scores, float("-inf"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels.bench.measure import QUANTIZED
+from npuserve.kernels.bench.accuracy import QUANTIZED
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest correct `relative_of`: a few roundings of the dtype."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels.bench.measure import tensors
+from npuserve.kernels.bench.tensors import tensors
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import KERNELS, KernelSet, moved
 

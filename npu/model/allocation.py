@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.native.packed import Matrix, write
-from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, quantize
+from npuserve.kernels.quantize import quantize
+from npuserve.kernels.quantized import Int8Weight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.storage import StoredMatrix, linears, tables

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.norm import normalize
-from npuserve.kernels.quantized import DYNAMIC, quantize
+from npuserve.kernels.quantize import quantize
+from npuserve.kernels.quantized import DYNAMIC
 from npuserve.npu.model.config import ModelConfig
 
 

@@ -130,7 +130,7 @@ def test_the_pins_are_what_the_project_asks_for():
 
 def test_the_builder_is_sent_the_package_and_no_more():
     names = {file.as_posix() for file in sent()}
-    assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/pool.h",
+    assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/runtime/pool.h",
             "service/cli/main.py", "npu/storyteller/model/model.safetensors",
             "protos/npuserve/v1/generate_pb2.py"} <= names
     rooms = {"client", "service", "npu", "kernels", "protos", "docker", "src"}

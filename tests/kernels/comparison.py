@@ -1,4 +1,4 @@
-"""An implementation beside its golden function in float64."""
+"""Comparison of an implementation with its golden function in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels.bench.measure import QUANTIZED, tensors, widened
+from npuserve.kernels.bench.accuracy import QUANTIZED
+from npuserve.kernels.bench.tensors import tensors, widened
 from npuserve.kernels.registry import Case, Implementation, Kernel
 
 # (relative, absolute): a few roundings of the dtype for values of about 1.
@@ -14,8 +15,7 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (5e-3, 5e-3), torch.bfl
 
 
 def compare(kernel: Kernel[..., Any], made: Implementation[..., Any], case: Case, dtype: torch.dtype) -> None:
-    """Results, arguments that are changed in place, and those that are left as they were. Quantized numbers may be
-    the next ones too."""
+    """Compare results, arguments changed in place, and unchanged arguments. Quantized numbers may differ by one."""
     wide = tuple(widened(x) for x in case.make(torch.Generator().manual_seed(0), dtype))
     before = [[tensor.clone() for tensor in tensors(x)] for x in wide]
     expected = tensors(kernel.golden(*wide))

@@ -1,4 +1,4 @@
-"""The implementations for Ascend on an emulated device, against their golden functions in float64."""
+"""Implementations for Ascend on an emulated device, against their golden functions in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELAX = ("fp32", "small_heads")
 OURS = {name for name, k in KERNELS.items() if ascend.LABEL in k.implementations}
 
 HEADS = ("qk_norm_rope_kv_write", "paged_attention")
-"""What the device takes for heads of some sizes alone."""
+"""Kernels for which the device supports only some sizes of heads."""
 
 
 def implementation(name: str) -> Implementation[..., Any]:
@@ -54,7 +54,7 @@ def test_every_kernel_has_its_own() -> None:
 
 
 def real_case(name: str) -> Case:
-    """The smallest for heads of 128 dimensions."""
+    """Return the smallest case with heads of 128 dimensions."""
     return next(case for case in KERNELS[name].cases if case.name.endswith("16/8x128"))
 
 
@@ -68,11 +68,11 @@ def test_heads_of_128_need_no_relaxation(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", sorted(OURS))
 @emulated(relax=RELAX)
 def test_nothing_waits_for_the_device(name: str) -> None:
-    """Within a call the host neither synchronizes nor copies from the device, so that it may be captured."""
+    """During a call the host neither synchronizes nor copies from the device, so that the call can be captured."""
     case = with_levels(list(filter(taken, KERNELS[name].cases))[-1], ascend.LEVELS)
     made, dtype = implementation(name), KERNELS[name].dtypes[-1]
     args = made.adapt(case.make(torch.Generator().manual_seed(0), dtype))
-    made.function(*args)  # masks and tables are made at the first call
+    made.function(*args)  # the first call creates masks and tables
     torch.npu.synchronize()
     emulator.clear_calls()
     made.function(*args)
@@ -90,7 +90,7 @@ def test_greedy_is_safe_against_nan_ties_and_padding() -> None:
 
 @emulated(relax=RELAX)
 def test_sample_takes_nothing_that_is_filtered_out() -> None:
-    """At the ends of the random numbers, of rows of which one token is left, or two."""
+    """At both ends of the random numbers, in rows of which one or two tokens remain."""
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[nan, -inf, 0.5, -inf, 9.0], [1.0, 2.0, 0.0, -1.0, 9.0], [1.0, 2.0, 2.0, -1.0, 9.0]])
     logits = logits.repeat_interleave(2, 0).to("npu")
@@ -105,7 +105,7 @@ def test_sample_takes_nothing_that_is_filtered_out() -> None:
 @pytest.mark.parametrize("name", ["linear_argmax", "greedy"])
 @emulated(relax=RELAX)
 def test_a_token_of_padding_is_impossible(name: str) -> None:
-    """Whatever stands in the padded columns."""
+    """With any numbers in the padding columns."""
     made = implementation(name)
     for case in KERNELS[name].cases:
         if not case.benchmark:
@@ -116,7 +116,7 @@ def test_a_token_of_padding_is_impossible(name: str) -> None:
 
 @emulated(relax=RELAX)
 def test_sample_without_a_cut_is_the_same_without_sorting() -> None:
-    """Where nothing is cut the device need not sort."""
+    """Without top_k and top_p the device need not sort."""
     case = next(case for case in KERNELS["sample"].cases if "min_p 0.1" in case.name)
     args = implementation("sample").adapt(case.make(torch.Generator().manual_seed(0), torch.float32))
     expected = implementation("sample").function(*args).tolist()

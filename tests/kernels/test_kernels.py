@@ -1,4 +1,4 @@
-"""Every implementation against its golden function in float64, and every golden function against someone else's."""
+"""Every implementation against its golden function in float64, and golden functions against independent ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cases() -> Iterator[Any]:
         for way in ways(k):
             for case in k.cases:
                 if way == "cuda" and case.zeros and k.name.startswith("linear"):
-                    continue  # its products take no zeros: see tests/kernels/triton/test_linear.py
+                    continue  # zero points are not supported: see tests/kernels/triton/test_linear.py
                 for dtype in k.dtypes:
                     if not case.benchmark and (not case.int8_cache or way.partition("/")[0] in (GOLDEN, "cpu", "cuda")):
                         name = f"{k.name}-{way}-{case.name}-{str(dtype).removeprefix('torch.')}"
@@ -58,7 +58,7 @@ def test_implementation_against_golden_in_float64(
         compare(k, made, case, dtype)
 
 
-# Goldens against independent references
+# Golden functions against independent implementations
 
 
 def test_embedding_takes_rows() -> None:
@@ -73,7 +73,7 @@ def test_norms_equal_those_of_transformers_bit_for_bit(dtype: torch.dtype) -> No
     with torch.no_grad():
         theirs.weight.copy_(randn(48, seed=2))
         gamma = theirs.weight.detach()
-        if dtype == torch.float64:  # Theirs rounds float64 to float32.
+        if dtype == torch.float64:  # transformers rounds float64 to float32
             torch.testing.assert_close(rms_norm(x, gamma, 1e-5), theirs(x), rtol=1e-6, atol=1e-6)
             return
         assert torch.equal(rms_norm(x, gamma, 1e-5), theirs(x))
@@ -132,7 +132,7 @@ def test_qk_norm_rope_kv_write_against_transformers(norm: bool) -> None:
 
 
 def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Transformers' own of one row: q [n, Hq, D], k, v [context, Hkv, D] -> [n, Hq, D]."""
+    """Compute attention of one row with transformers: q [n, Hq, D], k, v [context, Hkv, D] -> [n, Hq, D]."""
     n, context = len(q), len(k)
     mask = torch.full((n, context), -torch.inf, dtype=q.dtype).triu(context - n + 1)
     module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False)
@@ -144,7 +144,7 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_paged_attention_against_transformers(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """Decode rows, whole prompts and chunks of them in one call, over blocks in any order."""
+    """Decode rows, whole prompts and chunks in one call, over blocks in any order."""
     (q_heads, kv_heads), dim, block_size = heads, 8, 4
     queries, contexts = [1, 6, 3, 1, 2], [9, 6, 12, 1, 15]
     q = randn(sum(queries), q_heads, dim, dtype=dtype)
@@ -201,7 +201,7 @@ def test_greedy_is_safe_against_nan_and_infinities() -> None:
 
 
 def test_penalize_against_transformers_and_the_formula() -> None:
-    """Repetition as transformers applies it; presence and frequency, which it lacks, token by token."""
+    """Repetition against transformers; presence and frequency, which it lacks, token by token."""
     vocabulary, prompts, outputs = 30, [[1, 2, 2, 29], [5]], [[2, 7, 7, 7], [5, 5]]
     repetition, presence, frequency = [1.3, 0.8], [0.5, -1.0], [0.25, 1.5]
     logits = randn(2, vocabulary).mul(3)

@@ -1,4 +1,4 @@
-"""The KV cache in int8: how heads become so, and attention over what is stored, on every instruction set."""
+"""int8 KV cache: quantization of heads, and attention over the stored numbers, on every instruction set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.attention import INT8_TOLERANCE, AttentionMetadata, paged_attention
-from npuserve.kernels.kv_cache import quantize_heads, read, write
+from npuserve.kernels.kv_cache import (
+    pack_keys,
+    pack_values,
+    quantize_heads,
+    read,
+    unpack_keys,
+    unpack_values,
+    write,
+)
 from npuserve.kernels.native import layout
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Int8
@@ -58,7 +66,7 @@ def test_slots_are_read_as_they_were_written() -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Of the last len(q) of the positions, in float64: q [n, Hq, D], k, v [context, Hkv, D]."""
+    """Attend with queries of the last len(q) positions, in float64: q [n, Hq, D], k, v [context, Hkv, D]."""
     n, context, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -67,7 +75,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class Cached:
-    """Rows of (queries, context) over an int8 cache whose slots past the contexts may hold anything."""
+    """Rows of (queries, context) over an int8 cache; slots past the contexts hold arbitrary numbers."""
 
     def __init__(self, rows: list[tuple[int, int]], q_heads: int, kv_heads: int, dim: int, size: int, seed: int,
                  dtype: torch.dtype):
@@ -121,7 +129,7 @@ def test_native_attention_is_that_over_what_is_stored(isa: str, data: st.DataObj
 
 
 def cache_arguments(tokens: int, dim: int, dtype: torch.dtype, slots: Tensor) -> tuple[Tensor, Int8, Int8, list[Any]]:
-    """Without norms; all positions are 0, which turns nothing."""
+    """Return arguments without norms, with all positions 0, at which nothing is rotated."""
     qkv = randn(tokens, 4 * dim, dtype=dtype)
     cos_sin = torch.cat([torch.ones(1, dim // 2), torch.zeros(1, dim // 2)], dim=-1)
     k_cache, v_cache = (quantize_heads(randn(4, 16, 1, dim, seed=i)) for i in (1, 2))
@@ -133,7 +141,7 @@ def cache_arguments(tokens: int, dim: int, dtype: torch.dtype, slots: Tensor) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [10, 64, 128, 256])
 def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: torch.dtype, dim: int) -> None:
-    """Bit by bit, where nothing is to be computed; neighbours of a slot stay, also those in its words."""
+    """Bit for bit, without computation; neighbours of a slot are unchanged, also those in its words."""
     slots = torch.tensor([7, 40, 3, -1, 22, 8, 63])
     qkv, k_cache, v_cache, others = cache_arguments(len(slots), dim, dtype, slots)
     args = [qkv, *others, k_cache, v_cache, 2]
@@ -155,7 +163,7 @@ def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: tor
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dtype, int8: bool, threads: int) -> None:
-    """As a prompt's are: from an odd slot over a block's end, a whole block, beside ones that are left out."""
+    """As for a prompt: from an odd slot over a block's end, a whole block, beside slots that are not written."""
     slots = torch.tensor([*range(5, 21), *range(32, 48), -1, 49, 50, 53])
     before = native.library().threads
     native.library().set_threads(threads)
@@ -177,14 +185,15 @@ def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dt
         native.library().set_threads(before)
 
 
+@needs_native
 def test_layouts_of_int8_are_inverses() -> None:
     plain = quantize_heads(randn(3, 32, 2, 10))
-    keys, values = layout.pack_keys(plain), layout.pack_values(plain)
+    keys, values = pack_keys(plain), pack_values(plain)
     assert isinstance(keys, Int8)
     assert isinstance(values, Int8)
     assert keys.values.shape == layout.key_shape(3, 32, 2, 10, torch.int8)
     assert values.values.shape == layout.value_shape(3, 32, 2, 10, torch.int8)
     assert keys.scale.shape == values.scale.shape == layout.scale_shape(3, 32, 2)
-    for found in (layout.unpack_keys(keys), layout.unpack_values(values, 10)):
+    for found in (unpack_keys(keys), unpack_values(values, 10)):
         assert torch.equal(found.values, plain.values)
         assert torch.equal(found.scale, plain.scale)

@@ -1,4 +1,4 @@
-"""int8: what activations become is numpy's to the last bit, and products are exact but for the scales' roundings."""
+"""int8: quantized activations equal numpy's bit for bit, and products are exact except for the scales' roundings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import linear, linear_argmax, linear_swiglu
 from npuserve.kernels.norm import add_rms_norm, rms_norm
-from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, quantize, scheme_of
+from npuserve.kernels.quantize import quantize
+from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, scheme_of
 from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.ways import ISAS, implementation, ways
@@ -39,7 +40,7 @@ def randint8(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Way:
-    """A kernel as one way serves it: takes the golden function's arguments."""
+    """A kernel as one backend or golden function serves it; takes the golden function's arguments."""
 
     def __init__(self, way: str):
         self._way = way
@@ -66,7 +67,7 @@ def same(got: Int8, want: Int8) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
 def test_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: float) -> None:
-    """With numpy, which rounds halves to even too."""
+    """Against numpy, which also rounds halves to even."""
     x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     x[3] = 0
     got = way(quantize, x, Scheme(levels=levels))
@@ -82,7 +83,7 @@ def test_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: fl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
 def test_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
-    """Rows of both signs, of one, and of zeros alone: 0 stays 0, and the ends of the range are -128 and 127."""
+    """Rows of both signs, of one sign, and of zeros: 0 stays 0, and the range ends at -128 and 127."""
     x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
     got = way(quantize, x, ASYMMETRIC)
@@ -104,7 +105,7 @@ def test_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero", [None, 0, -128, 127, 9])
 def test_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
-    """What does not fit is the nearest that does, -128 being one."""
+    """Numbers outside the range are clamped, to -128 too."""
     x = randn(30, 45).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     scale = torch.tensor([0.0123])
     got = way(quantize, x, Scheme(scale, None if zero is None else torch.tensor([zero], dtype=torch.int32)))
@@ -116,7 +117,7 @@ def test_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
 
 
 def test_quantize_against_torchs_own(way: Way) -> None:
-    """torch multiplies by 1 / scale, so that halves may go the other way."""
+    """torch multiplies by 1 / scale, so halves may round the other way."""
     x, scale, zero = randn(20, 77), 0.03, 5
     got = way(quantize, x, Scheme(torch.tensor([scale]), torch.tensor([zero], dtype=torch.int32)))
     theirs = (torch.fake_quantize_per_tensor_affine(x, scale, zero, -128, 127) / scale).round().int() + zero
@@ -135,7 +136,7 @@ def test_quantize_rounds_halves_to_even_and_keeps_what_is_whole(way: Way) -> Non
 
 @pytest.mark.parametrize("scheme", [DYNAMIC, ASYMMETRIC])
 def test_quantize_of_extremes(way: Way, scheme: Scheme) -> None:
-    """Numbers too small for a scale are 0 or whole; the largest float is no overflow."""
+    """Numbers too small for a scale become 0 or whole numbers; the largest float does not overflow."""
     x = torch.tensor([[1e-45, 0.0], [-3e-43, 1e-45], [3.4e38, -3.4e38], [0.0, -0.0]])
     got = way(quantize, x, scheme)
     values = got.values.int() - (0 if got.zero is None else got.zero[:, None])
@@ -144,14 +145,14 @@ def test_quantize_of_extremes(way: Way, scheme: Scheme) -> None:
     assert got.scale.isfinite().all()
 
 
-# Fused with what comes before
+# Fused with the previous operation
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hidden", [1, 16, 77, 1024])
 def test_norms_quantize_what_they_make(way: Way, hidden: int, scheme: str, dtype: torch.dtype) -> None:
-    """To the last bit."""
+    """Bit for bit."""
     x, residual = randn(2, 19, hidden).to(dtype)
     gamma, s = torch.rand(hidden, generator=generator(1)).add(0.5).to(dtype), scheme_of(scheme, generator(2))
     assert same(way(rms_norm, x, gamma, 1e-6, s), quantize(way(rms_norm, x, gamma, 1e-6), s))
@@ -166,7 +167,7 @@ def test_norms_quantize_what_they_make(way: Way, hidden: int, scheme: str, dtype
 @pytest.mark.parametrize("half", [3, 16, 80])
 @pytest.mark.parametrize("of_floats", [False, True])
 def test_linear_swiglu_is_its_parts(way: Way, half: int, scheme: str, dtype: torch.dtype, of_floats: bool) -> None:
-    """To the last bit, also where the weight is of floats."""
+    """Bit for bit, also with a weight of floats."""
     x, weight, bias = randn(9, 40).to(dtype), randn(2 * half, 40, seed=1) / 6, randn(2 * half, seed=2).to(dtype)
     s = scheme_of(scheme, generator(3))
     w = weight.to(dtype) if of_floats else int8_weight(weight, dtype)
@@ -186,7 +187,8 @@ def int8_weight(weight: Tensor, dtype: torch.dtype, inputs: Scheme = DYNAMIC) ->
 def operands(
     tokens: int, k: int, n: int, dtype: torch.dtype, *, x_zeros: bool = False, w_zeros: bool = False, unit: bool = False
 ) -> tuple[Int8, Int8Weight]:
-    """Of all int8 numbers, the first rows being the least and a last one the largest. unit: scales of 1."""
+    """Return operands of all int8 numbers: the first rows are the least, the last one the largest. unit: scales of
+    1."""
     x, weight = randint8(tokens, k, seed=k), randint8(n, k, seed=k + 1)
     x[0], weight[0] = -128, -128
     weight[-1] = 127
@@ -198,7 +200,7 @@ def operands(
 
 
 def exact(x: Int8, weight: Int8Weight) -> np.ndarray:
-    """The sums, by numpy."""
+    """Return the exact sums by numpy."""
     left, right = x.values.numpy().astype(np.int64), weight.values.numpy().astype(np.int64)
     left = left if x.zero is None else left - x.zero.numpy()[:, None]
     right = right if weight.zero is None else right - weight.zero.numpy()[:, None]
@@ -212,7 +214,7 @@ def exact(x: Int8, weight: Int8Weight) -> np.ndarray:
 def test_linear_is_exact_but_for_the_scales(
     way: Way, tokens: int, k: int, n: int, dtype: torch.dtype, zeros: tuple[bool, bool], bias: bool
 ) -> None:
-    """With numpy's int64, within four roundings to float32 (of the sum and of three operations) and one to dtype."""
+    """Against numpy's int64, within four roundings to float32 (of the sum and of three operations) and one to dtype."""
     x, weight = operands(tokens, k, n, dtype, x_zeros=zeros[0], w_zeros=zeros[1])
     b = randn(n, seed=3).mul(1000).to(dtype) if bias else None
     got = way(linear, x, weight, b)
@@ -227,7 +229,7 @@ def test_linear_is_exact_but_for_the_scales(
 @pytest.mark.parametrize("rows", [1, 7, 13, 40])
 @pytest.mark.parametrize("k", [2, 3, 64, 1000])
 def test_linear_of_ones_is_torchs_whole_number(way: Way, rows: int, k: int) -> None:
-    """All sums are below 2**24, so that float32 holds them: no tolerance."""
+    """All sums are below 2**24, which float32 holds exactly: no tolerance."""
     x, weight = operands(rows, k, 35, torch.float32, unit=True)
     sums = torch._int_mm(torch.cat([x.values, x.values.new_zeros(32, k)]), weight.values.T)[:rows]
     assert torch.equal(way(linear, x, weight, None).int(), sums)
@@ -242,7 +244,7 @@ def test_linear_of_ones_is_torchs_whole_number(way: Way, rows: int, k: int) -> N
 def test_any_shape_is_near_golden(
     tokens: int, k: int, n: int, seed: int, x_zeros: bool, w_zeros: bool, dtype: torch.dtype, name: str
 ) -> None:
-    """Within the roundings of the two orders of operations, one of them to dtype."""
+    """Within the roundings of both orders of operations, one of them to dtype."""
     x, weight = operands(tokens, k, n, dtype, x_zeros=x_zeros, w_zeros=w_zeros)
     x = replace(x, values=x.values.roll(seed, 1))
     got, want = Way(name)(linear, x, weight, None), linear(x, weight, None)
@@ -302,7 +304,7 @@ def test_golden_takes_packed_weights() -> None:
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_chain_of_int8_is_one_program_for_any_number_of_rows(zeros: bool) -> None:
-    """What a layer does between two norms: each call is one of the program's, whatever it is made of."""
+    """The operations of a layer between two norms, recorded as one program."""
     inputs = ASYMMETRIC if zeros else DYNAMIC
     up, down = (replace(operands(1, k, n, torch.bfloat16, w_zeros=zeros)[1], inputs=inputs) for k, n in
                 ((48, 160), (80, 48)))

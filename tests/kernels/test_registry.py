@@ -1,4 +1,4 @@
-"""The choice of implementations, and the timing of calls."""
+"""Choice of implementations, and timing of calls."""
 
 from __future__ import annotations
 

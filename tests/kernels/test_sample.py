@@ -1,4 +1,4 @@
-"""Drawing tokens: the golden function against someone else's, and every implementation against what may be drawn."""
+"""Sampling: the golden function against independent ones, and every implementation against the allowed tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> Tensor:
-    """Tokens of one row of logits at each of `uniform`."""
+    """Return the tokens of one row of logits at each of `uniform`."""
     n = len(uniform)
     full = [torch.full((n,), x) for x in (temperature, top_k, top_p, min_p)]
     return serve(logits.repeat(n, 1), logits.shape[-1], *full, uniform)[:, 0]
@@ -73,7 +73,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_sample_against_transformers(serve: Serve, filters: dict[str, Any]) -> None:
-    """At evenly spaced numbers each token is drawn as often as its probability says, give or take one."""
+    """At evenly spaced numbers each token is drawn as often as its probability says, plus or minus one."""
     n, vocabulary = 1000, 90
     logits = randn(1, vocabulary, seed=3).mul(2)
     scores = logits.clone()
@@ -98,7 +98,7 @@ def test_sample_against_transformers(serve: Serve, filters: dict[str, Any]) -> N
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 10.0])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
 def test_likeliest_of_a_large_vocabulary_against_transformers(spread: float, top_p: float) -> None:
-    """The same set, but for tokens within a rounding of the border."""
+    """The same set, except for tokens within a rounding of the border."""
     vocabulary = 20000
     scores = randn(vocabulary, seed=5).double().mul(spread)
     theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), scores[None])[0].isfinite()
@@ -128,7 +128,7 @@ def test_sample_resolves_ties_towards_smaller_ids(serve: Serve) -> None:
 
 
 def test_sample_at_the_ends_of_the_unit_interval(serve: Serve) -> None:
-    """0 is the first token with any mass, the largest number below 1 the last one."""
+    """0 gives the first token with any mass, the largest number below 1 the last one."""
     logits = torch.tensor([[-torch.inf, 0.0, -200.0, 0.0, -torch.inf]])
     ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
     for filters in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 0.5}):
@@ -185,8 +185,9 @@ def test_largest_is_a_stable_sort(n: int) -> None:
 def assert_may_be_drawn(
     logits: npt.NDArray[np.float64], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float, id: int
 ) -> None:
-    """In float64, of one row: the id is among those that the filters keep, and the mass before it is what `uniform`
-    says. Only tokens whose mass is within SLACK of the whole from a border may be kept or not."""
+    """Assert in float64, for one row, that the filters keep the id and that `uniform` falls into its mass.
+
+    Only tokens whose mass is within SLACK of the total from a border may be kept or dropped."""
     slack = 2e-6
     scores = np.where(np.isnan(logits), -np.inf, logits)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -195,7 +196,7 @@ def assert_may_be_drawn(
     order = order[:top_k] if 0 < top_k < len(scores) else order
     mass = weights[order] / weights[order].sum()
     before = mass.cumsum() - mass
-    some, all_of_them = np.zeros_like(weights), np.zeros_like(weights)  # those that must be kept, and that may be
+    some, all_of_them = np.zeros_like(weights), np.zeros_like(weights)  # tokens that must be kept, and that may be
     for kept, side in ((some, -slack), (all_of_them, slack)):
         ids = order[(before < top_p + side) | (np.arange(len(order)) == 0) | (top_p == 1)]
         ids = ids[weights[ids] >= min_p * (1 - side)]
@@ -208,7 +209,7 @@ def assert_may_be_drawn(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_drawn_may_be_drawn(serve: Serve, seed: int) -> None:
-    """Rows of every kind: ties, holes, infinities, tiny and huge temperatures, filters alone and together."""
+    """Rows with ties, holes, infinities, tiny and huge temperatures, and filters alone and together."""
     rng, rows = np.random.default_rng(seed), 24
     vocabulary, padding = int(rng.integers(1, 40 if seed % 3 == 0 else 2600)), int(rng.integers(0, 20))
     logits = rng.standard_normal((rows, vocabulary + padding)) * rng.choice([0.01, 1, 3, 10, 100], (rows, 1))
@@ -241,7 +242,7 @@ def test_what_is_drawn_may_be_drawn(serve: Serve, seed: int) -> None:
 )
 @pytest.mark.parametrize("logits", [torch.zeros(1, 3000), torch.arange(3000.0).div(500).floor().mul(0.1)[None]])
 def test_ties_at_a_border_are_kept_by_smaller_ids(serve: Serve, filters: dict[str, Any], logits: Tensor) -> None:
-    """Every id that can be drawn, of few values over several blocks."""
+    """Every id that can be drawn, from few values over several blocks."""
     grid = (torch.arange(4000).double() + 0.5) / 4000
     drawn = draw(serve, logits, grid, 1.0, **filters)
     assert torch.equal(drawn, drawn.sort().values)

@@ -1,4 +1,4 @@
-"""Random numbers: the published ones of Philox, and their statistics along positions and seeds."""
+"""Random numbers: published results of Philox, and statistics along positions and seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_number_depends_on_seed_and_position_alone() -> None:
 
 
 def test_the_numbers_are_those_of_philox() -> None:
-    """Also where the native kernels make them."""
+    """Also those of the native kernels."""
     random = np.random.default_rng(0)
     seeds, positions = (random.integers(0, 2**63, 500, dtype=np.uint64) * np.uint64(2) for _ in range(2))
     positions[:100] = np.arange(100)
@@ -58,7 +58,7 @@ SEQUENCES = {
 
 
 def far(counts: np.ndarray, expected: float) -> bool:
-    """True if chi-square is five standard deviations from its mean."""
+    """Return True if chi-square is more than five standard deviations from its mean."""
     freedom = counts.size - 1
     return bool(abs(((counts - expected) ** 2 / expected).sum() - freedom) > 5 * (2 * freedom) ** 0.5)
 

@@ -1,6 +1,6 @@
-"""What serves a kernel here: its golden function and its implementations, those in C++ on every instruction set.
+"""Ways to serve a kernel here: its golden function and its implementations, C++ ones on every instruction set.
 
-Those for Ascend are tested in test_ascend.py, since an emulated device is a process's own.
+test_ascend.py tests the implementations for Ascend, since an emulated device belongs to one process.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ISAS = native.library().isas if native.available() else []
 
 
 def ways(kernel: Kernel[..., Any]) -> list[str]:
-    """"golden", "cpu/avx2" and so on, other backends by their name."""
+    """Return "golden", "cpu/avx2" and so on; other backends by their name."""
     made = [f"cpu/{isa}" for isa in ISAS] if "cpu" in kernel.implementations else []
     return [GOLDEN, *made, *(label for label in kernel.implementations if label not in ("cpu", ascend.LABEL))]
 
 
 @contextmanager
 def implementation(kernel: Kernel[..., Any], way: str) -> Iterator[Implementation[..., Any]]:
-    """Use it inside only."""
+    """Yield the implementation, valid inside the context only."""
     label, _, isa = way.partition("/")
     with native.using(isa) if isa else nullcontext():
         yield Implementation(kernel.golden) if label == GOLDEN else kernel.implementations[label]

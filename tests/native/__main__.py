@@ -1,6 +1,6 @@
 """python -m tests.native MACHINE PROGRAM: build the golden test for x86_64 or aarch64.
 
-It holds every instruction set of the machine. The compiler is $CXX, as for the library. Warnings are errors.
+The program holds every instruction set of the machine. The compiler is $CXX, as for the library. Warnings are errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import setup
 
 ROOT = Path(__file__).parents[2]
-WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized")  # of which headers of GCC have some
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized")  # the last one is for GCC's headers
 
 
 def main(machine: str, program: str) -> None:
@@ -22,7 +22,7 @@ def main(machine: str, program: str) -> None:
         for source in sorted(Path(__file__).parent.glob("*.cpp")):
             objects.append(f"{temporary}/{source.name}.o")
             setup.run([*compiler, *setup.FLAGS, *WARNINGS, f"-I{kernels}", "-c", str(source), "-o", objects[-1]])
-        # Static: an emulator then needs no libraries of the machine.
+        # Static, so that an emulator needs no libraries of the machine.
         setup.run([*compiler, "-static", *setup.FLAGS, *objects, "-o", program])
 
 

@@ -1,4 +1,4 @@
-// The KV cache: what writes keys and values to it, and attention over it.
+// Tests of the KV cache: writes of keys and values, and attention.
 #include <algorithm>
 #include <numeric>
 
@@ -6,7 +6,7 @@
 
 namespace golden {
 
-// A cache's layout, as the head of attention.cpp says it. N: what is stored, int8_t or the activations' own dtype.
+// Layout of a cache, as at the head of attention.cpp. N: stored type, int8_t or the activations' dtype.
 template <class N>
 struct Layout {
     static constexpr int64_t PER_WORD = sizeof(N) == 4 ? 1 : 2;
@@ -15,7 +15,7 @@ struct Layout {
     int64_t key_size() const { return blocks * heads * dim * block_size; }
     int64_t value_size() const { return blocks * heads * padded() * block_size; }
     int64_t scale_size() const { return blocks * heads * block_size; }
-    // slot: block * block_size + the place in it.
+    // slot: block * block_size + offset.
     int64_t scale(int64_t head, int64_t slot) const {
         return (slot / block_size * heads + head) * block_size + slot % block_size;
     }
@@ -29,12 +29,12 @@ struct Layout {
     }
 };
 
-// N as a number, by its scale if it is int8.
+// Value of a stored number; int8 is multiplied by its scale.
 inline double stored(int8_t x, bf16 scale) { return double(x) * number(scale); }
 inline double stored(float x, bf16) { return x; }
 inline double stored(bf16 x, bf16) { return number(x); }
 
-// The scale that int8 is stored by: the bfloat16 at or above the largest magnitude / 127.
+// The scale of an int8 head: the bfloat16 at or above the largest magnitude / 127.
 template <class T>
 bf16 scale_of(const T *x, int64_t size) {
     float most = 0;
@@ -70,7 +70,7 @@ void rope() {
         }
         Array<int64_t> positions = call.integers<int64_t>(s.tokens, 1, 0, POSITIONS - 1);
         Array<int64_t> slots = call.read<int64_t>(s.tokens, 1);
-        // A prompt that begins within a block, a token that is not kept, then tokens apart.
+        // A prompt that begins within a block, a token that is not kept, then separate tokens.
         int64_t slot = 3;
         for (int64_t i = 0; i < s.tokens; i++) slots[i] = i % 19 == 11 ? -1 : (slot += i > s.tokens - 4 ? 5 : 1);
         Array<N> keys = call.written<N>(cache.key_size()), values = call.written<N>(cache.value_size());
@@ -162,7 +162,7 @@ struct Attention {
         q = memory.normal<T>(tokens * row), out = memory.written<T>(tokens * row);
         keys = memory.read<N>(cache.key_size()), values = memory.read<N>(cache.value_size());
         key_scales = memory.read<bf16>(cache.scale_size()), value_scales = memory.read<bf16>(cache.scale_size());
-        // Slots that hold no token may hold anything: NaN, or the largest int8.
+        // Slots without a token may hold anything: NaN, or the largest int8.
         for (int64_t i = 0; i < keys.size; i++) keys[i] = anything();
         for (int64_t i = 0; i < values.size; i++) values[i] = anything();
         for (int64_t i = 0; i < key_scales.size; i++) key_scales[i] = value_scales[i] = 0x7FC0;
@@ -190,7 +190,7 @@ struct Attention {
         return tables[request][size_t(token / size.block_size)] * size.block_size + token % size.block_size;
     }
 
-    // One call for these parts, whose outputs go to their places in `out`.
+    // One call for these parts, whose outputs are copied to their positions in `out`.
     void run(const std::vector<Part> &parts) {
         int64_t all = 0, most = 0, rows = int64_t(parts.size()), row = size.q_heads * size.dim;
         for (const Part &part : parts) all += part.end - part.first;
@@ -248,7 +248,7 @@ struct Attention {
             for (int64_t token = 0; token < context; token++) {
                 bf16 scale = value_scales[cache.scale(kv, slot(r, token))];
                 double v = stored(values[cache.value(kv, slot(r, token), d)], scale), w = weights[size_t(token)] / mass;
-                // Errors of weights in int16 are relative to the largest one, whatever this value is.
+                // Errors of weights in int16 are relative to the largest weight, whatever this value is.
                 want += w * v, magnitude += w * (INT8 ? 127 * number(scale) : std::abs(v));
             }
             near("out", at + d, number(out[at + d]), want, magnitude * relative + std::abs(want) * EPSILON<T>);
@@ -260,8 +260,8 @@ struct Attention {
         for (size_t r = 0; r < size.requests.size(); r++) parts.push_back({int64_t(r), 0, size.requests[r].queries});
         return parts;
     }
-    // The same bits: each request alone; each in chunks; one query of each request in a call, whose splits of the
-    // context are units of their own if there are several threads.
+    // Must give the same bits: each request alone; each in chunks; one query of each request in a call, whose splits of
+    // the context are separate units with several threads.
     void repeat() {
         for (int threads : {1, 3}) {
             set_threads(threads);

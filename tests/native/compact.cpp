@@ -1,4 +1,4 @@
-// Products with compact weights. They must equal the products with plain weights bit for bit.
+// Products with compact weights, which must be bit-identical to products with plain weights.
 #include "golden.h"
 
 namespace golden {
@@ -9,7 +9,7 @@ struct Size {
 static const Size SIZES[] = {{1, 8, 1},     {2, 128, 17},  {3, 136, 48},  {5, 264, 100}, {6, 248, 65},
                              {11, 40, 80},  {13, 392, 35}, {29, 128, 81}, {70, 264, 50}, {130, 136, 19}};
 
-// Weights with few exponents, as models have them, and some rare ones.
+// Weights with few exponents, as in models, and some rare ones.
 static Array<bf16> weights(Memory &memory, int64_t n, int64_t k) {
     Array<bf16> made = memory.normal<bf16>(n * k, 0, 0.05f);
     for (int64_t i = 0; i < n * k; i += 700) made[i] = nearest<bf16>(i % 1400 ? 37.5f : -1e-30f);
@@ -57,7 +57,7 @@ static void pack() {
             unpacked.repeat();
         }
     }
-    // A block of all exponents cannot be packed, and the kernel reports it.
+    // A block of all exponents cannot be packed, which the kernel reports.
     Memory memory;
     Array<bf16> any = memory.integers<bf16>(16 * 64, 0, 0, 65535);
     Array<char> made = memory.read<char>(compact_bytes(16, 64));

@@ -1,11 +1,11 @@
-// Runs every kernel of every instruction set that this processor has on small random shapes, and compares the results
-// with plain scalar code in the other files of this folder. The bits of a row must not depend on the rows beside it, on
-// the pieces that a call is cut into, or on the number of threads.
+// Golden test: runs every kernel of every instruction set of this processor on small random shapes, and compares the
+// results with plain scalar code in the other files of this folder. The bits of a row must not depend on other rows, on
+// the division of a call into pieces, or on the number of threads.
 //
 //   golden                        a line for each set and test; exit status 1 if one fails
 //   golden --expect SET[,SET]     also fails unless exactly these sets run
 //
-// Only the library's sources are linked: no Python, no torch.
+// Links only the library's sources: no Python, no torch.
 #include "golden.h"
 
 #include <cstdarg>
@@ -116,7 +116,7 @@ void Program::repeat() {
     pieces({7, 70, 1, 4}, 3, "in pieces on three threads");
 }
 
-// The tests of all files. Complains of kernels that none of them has.
+// The tests of all files. Fails for kernels without a test.
 static std::vector<Test> all_tests() {
     std::vector<Test> all;
     for (const auto &tests : {product_tests(), compact_tests(), cache_tests(), row_tests(), vocabulary_tests()})

@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "pool.h"
+#include "runtime/pool.h"
 
 namespace golden {
 
 using npuserve::Op;
 
-// bfloat16 and float32 as numbers.
+// Conversion of bfloat16 and float32 to numbers.
 typedef uint16_t bf16;
 inline float number(float x) { return x; }
 inline float number(bf16 x) {
@@ -27,7 +27,7 @@ inline float number(bf16 x) {
     std::memcpy(&made, &bits, 4);
     return made;
 }
-// The number of T that is nearest to x, ties to even.
+// The T nearest to x, ties to even.
 template <class T>
 T nearest(float x) {
     if constexpr (sizeof(T) == 4) {
@@ -42,7 +42,7 @@ template <class T>
 float rounded(double x) {
     return number(nearest<T>(float(x)));
 }
-// The largest relative error of rounding to T.
+// Largest relative error of rounding to T.
 template <class T>
 constexpr double EPSILON = sizeof(T) == 4 ? 0x1p-24 : 0x1p-8;
 template <class T>
@@ -50,7 +50,7 @@ std::string typed(const char *name) {
     return std::string(name) + (sizeof(T) == 4 ? "/float32" : "/bfloat16");
 }
 
-// The random numbers of all tests.
+// Random numbers of all tests.
 struct Random {
     std::mt19937 engine{1};
     int64_t below(int64_t n) { return int64_t(engine() % uint64_t(n)); }
@@ -59,13 +59,13 @@ struct Random {
 };
 extern Random random_numbers;
 
-// The instruction set under test, by its place in npuserve_isa, and the first complaint of the test that runs.
+// Index in npuserve_isa of the instruction set under test, and the first failure of the running test.
 extern int isa;
 extern std::string complaint;
 void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void set_threads(int threads);
 
-// Complains unless |got - want| <= tolerance.
+// Fails unless |got - want| <= tolerance.
 inline void near(const char *what, int64_t place, double got, double want, double tolerance) {
     if (!(std::abs(got - want) <= tolerance) && !(got == want))
         fail("%s[%lld] is %.9g, not %.9g within %.2g", what, (long long)place, got, want, tolerance);
@@ -81,7 +81,7 @@ Op make_op(const std::string &kernel, const std::vector<const void *> &p, const 
            const std::vector<double> &f = {});
 void run(const std::vector<Op> &ops);
 
-// Memory of a kernel: numbers, and bytes behind them that no kernel may change.
+// Memory of a kernel: numbers, followed by bytes that no kernel may change.
 template <class T>
 struct Array {
     T *data;
@@ -96,13 +96,13 @@ class Memory {
     ~Memory() {
         for (Piece &piece : pieces_) std::free(piece.data);
     }
-    // Numbers that kernels only read, or that the test does not compare. row: how many a row of the call has; 0 for all
-    // rows together.
+    // Numbers that kernels only read, or that the test does not compare. row: numbers to a row of the call; 0 if all
+    // rows share them.
     template <class T>
     Array<T> read(int64_t size, int64_t row = 0) {
         return {reinterpret_cast<T *>(add(size * int64_t(sizeof(T)), row * int64_t(sizeof(T)), false)), size};
     }
-    // Numbers that kernels write. Before each run they are what they were when the first one began.
+    // Numbers that kernels write. Before each run they are reset to their values at the first one.
     template <class T>
     Array<T> written(int64_t size, int64_t row = 0) {
         return {reinterpret_cast<T *>(add(size * int64_t(sizeof(T)), row * int64_t(sizeof(T)), true)), size};
@@ -120,9 +120,9 @@ class Memory {
         return made;
     }
 
-    void keep();     // what is written now is what runs begin with
-    void restore();  // of what runs begin with
-    void expect();   // what is written now is what all later runs must write
+    void keep();     // stores the current contents as the start of runs
+    void restore();  // restores the start of runs
+    void expect();   // stores the current contents as the result of all later runs
     void compare(const char *run);
     int64_t row_bytes(const void *of) const;
 
@@ -138,15 +138,15 @@ class Memory {
     char *add(int64_t bytes, int64_t row_bytes, bool written);
 };
 
-// Calls of kernels, one after the other, over the same rows: n[0] of each.
+// Calls of kernels in sequence over the same rows: n[0] of each.
 class Program : public Memory {
   public:
     explicit Program(int64_t rows) : rows_(rows) {}
     void add(const std::string &kernel, const std::vector<const void *> &p, const std::vector<int64_t> &n,
              const std::vector<double> &f = {});
-    // All rows at once, on one thread.
+    // Runs all rows at once, on one thread.
     void run();
-    // The same rows in other pieces, and on three threads: each bit that `run` wrote must be the same.
+    // Runs the same rows in other pieces, and on three threads: each bit that `run` wrote must be the same.
     void repeat();
 
   private:
@@ -156,14 +156,14 @@ class Program : public Memory {
     void pieces(const std::vector<int64_t> &sizes, int threads, const char *name);
 };
 
-// A test of some kernels.
+// Test of some kernels.
 struct Test {
     std::vector<std::string> kernels;
     void (*run)();
 };
 std::vector<Test> product_tests(), compact_tests(), cache_tests(), row_tests(), vocabulary_tests();
 
-// [N, K] as the products read it: panels of 16 rows, words of 32 bits.
+// [N, K] in the form of the products: panels of 16 rows, words of 32 bits.
 template <class T>
 Array<uint32_t> packed(Memory &memory, const T *dense, int64_t n, int64_t k) {
     constexpr int64_t PER_WORD = 4 / sizeof(T);

@@ -1,4 +1,4 @@
-// Products with plain weights, in float and in int8, and how these weights are packed.
+// Products with plain weights, in float and in int8, and packing of these weights.
 #include "golden.h"
 
 namespace golden {
@@ -6,7 +6,7 @@ namespace golden {
 struct Size {
     int64_t rows, k, n;
 };
-// Rows of one tile, of a few tiles and of blocks; odd K and N, which leave parts of words, panels and tiles.
+// Rows of one tile, of a few tiles and of blocks; odd K and N, which leave partial words, panels and tiles.
 static const Size SIZES[] = {{1, 1, 1},    {2, 7, 17},   {3, 64, 48},  {5, 33, 100}, {6, 130, 65},   {8, 257, 33},
                              {11, 66, 80}, {12, 40, 16}, {13, 129, 35}, {29, 70, 81}, {70, 200, 50}, {150, 131, 19}};
 static const Size PAIRED[] = {{1, 9, 32}, {4, 65, 96}, {7, 130, 160}, {12, 34, 64}, {27, 131, 96}, {80, 67, 160}};
@@ -25,7 +25,7 @@ struct Floats {
           panels(packed(call, w.data, s.n, s.k)) {
         if (!biased) bias.data = nullptr;
     }
-    // magnitude: the sum of the products' magnitudes, to which errors of rounding are relative.
+    // magnitude: sum of the products' magnitudes, to which rounding errors are relative.
     double product(int64_t row, int64_t column, double &magnitude) const {
         double sum = bias.data ? number(bias[column]) : 0;
         magnitude = std::abs(sum);
@@ -80,7 +80,7 @@ void linear_swiglu() {
     }
 }
 
-// The first of the largest of n numbers that count.
+// Index of the first of the largest of n numbers.
 template <class T>
 int64_t argmax(const T *out, int64_t counting) {
     int64_t best = 0;
@@ -94,7 +94,7 @@ void linear_argmax() {
     for (Size size : SIZES)
         for (int64_t counting : {size.n, (size.n + 1) / 2}) {
             Floats<T> on(size, size.k % 2, size.n);
-            // Equal columns: the first one counts.
+            // Equal columns, of which the first one counts.
             for (int64_t i = 0; i < size.k && size.n > 20; i++)
                 for (int64_t column : {3, 18}) on.w[column * size.k + i] = on.w[7 * size.k + i];
             on.panels = packed(on.call, on.w.data, size.n, size.k);
@@ -113,7 +113,7 @@ void linear_argmax() {
         }
 }
 
-// Weights and x in int8, with all that belongs to them. Results are the same bits: sums are exact.
+// Weights and x in int8, with scales, zeros and sums. Results are bit-identical, since sums are exact.
 template <class T>
 struct Int8s {
     const Size size;
@@ -134,7 +134,7 @@ struct Int8s {
           x_sum(call.read<int32_t>(s.rows, 1)), panels(packed(call, w.data, s.n, s.k)) {
         for (int64_t i = 0; i < s.n; i++) w_sum[i] = sum(w.data + i * s.k);
         for (int64_t i = 0; i < s.rows; i++) x_sum[i] = sum(x.data + i * s.k);
-        // The extremes, whose products are the largest.
+        // The extremes, with the largest products.
         for (int64_t i = 0; i < s.k; i++) x[i] = w[i] = -128;
         panels = packed(call, w.data, s.n, s.k);
         w_sum[0] = sum(w.data), x_sum[0] = sum(x.data);
@@ -152,7 +152,7 @@ struct Int8s {
                   zeros ? w_zero : none, zeros ? x_sum : none},
                  {size.rows, size.k, size.n, counting});
     }
-    // Before it is rounded to T.
+    // Result before rounding to T.
     float product(int64_t row, int64_t column) const {
         int32_t total = 0;
         for (int64_t i = 0; i < size.k; i++)
@@ -241,7 +241,7 @@ std::string plain(const char *name) {
     return sizeof(T) == 1 ? std::string(name) + "/int8" : typed<T>(name);
 }
 
-// `pack` writes rows to any place of the panels, also in parts; `unpack` reads any rows.
+// `pack` writes rows to any position of the panels, also in parts; `unpack` reads any rows.
 template <class T>
 void pack() {
     for (Size size : SIZES) {

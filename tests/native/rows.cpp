@@ -1,4 +1,4 @@
-// Kernels that make each row of its own row alone.
+// Tests of the kernels that compute each row from one row.
 #include "golden.h"
 
 namespace golden {
@@ -8,7 +8,7 @@ struct Size {
 };
 static const Size SIZES[] = {{1, 1}, {2, 5}, {3, 16}, {9, 31}, {20, 100}, {7, 515}, {70, 37}};
 
-// A row as int8: the same operations in float32 as `quantize` of quantized.py. The scale and zero are given, or found.
+// Row quantized to int8 by the float32 operations of `quantize` (quantize.py). Scale and zero are given, or computed.
 struct Quantized {
     float scale;
     int32_t zero = 0;
@@ -42,7 +42,7 @@ Quantized quantized(const T *row, int64_t size, Scheme by) {
     return made;
 }
 
-// The five pointers of what is written in int8, and the comparison with rows of T.
+// The five pointers of an int8 output, and its comparison with rows of T.
 struct Int8Out {
     int64_t rows, size;
     Scheme by;
@@ -85,7 +85,7 @@ void quantize() {
         }
 }
 
-// ADD: with a residual. The int8 output is compared with the output in T of the same kernel, quantized.
+// ADD: with a residual. The int8 output is compared with the same kernel's output in T, quantized.
 template <class T, bool ADD>
 void rms_norm() {
     const double EPS = 1e-6;

@@ -1,4 +1,4 @@
-// The largest logit, sampling, penalties and reports of probabilities.
+// Tests of argmax, sampling, penalties and log-probabilities.
 #include <algorithm>
 #include <numeric>
 
@@ -11,7 +11,7 @@ struct Size {
 };
 static const Size SIZES[] = {{1, 1, 1}, {3, 40, 33}, {5, 130, 130}, {9, 1100, 1029}, {2, 17000, 16999}};
 
-// Logits with some equal ones, NaN and infinities among them; beyond the columns that count, larger ones.
+// Logits with ties, NaN and infinities, and larger ones in the padding columns.
 template <class T>
 Array<T> some_logits(Memory &memory, Size size, bool odd) {
     Array<T> made = memory.normal<T>(size.rows * size.width, size.width, 3);
@@ -19,13 +19,13 @@ Array<T> some_logits(Memory &memory, Size size, bool odd) {
         T *x = made.data + row * size.width;
         for (int64_t i = size.columns; i < size.width; i++) x[i] = nearest<T>(100.0f);
         if (size.columns < 30) continue;
-        std::copy(x, x + 9, x + 20);  // equal ones
+        std::copy(x, x + 9, x + 20);  // ties
         if (odd) x[random_numbers.below(size.columns)] = nearest<T>(-INFINITY);
         if (odd && row % 2) x[random_numbers.below(size.columns)] = sizeof(T) == 4 ? T(NAN) : T(0x7FC0);
     }
     return made;
 }
-// NaN counts as minus infinity.
+// Logit of x; NaN counts as minus infinity.
 template <class T>
 float logit(T x) {
     float v = number(x);
@@ -56,7 +56,7 @@ void greedy() {
     }
 }
 
-// The weights that a row is drawn from, in order of ids: what sample.py's golden function says, sorted.
+// Weights from which a row is sampled, in order of ids: the golden function of sample.py, by sorting.
 static std::vector<double> weights_of(const std::vector<float> &x, double temperature, int64_t top_k, double top_p,
                                       double min_p) {
     std::vector<size_t> order(x.size());
@@ -104,7 +104,7 @@ void sample() {
                 fail("row %lld: %lld is not among the likeliest", (long long)row, (long long)id);
                 continue;
             }
-            // The id whose part of the whole the uniform number falls into; at its borders, rounding decides.
+            // The id whose part of the total contains the uniform number; rounding decides at its borders.
             before = std::accumulate(weights.begin(), weights.begin() + id, 0.0);
             double from = before / whole - 1e-6, to = (before + weights[size_t(id)]) / whole + 1e-6;
             if (!(uniform[row] >= from && uniform[row] <= to))
@@ -136,12 +136,12 @@ static void uniform() {
         }
         near("uniform", i, out[i], double((c[0] << 32 | c[1]) >> 11) / 9007199254740992.0, 0);
     }
-    // The known answer of Random123 for counter and key of zeros: 6627e8d5 e169c58d.
+    // Published result of Random123 for counter and key of zeros: 6627e8d5 e169c58d.
     near("uniform", 2, out[2], double(0x6627E8D5E169C58Dull >> 11) / 9007199254740992.0, 0);
     call.repeat();
 }
 
-// The same float32 operations in the same order: the same bits.
+// The same float32 operations in the same order give the same bits.
 static void penalize() {
     for (Size size : SIZES) {
         int64_t all = size.rows * size.width;

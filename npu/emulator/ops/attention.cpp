@@ -1,4 +1,4 @@
-// Attention over a paged key-value cache, and the writing of it.
+// Attention over a paged key-value cache, and writes to the cache.
 #include "op.h"
 
 using namespace ops;
@@ -83,8 +83,8 @@ struct Request {
 
 bool dense(const aclTensor *tensor) { return !tensor || view(tensor).is_contiguous(); }
 
-// Which keys a query may not see, as a function of (key's position - query's position), read from the first row and
-// column of the (2048, 2048) mask, so that a wrong mask gives wrong numbers, as on the device.
+// Mask of the keys that a query may not see, by (key's position - query's position), read from the first row and column
+// of the (2048, 2048) mask, so that a wrong mask gives wrong numbers, as on the device.
 at::Tensor hidden(const at::Tensor &mask, int64_t queries, int64_t keys, int64_t shift) {
   const auto distance = (at::arange(keys).unsqueeze(0) - (at::arange(queries) + shift).unsqueeze(1)).clamp(-2047, 2047);
   const auto flags = mask.reshape({2048, 2048}).to(at::kBool);
@@ -92,8 +92,8 @@ at::Tensor hidden(const at::Tensor &mask, int64_t queries, int64_t keys, int64_t
   return by_distance.index_select(0, (distance + 2047).flatten()).reshape(distance.sizes());
 }
 
-// One request: q (S, N, D), k and v (L, kv_heads, D); `masked` (S, L) or (1 or N, S, L) or undefined. Returns (S, N, D)
-// and (S, N, 1) in float32.
+// Attends for one request: q (S, N, D), k and v (L, kv_heads, D); `masked` (S, L) or (1 or N, S, L) or undefined.
+// Returns (S, N, D) and (S, N, 1) in float32.
 std::pair<at::Tensor, at::Tensor> attend(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double scale,
                                          const at::Tensor &masked) {
   const int64_t s = q.size(0), n = q.size(1), d = q.size(2), kv = k.size(1), l = k.size(0);
@@ -135,7 +135,7 @@ std::vector<Request> requests_of(const Attention &a, bool tnd, bool paged, int64
   require(kKvLength, shared || given.size() >= out.size(),
           std::to_string(given.size()) + " lengths for " + std::to_string(out.size()) + " requests");
   for (size_t i = 0; i < out.size(); i++) {
-    const bool running = tnd && !paged;  // unpaged TND keys are packed as the queries are, and counted so
+    const bool running = tnd && !paged;  // unpaged TND keys are packed like the queries, with cumulative lengths
     out[i].context = shared ? given[0] : running && i ? given[i] - given[i - 1] : given[i];
     require(kKvLength, out[i].context >= 0, describe(given));
   }
@@ -259,8 +259,8 @@ Work prepare(Attention a) {
   };
 }
 
-// Partial results of the split over keys, whatever the lengths: a workspace that serves every update of a captured
-// call.
+// Bytes for partial results of the split over keys, independent of the lengths: a workspace that serves every update of
+// a captured call.
 uint64_t workspace_of(const Attention &a) {
   uint64_t numbers = 1;
   for (const auto size : a.query->sizes) numbers *= size;
@@ -316,7 +316,7 @@ OP(aclnnFusedInferAttentionScoreV4, FIA_INPUTS, const aclTensor *dequant_query, 
   return plan(PHASE, [&] { return prepare(a); }, workspace_of(a));
 }
 
-// What the largest lengths would need: the executor is made for its checks and given back by aclDestroyAclOpExecutor.
+// Workspace for the largest lengths. The executor exists for its checks and is freed by aclDestroyAclOpExecutor.
 extern "C" EMU_API int aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(FIA_INPUTS, FIA_NUMBERS, const aclTensor *out,
                                                                           const aclTensor *lse, uint64_t *workspace,
                                                                           aclOpExecutor **executor) {

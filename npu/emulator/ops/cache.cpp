@@ -1,4 +1,4 @@
-// New keys and values to their slots of a paged cache.
+// Writes of new keys and values to slots of a paged cache.
 #include "op.h"
 
 using namespace ops;
@@ -39,7 +39,7 @@ void check_cache(const at::Tensor &x, const aclTensor *cache, bool nz) {
             describe(cache) + " for " + describe(x.sizes()));
 }
 
-// Row i of x to slot slots[i].
+// Writes row i of x to slot slots[i].
 void scatter(const at::Tensor &x, const at::Tensor &cache, const at::Tensor &slots, bool nz) {
   const int64_t block = cache.size(nz ? 2 : 1);
   const auto at_block = at::floor_divide(slots, block), offset = at::remainder(slots, block);

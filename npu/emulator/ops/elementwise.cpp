@@ -1,4 +1,4 @@
-// Element by element: one input, two inputs, an input and a number; comparisons, choices and bounds.
+// Elementwise operators: one input, two inputs, an input and a number; comparisons, selection and clamping.
 #include "op.h"
 
 using namespace ops;
@@ -13,7 +13,7 @@ Work unary(const aclTensor *self, const aclTensor *out, Unary f) {
   return [x = view(self), y = view(out), f] { write(y, f(x)); };
 }
 
-// `other` may be a number: it takes part in no promotion beyond its kind, as in torch.
+// `other` may be a number: its type promotes the result only by kind, as in torch.
 Work binary(const aclTensor *self, const aclTensor *other, const aclTensor *out, Binary f) {
   return [a = view(self), b = view(other), y = view(out), f] { write(y, f(a, b)); };
 }
@@ -24,7 +24,7 @@ Work with_number(const aclTensor *self, const aclScalar *other, const aclTensor 
 
 }  // namespace
 
-// f(self) into `out`, or into `self`.
+// Writes f(self) to `out`, or to `self`.
 #define UNARY(NAME, F)                                       \
   OP(NAME, const aclTensor *self, const aclTensor *out) {    \
     return plan(PHASE, [&] { return unary(self, out, F); }); \
@@ -64,7 +64,7 @@ UNARY(aclnnIsFinite, at::isfinite)
 UNARY(aclnnIsPosInf, at::isposinf)
 UNARY(aclnnIsNegInf, at::isneginf)
 
-// Two tensors, each broadcast to the other.
+// Two tensors, broadcast to each other.
 #define BINARY(NAME, F)                                                           \
   OP(NAME, const aclTensor *self, const aclTensor *other, const aclTensor *out) { \
     return plan(PHASE, [&] { return binary(self, other, out, F); });              \
@@ -81,12 +81,12 @@ UNARY(aclnnIsNegInf, at::isneginf)
   OP(NAME, const aclTensor *self, const aclScalar *other) {                \
     return plan(PHASE, [&] { return with_number(self, other, self, F); }); \
   }
-// A family with a tensor or a number at its right, into `out` or in place: aclnnMul, aclnnMuls, aclnnInplaceMul,
+// A family with a tensor or a number as second operand, into `out` or in place: aclnnMul, aclnnMuls, aclnnInplaceMul,
 // aclnnInplaceMuls.
 #define ARITHMETIC(NAME, F) \
   BINARY(aclnn##NAME, F)    \
   BINARY_INPLACE(aclnnInplace##NAME, F) NUMBER(aclnn##NAME##s, F) NUMBER_INPLACE(aclnnInplace##NAME##s, F)
-// The same named by what stands at the right: aclnnEqTensor, aclnnEqScalar and those in place.
+// The same with the second operand in the name: aclnnEqTensor, aclnnEqScalar and their in-place forms.
 #define RELATION(NAME, F)                                                      \
   BINARY(aclnn##NAME##Tensor, F)                                               \
   BINARY_INPLACE(aclnnInplace##NAME##Tensor, F) NUMBER(aclnn##NAME##Scalar, F) \
@@ -128,7 +128,7 @@ NUMBER_INPLACE(aclnnInplaceClampMax, at::clamp_max)
 BINARY(aclnnClampMinTensor, at::clamp_min)
 BINARY(aclnnClampMaxTensor, at::clamp_max)
 
-// self + alpha * other and the like.
+// self + alpha * other and similar operators.
 #define WITH_ALPHA(NAME, F)                                                                                         \
   OP(aclnn##NAME, const aclTensor *self, const aclTensor *other, const aclScalar *alpha, const aclTensor *out) {    \
     return plan(PHASE, [&] {                                                                                        \
@@ -155,7 +155,7 @@ WITH_ALPHA(Sub, at::sub)
 WITH_ALPHA_INPLACE(Sub, at::sub)
 WITH_ALPHA(Rsub, at::rsub)
 
-// div with rounding: mode 0 true division, 1 towards zero, 2 down.
+// Rounding mode of div: 0 true division, 1 towards zero, 2 down.
 static std::optional<c10::string_view> rounding(int mode) {
   if (mode == 1) return "trunc";
   if (mode == 2) return "floor";
@@ -188,7 +188,7 @@ OP(aclnnRemainderScalarTensor, const aclScalar *self, const aclTensor *other, co
               [&] { return [a = self->value, b = view(other), y = view(out)] { write(y, at::remainder(a, b)); }; });
 }
 
-// Bounds; either may be absent.
+// Clamping; either bound may be absent.
 static std::optional<at::Scalar> bound(const aclScalar *scalar) {
   return scalar ? std::optional(scalar->value) : std::nullopt;
 }
@@ -211,7 +211,7 @@ OP(aclnnNanToNum, const aclTensor *self, float nan, float high, float low, const
               [&] { return [=, x = view(self), y = view(out)] { write(y, at::nan_to_num(x, nan, high, low)); }; });
 }
 
-// One of two, by a mask.
+// Selection by a mask.
 OP(aclnnSWhere, const aclTensor *condition, const aclTensor *self, const aclTensor *other, const aclTensor *out) {
   return plan(PHASE, [&] {
     return [c = view(condition), a = view(self), b = view(other), y = view(out)] { write(y, at::where(c, a, b)); };

@@ -1,5 +1,5 @@
-// Elements taken from and put to places that other tensors name. An index out of range is an error of the stream, as
-// the device's kernels report it.
+// Reads and writes of elements at positions given by other tensors. An index out of range is an error of the stream, as
+// on the device.
 #include "op.h"
 
 using namespace ops;
@@ -32,7 +32,7 @@ OP(aclnnTake, const aclTensor *self, const aclTensor *index, const aclTensor *ou
   });
 }
 
-// The plugin passes an empty tensor of one dimension for a dimension taken whole; a real empty index gives no output.
+// The plugin passes an empty one-dimensional tensor for a whole dimension; a real empty index has an empty output.
 static c10::List<std::optional<at::Tensor>> places(const std::vector<at::Tensor> &indices, bool some) {
   c10::List<std::optional<at::Tensor>> out;
   for (const auto &index : indices) {
@@ -135,7 +135,7 @@ OP(aclnnInplaceIndexFill, const aclTensor *self, int64_t dim, const aclTensor *i
   });
 }
 
-// The positions, or the elements, where a condition holds: how many is known when it has run, so the call waits for it.
+// Positions or elements where a condition holds. Their number is known only after the run, so the call waits for it.
 static void fill_front(const aclTensor *out, const at::Tensor &found) {
   at::from_blob(out->data, found.sizes(), at::TensorOptions(scalar_type(out->dtype)).device(at::kCPU)).copy_(found);
   const_cast<aclTensor *>(out)->sizes = found.sizes().vec();

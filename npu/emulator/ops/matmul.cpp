@@ -1,4 +1,4 @@
-// Matrix products: sums in float32, rounded once at the end (the cube unit's accumulator).
+// Matrix products: sums in float32, rounded once at the end, like the cube unit's accumulator.
 #include "nz.h"
 
 using namespace ops;
@@ -29,7 +29,7 @@ void check(const aclTensor *a, const aclTensor *b, int8_t cube) {
   if (is_nz(b)) require(kWeight, b->sizes.back() != 1 && other != 1, describe(b));
 }
 
-// ATen keeps the sums of halves in float32 too and rounds once, many times faster than their conversion.
+// ATen also sums halves in float32 and rounds once, many times faster than converting them.
 at::Tensor product(const at::Tensor &a, const at::Tensor &b, at::ScalarType to) {
   const bool alike = a.scalar_type() == to && b.scalar_type() == to;
   return alike ? at::matmul(a, b) : at::matmul(f32(a), f32(b));

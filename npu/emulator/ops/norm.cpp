@@ -1,6 +1,6 @@
-// Root-mean-square norms: alone, with the residual's addition, and with quantization of the result.
+// Root-mean-square norms: alone, with addition of the residual, and with quantization of the result.
 //
-// Everything is float32 inside. The kernels of an addition round where the device's do (ops-nn,
+// All computation is in float32. Kernels with an addition round where the device's kernels do (ops-nn,
 // norm/add_rms_norm*/op_kernel): in bfloat16 the norm is of the unrounded sum, in float16 of the sum in float16;
 // aclnnAddRmsNorm rounds the normalized values before gamma.
 #include "op.h"
@@ -50,7 +50,7 @@ bool ends_with(const std::vector<int64_t> &sizes, const std::vector<int64_t> &ta
   return tail.size() <= sizes.size() && std::equal(tail.rbegin(), tail.rend(), sizes.rbegin());
 }
 
-// 1 / sqrt(mean of squares + epsilon) over the last `dims` dimensions, which stay as ones.
+// 1 / sqrt(mean of squares + epsilon) over the last `dims` dimensions, which are kept with size 1.
 at::Tensor reciprocal_rms(const at::Tensor &x, int64_t dims, double epsilon) {
   std::vector<int64_t> over;
   for (int64_t d = -dims; d < 0; d++) over.push_back(d);
@@ -62,7 +62,7 @@ void check_addition(const aclTensor *x1, const aclTensor *x2, const aclTensor *g
   require(kGammaSame, gamma->dtype == x1->dtype, describe(gamma) + " for x1 " + describe(x1));
 }
 
-// The sum as the norm sees it, in float32.
+// The sum in float32, from which the norm is computed.
 at::Tensor sum_of(const at::Tensor &a, const at::Tensor &b) {
   return f32(a.scalar_type() == at::kHalf ? a + b : f32(a) + f32(b));
 }

@@ -76,8 +76,8 @@ static void check_source(const aclTensor *source) {
           describe(source));
 }
 
-// The storage's shape, in an array that the caller deletes, and its format; `dtype` (-1: the source's) tells a tile's
-// width.
+// Returns the storage's shape, in an array that the caller deletes, and its format. `dtype` (-1: the source's)
+// determines a tile's width.
 extern "C" EMU_API int aclnnNpuFormatCastCalculateSizeAndFormat(const aclTensor *source, int format, int dtype,
                                                                 int64_t **sizes, uint64_t *dims, int *actual) {
   const auto shape = [&] {

@@ -1,4 +1,4 @@
-// FRACTAL_NZ: a matrix (k, n) stored as tiles of 16 rows by c columns of 32 bytes, column of tiles by column of tiles:
+// FRACTAL_NZ: storage of a matrix (k, n) as tiles of 16 rows by c columns of 32 bytes, in columns of tiles:
 // (ceil(n / c), ceil(k / 16), 16, c), padded with zeros (aclnnNpuFormatCast.md, data format FRACTAL_NZ).
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace ops {
 
-// The sizes in which a matrix (or several, by leading dimensions) is stored, of `c` elements to a tile's row.
+// Sizes of the storage of a matrix, or of several by leading dimensions, with c elements to a tile's row.
 std::vector<int64_t> nz_sizes(at::IntArrayRef sizes, int64_t c);
 at::Tensor pack_nz(const at::Tensor &matrix, int64_t c);
 
-// A factor of a product, in ND or in FRACTAL_NZ, a transposed view included: checked when it is made, read when it is
-// its turn.
+// Factor of a product, in ND or in FRACTAL_NZ, including a transposed view: checked on construction, read when the task
+// runs.
 class Matrix {
  public:
   explicit Matrix(const aclTensor *tensor);

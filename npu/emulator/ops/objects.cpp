@@ -1,4 +1,4 @@
-// The handles of the aclnn interface, the two phases, and the table of what is emulated.
+// Handles of the aclnn interface, its two phases, and the table of emulated operators.
 #include "op.h"
 
 #include <cstring>
@@ -7,9 +7,9 @@
 namespace ops {
 namespace {
 
-thread_local const char *current = "";  // the operator whose first phase this thread is in, for messages
+thread_local const char *current = "";  // operator whose first phase runs on this thread, for messages
 
-// The registries are made on first use: static constructors of other files fill them in any order.
+// The registries are created on first use, since static constructors of other files fill them in any order.
 std::vector<std::pair<const char *, const char *>> &operators() {
   static std::vector<std::pair<const char *, const char *>> all;
   return all;
@@ -69,7 +69,7 @@ at::ScalarType scalar_type(aclDataType dtype) {
     case ACL_INT32: return at::kInt;
     case ACL_INT64: return at::kLong;
     case ACL_UINT64:
-      return at::kLong;  // torch has no kernels for it; only the packed scales of TransQuantParam have it
+      return at::kLong;  // torch has no kernels for it; only the packed scales of TransQuantParam use it
     case ACL_BOOL: return at::kBool;
     default:
       throw Refusal(std::string(current) + ": tensors of aclDataType " + std::to_string(dtype) + " are not emulated");
@@ -175,7 +175,7 @@ EMU_API aclScalarList *aclCreateScalarList(const aclScalar *const *scalars, uint
   return new aclScalarList{{scalars, scalars + size}};
 }
 
-// The sizes as they are now, in an array that the caller deletes.
+// Returns the current sizes in an array that the caller deletes.
 EMU_API int aclGetViewShape(const aclTensor *tensor, int64_t **sizes, uint64_t *dims) {
   *dims = tensor->sizes.size();
   *sizes = new int64_t[*dims];
@@ -209,7 +209,7 @@ EMU_API int aclDestroyAclOpExecutor(aclOpExecutor *executor) {
   return 0;
 }
 
-// A list owns what is in it.
+// A list owns its elements.
 EMU_API int aclDestroyTensorList(const aclTensorList *list) {
   for (const auto *tensor : list->tensors) delete tensor;
   delete list;
@@ -221,8 +221,8 @@ EMU_API int aclDestroyScalarList(const aclScalarList *list) {
   return 0;
 }
 
-// The table as JSON: {"operators": {name: file}, "rules": [{"operators": [...], "id":, "text":, "source":}]}. Lives as
-// long as the library.
+// Table as JSON: {"operators": {name: file}, "rules": [{"operators": [...], "id":, "text":, "source":}]}. Valid as long
+// as the library is loaded.
 EMU_API const char *emuOperators() {
   static const std::string table = [] {
     std::string out = "{\"operators\": {";

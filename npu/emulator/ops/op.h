@@ -1,15 +1,15 @@
-// How an operator of libopapi is written.
+// Interface for the operators of libopapi.
 //
-// Every aclnn operator has two phases: aclnnXGetWorkspaceSize checks its arguments and makes an executor, aclnnX puts
-// the executor's work into the stream. OP(aclnnX, parameters...) defines both; its body is the first phase: it checks
-// and returns plan(...) with the work, which reads and writes device memory only at its turn in the stream.
+// Every aclnn operator has two phases: aclnnXGetWorkspaceSize checks its arguments and creates an executor, aclnnX
+// submits the executor's work to the stream. OP(aclnnX, parameters...) defines both. Its body is the first phase: it
+// checks and returns plan(...) with the work, which accesses device memory only when it runs in the stream.
 //
 //     OP(aclnnExp, const aclTensor* self, const aclTensor* out) {
 //       return plan(PHASE, [&] { return [x = view(self), y = view(out)] { write(y, at::exp(x)); }; });
 //     }
 //
-// The order of the parameters is the one that op-plugin passes to EXEC_NPU_CMD, after the workspace the plugin asks
-// for.
+// The parameters are in the order in which op-plugin passes them to EXEC_NPU_CMD, after the workspace that the plugin
+// adds.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -23,7 +23,7 @@
 
 #include "../runtime/emulator.h"
 
-// What the opaque handles of the aclnn interface hold. Tensors describe device memory and own none of it.
+// Contents of the opaque handles of the aclnn interface. Tensors describe device memory and do not own it.
 struct aclTensor {
   std::vector<int64_t> sizes, strides, storage_sizes;
   int64_t offset;
@@ -51,8 +51,8 @@ struct aclScalarList {
 };
 struct aclOpExecutor {
   std::function<void()> work;
-  uint64_t workspace;  // bytes of device memory to bring to the second phase
-  bool waits;          // the second phase returns when the work is done: the output's shape depends on the values
+  uint64_t workspace;  // bytes of device memory that the second phase requires
+  bool waits;          // the second phase returns after the work: the output's shape depends on the values
 };
 
 namespace ops {
@@ -60,35 +60,36 @@ namespace ops {
 using Work = std::function<void()>;
 using Dtypes = std::initializer_list<at::ScalarType>;
 
-// A documented constraint: the operators that it binds (space-separated), what it demands, and the document that says
-// so.
+// Documented constraint: the operators that it applies to (space-separated), its text, and the document that it is
+// from.
 struct Rule {
   Rule(const char *operators, const char *id, const char *text, const char *source);
   const char *operators, *id, *text, *source;
 };
 
-// An operator that is emulated, for the table of them (emuOperators).
+// Emulated operator, for the table (emuOperators).
 struct Operator {
   Operator(const char *name, const char *file);
 };
 
-// A call that the device would refuse; plan() turns it into the operator's error code and message.
+// Call that the device would refuse; plan() converts it to the operator's error code and message.
 struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Refuses the call with the rule's text, source and what was given; in an operator's work it is an error of the stream.
+// Refuses the call with the rule's text, source and the given value; in an operator's work, it is an error of the
+// stream.
 [[noreturn]] void refuse(const Rule &rule, const std::string &given);
 inline void require(const Rule &rule, bool holds, const std::string &given) {
   if (!holds) refuse(rule, given);
 }
 
-// "bfloat16 (4, 128)", "nothing": a tensor as error messages name it.
+// Name of a tensor in error messages, such as "bfloat16 (4, 128)" or "nothing".
 std::string describe(const aclTensor *tensor);
 std::string describe(at::IntArrayRef sizes);
 
-// The tensor's values in device memory, of its own shape and strides; undefined for a null pointer. Refuses dtypes that
-// the emulator does not hold and, but for `nz_too`, formats other than ND.
+// The tensor's values in device memory, with its shape and strides; undefined for a null pointer. Refuses dtypes that
+// the emulator does not support and, without `nz_too`, formats other than ND.
 at::Tensor view(const aclTensor *tensor, bool nz_too = false);
 std::vector<at::Tensor> views(const aclTensorList *list);
 at::ScalarType scalar_type(aclDataType dtype);
@@ -98,13 +99,13 @@ inline bool is_one_of(at::ScalarType dtype, Dtypes allowed) {
   return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();
 }
 
-// `out` holds `result` from now on, rounded to its dtype. Their shapes are equal, or it is an error of the stream.
+// Copies `result` to `out`, rounded to its dtype. Different shapes are an error of the stream.
 void write(const at::Tensor &out, const at::Tensor &result);
 
-// `x` in float32, in which every fused kernel computes.
+// `x` in float32, the dtype in which every fused kernel computes.
 inline at::Tensor f32(const at::Tensor &x) { return x.to(at::kFloat); }
 
-// No autograd, no dispatch to Python and no autocast, on whichever thread the work runs.
+// Disables autograd, dispatch to Python and autocast on the thread that runs the work.
 struct Plainly {
   c10::InferenceMode inference;
   c10::impl::ExcludeDispatchKeyGuard excluded{c10::DispatchKeySet(
@@ -113,8 +114,8 @@ struct Plainly {
        c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
-// The first phase of the operator `entry` (its __func__): runs `prepare`, which checks and returns the work, and hands
-// out the executor. `bytes`, `waits`: see aclOpExecutor.
+// First phase of the operator `entry` (its __func__): runs `prepare`, which checks and returns the work, and returns
+// the executor. `bytes`, `waits`: see aclOpExecutor.
 int plan(const char *entry, uint64_t *workspace, aclOpExecutor **executor, const std::function<Work()> &prepare,
          uint64_t bytes = 0, bool waits = false);
 int launch(const char *name, uint64_t workspace, aclOpExecutor *executor, aclrtStream stream);

@@ -1,5 +1,5 @@
-// Int8: quantization of activations, by row or by a given scale, and products of quantized matrices. What is fused with
-// the gated unit is in swiglu.cpp, what is fused with norms in norm.cpp.
+// Int8: quantization of activations, by row or by a given scale, and products of quantized matrices. swiglu.cpp and
+// norm.cpp hold the fused operators.
 #include "nz.h"
 
 using namespace ops;
@@ -16,8 +16,8 @@ const Rule kY(kDynamic, "dynamicquant.y", "the output is int8 (int4 is not emula
 const Rule kGroups("aclnnDynamicQuantV2", "dynamicquant.groups", "group_index is absent (groups are not emulated)",
                    "this emulator");
 
-// q = rint(x * 127 / max|x|) by row and its scale max|x| / 127; with an offset q = rint(x / scale + offset) spans -128
-// ... 127.
+// q = rint(x * 127 / max|x|) by row, with scale max|x| / 127. With an offset, q = rint(x / scale + offset) spans
+// -128 ... 127.
 Work quantize(const aclTensor *self, const aclTensor *smooth, const aclTensor *out, const aclTensor *scale,
               const aclTensor *offset) {
   const auto dtype = scalar_type(self->dtype);
@@ -58,7 +58,7 @@ QUANTIZE_RULE(kZero, "zero_points",
 QUANTIZE_RULE(kAxis, "axis", "the axis is one of x", "parameter axis");
 QUANTIZE_RULE(kTo, "dtype", "the output is int8 (uint8 and int32 are not emulated)", "parameter dtype on A2/A3");
 
-// q = rint(x / scale + zero), within -128 ... 127.
+// q = rint(x / scale + zero), clamped to -128 ... 127.
 Work quantize_by(const aclTensor *self, const aclTensor *scales, const aclTensor *zeros, int64_t axis,
                  const aclTensor *out) {
   const auto dtype = scalar_type(self->dtype), by = scalar_type(scales->dtype);
@@ -116,7 +116,7 @@ bool absent(const aclTensor *tensor) {
   return !tensor || std::find(tensor->sizes.begin(), tensor->sizes.end(), 0) != tensor->sizes.end();
 }
 
-// Exact in int32, as the cube unit sums int8 products.
+// Exact in int32, like the cube unit's sums of int8 products.
 at::Tensor int_product(const at::Tensor &a, const at::Tensor &b) {
   if (a.dim() == 2 && b.dim() == 2) return at::_int_mm(a, b);
   return at::matmul(a.to(at::kDouble), b.to(at::kDouble)).to(at::kInt);

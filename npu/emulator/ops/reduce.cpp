@@ -1,9 +1,9 @@
-// Sums, means, extremes and scans; the order of a dimension's elements.
+// Sums, means, extremes and scans; sorting along a dimension.
 #include "op.h"
 
 using namespace ops;
 
-// over the given dimensions (none: all of them)
+// Dimensions to reduce over; none means all.
 static std::vector<int64_t> dimensions(const aclIntArray *dims, const at::Tensor &x) {
   if (dims && !dims->values.empty()) return dims->values;
   std::vector<int64_t> all(x.dim());
@@ -50,7 +50,7 @@ OP(aclnnProd, const aclTensor *self, aclDataType dtype, const aclTensor *out) {
               [&] { return [x = view(self), t = scalar_type(dtype), y = view(out)] { write(y, at::prod(x, t)); }; });
 }
 
-// The extreme and where it first stands.
+// Extreme value and its first position.
 #define EXTREME(NAME, F)                                                                                          \
   OP(NAME, const aclTensor *self, int64_t dim, bool keepdim, const aclTensor *values, const aclTensor *indices) { \
     return plan(PHASE, [&] {                                                                                      \
@@ -71,7 +71,7 @@ OP(aclnnArgMin, const aclTensor *self, int64_t dim, bool keepdim, const aclTenso
   return plan(PHASE, [&] { return [=, x = view(self), y = view(out)] { write(y, at::argmin(x, dim, keepdim)); }; });
 }
 
-// Scans in float32 where the elements are smaller, rounded at the end.
+// Scans in float32 for smaller elements, rounded at the end.
 OP(aclnnCumsum, const aclTensor *self, int64_t dim, aclDataType dtype, const aclTensor *out) {
   return plan(PHASE, [&] {
     return [=, x = view(self), t = scalar_type(dtype), y = view(out)] {

@@ -37,7 +37,7 @@ const Rule kPairLayout("aclnnApplyRotaryPosEmbV2", "applyrope.layout",
 const Rule kPairMode("aclnnApplyRotaryPosEmbV2", "applyrope.mode", "the rotary mode is half or interleave",
                      "aclnnApplyRotaryPosEmbV2.md, parameter rotaryMode (quarter is not emulated)");
 
-// x * cos + rotated(x) * sin: half rotates (x1, x2) to (-x2, x1), interleave the pairs of neighbours.
+// x * cos + rotated(x) * sin: half rotates (x1, x2) to (-x2, x1), interleave rotates pairs of neighbours.
 at::Tensor rotated(const at::Tensor &x, const at::Tensor &cos, const at::Tensor &sin, bool interleave) {
   const auto v = f32(x);
   const auto pairs =
@@ -69,7 +69,7 @@ int plan_mul(const char *entry, uint64_t *workspace, aclOpExecutor **executor, c
             describe(cos) + " and " + describe(sin) + " for x " + describe(self));
     require(kHead, x.size(3) % 2 == 0 && x.size(3) < 896 && c.size(3) == x.size(3),
             describe(cos) + " for x " + describe(self));
-    // The layout is told by where cos has its ones; whichever it is, the sequence is the dimension that may be long.
+    // The dimensions of size 1 in cos determine the layout; in each, the sequence is the dimension that may be long.
     const bool heads_second = c.size(1) == 1 && c.size(2) == x.size(2);
     const bool sequence_first = c.size(0) == x.size(0) && c.size(1) == 1 && c.size(2) == 1 && x.size(0) > 1;
     require(kBatch,

@@ -1,4 +1,4 @@
-// Rotary position embedding of queries and keys by their positions, from one table of cosines and sines.
+// Rotary position embedding of queries and keys by position, from one table of cosines and sines.
 #include "op.h"
 
 using namespace ops;
@@ -26,8 +26,8 @@ const Rule kRange(kOp, "ropecache.range", "a position is within the table",
                   "torch_npu-npu_mrope.md, parameter positions");
 const Rule kHead(kOp, "ropecache.head_size", "head_size and rotary_dim are multiples of 32, of 16 in float32", kDoc);
 
-// x (tokens, heads * head_size), cos and sin (tokens, 1, rotary_dim / 2). Half rotates the first and the second half of
-// the rotary dimensions, the other mode the neighbours.
+// x (tokens, heads * head_size), cos and sin (tokens, 1, rotary_dim / 2). `half` rotates the first with the second half
+// of the rotary dimensions; otherwise neighbours are rotated.
 at::Tensor turned(const at::Tensor &x, const at::Tensor &cos, const at::Tensor &sin, int64_t head_size, bool half) {
   const auto heads = f32(x).unflatten(-1, {x.size(1) / head_size, head_size});
   const int64_t rotary = 2 * cos.size(-1);

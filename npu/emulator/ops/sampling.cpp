@@ -1,4 +1,4 @@
-// From logits to tokens: softmax, top-k and top-p, and random numbers.
+// Sampling: softmax, top-k and top-p, and random numbers.
 #include "op.h"
 
 using namespace ops;
@@ -18,9 +18,9 @@ static const Rule kP("aclnnApplyTopKTopP", "topktopp.p", "p has the dtype of the
 static const Rule kK("aclnnApplyTopKTopP", "topktopp.k", "k is int32 with one value per row",
                      "aclnnApplyTopKTopP.md, parameter k");
 
-// Sorts ascending, stably; drops what is below the k-th largest; drops, from the smallest up, while the cumulative
-// probability is at most 1 - p, but never the largest; back to the places they came from (aclnnApplyTopKTopP.md,
-// formulas).
+// Sorts ascending and stably; drops values below the k-th largest; drops values, from the smallest up, while the
+// cumulative probability is at most 1 - p, but never the largest; restores the original positions
+// (aclnnApplyTopKTopP.md, formulas).
 OP(aclnnApplyTopKTopP, const aclTensor *logits, const aclTensor *p, const aclTensor *k, const aclTensor *out) {
   return plan(PHASE, [&] {
     const auto dtype = scalar_type(logits->dtype);
@@ -50,13 +50,12 @@ OP(aclnnApplyTopKTopP, const aclTensor *logits, const aclTensor *p, const aclTen
   });
 }
 
-// Random numbers are a function of the seed and the offset that the plugin's generator hands out, not the device's
-// Philox sequence.
+// Random numbers are a function of the seed and offset from the plugin's generator, not the device's Philox sequence.
 static at::Generator generator(int64_t seed, int64_t offset) {
   return at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed) * 0x9E3779B97F4A7C15ull +
                                                   static_cast<uint64_t>(offset));
 }
-// In a captured graph seed and offset are on the device, so that each replay draws anew.
+// In a captured graph seed and offset are on the device, so that each replay draws new numbers.
 static at::Generator generator(const at::Tensor &seed, const at::Tensor &offset, int64_t within) {
   return generator(seed.item<int64_t>(), offset.item<int64_t>() + within);
 }

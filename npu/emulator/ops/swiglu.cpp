@@ -1,4 +1,4 @@
-// The gated unit: alone, and from an exact product of int8 to int8.
+// SwiGLU: alone, and from an exact int8 product to int8.
 #include "op.h"
 
 using namespace ops;
@@ -46,7 +46,7 @@ FUSED(kFixed, "fixed", "the output's type is 2 (int8), its rounding rint, the sp
 FUSED(kOut, "y", "the output is int8 of half of x's rows, its scales float32, one for each token",
       V2 "parameters yOut, scaleOut");
 
-// As many numbers of float32, with or without dimensions of 1 beside them.
+// True for `count` numbers of float32, with or without dimensions of size 1.
 static bool numbers(const aclTensor *tensor, int64_t count) {
   return tensor && tensor->dtype == ACL_FLOAT && tensor->sizes.size() >= 1 && tensor->sizes.size() <= 2 &&
          std::max(tensor->sizes[0], tensor->sizes.back()) == count &&

@@ -1,4 +1,4 @@
-// Tensors made, copied, cast, joined and rearranged.
+// Creation, copies, casts, concatenation and rearrangement of tensors.
 #include "op.h"
 
 using namespace ops;

@@ -1,4 +1,4 @@
-// The aclop functions that torch_npu is linked to. Operators: register_aclop.
+// The aclop functions that torch_npu is linked to. Operators are registered by register_aclop.
 #include "aclop.h"
 
 #include "acl/acl_op_compiler.h"
@@ -51,7 +51,7 @@ aclError aclGetTensorDescDimV2(const aclTensorDesc *desc, size_t index, int64_t 
   return 0;
 }
 
-// The layout within the storage: the operators here read the logical one.
+// Storage layout, which is ignored: the operators here read the logical layout.
 aclError aclSetTensorFormat(aclTensorDesc *, aclFormat) {
   ENTER();
   return 0;
@@ -167,7 +167,8 @@ aclError aclopCompileAndExecute(const char *type, int input_count, const aclTens
   }
 }
 
-// Options of a compiler that there is none of: asked for before the first of these operators, which is refused by its name.
+// Options of the operator compiler, which does not exist here. They are set before the first compiled operator, which
+// is refused by name.
 aclError aclSetCompileopt(aclCompileOpt, const char *) {
   ENTER();
   return 0;

@@ -1,4 +1,4 @@
-// The older, compiled operators ("aclop"): what torch_npu describes to aclopCompileAndExecute.
+// The older, compiled operators ("aclop"), as torch_npu describes them to aclopCompileAndExecute.
 #pragma once
 
 #include <functional>
@@ -37,8 +37,8 @@ struct OldOp {
   aclopAttr attr;
 };
 
-// Makes the body of an operator's task (throws what refuse should say); libopapi registers those that it has when it is
-// loaded. One that nobody registered is refused by name.
+// Registers an operator. `make` returns the body of its task and throws the message of a refusal. libopapi registers
+// its operators when it is loaded; others are refused by name.
 EMU_API void register_aclop(const char *type, std::function<std::function<void()>(const OldOp &)> make);
 
 }  // namespace emu

@@ -1,4 +1,4 @@
-// Copies between host and device. A copy from or to pinned memory touches it when it runs, not when it is submitted.
+// Copies between host and device. A copy from or to pinned memory accesses it when it runs, not when it is submitted.
 #include <cstring>
 
 #include "acl/acl.h"
@@ -16,7 +16,7 @@ struct Copy {
   bool to_device, from_device;
 };
 
-// Refuses what a device's memory controller would: addresses that are not of the kind, or not allocated.
+// Refuses addresses that a device's memory controller would refuse: of the wrong kind, or not allocated.
 int check(const char *name, void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind, Copy *copy) {
   if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: %zu bytes into %zu", name, bytes, room);
   bool to_device = touches_device(to), from_device = touches_device(from);
@@ -54,7 +54,7 @@ int copy_later(const char *name, void *to, size_t room, const void *from, size_t
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, "%s: no such stream", name);
   bool pageable = (!copy.to_device && !is_pinned(to, bytes)) || (!copy.from_device && !is_pinned(from, bytes));
   if (!pageable) return add(lock, stream, {name, [copy] { memmove(copy.to, copy.from, copy.bytes); }});
-  // As the runtime does: the stream is synchronized, then the copy is made at once.
+  // As in the runtime: the stream is synchronized, then the copy is made at once.
   if (stream->capture)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: a copy of pageable memory cannot be captured", name);
   if (unsafe_is_forbidden())

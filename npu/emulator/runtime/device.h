@@ -1,10 +1,10 @@
-// The emulated device: streams whose tasks run in order on one thread of its own, and only when they are asked for.
+// The emulated device: streams whose tasks run in order on the device's thread, and only on demand.
 //
 //   host threads ── submit ──► Stream.queue ──► device thread: runs the head of a stream
-//                ── wait_for ─► Stream.wanted ─┘ that somebody waits for (see Order)
+//                ── wait_for ─► Stream.wanted ─┘ that a caller waits for (see Order)
 //
-// Invariant: `finished` counts the tasks that ran, `submitted` those that came, queue.size() == submitted - finished.
-// All of this is guarded by Device::lock; task bodies run without it.
+// Invariant: `submitted` and `finished` count the tasks of a stream, and queue.size() == submitted - finished.
+// Device::lock guards all of this; task bodies run without it.
 #pragma once
 
 #include <chrono>
@@ -28,27 +28,27 @@ struct Capture;
 struct Group;
 struct Stream;
 
-// A point in a stream that others wait for. Reached once, when its task ran or was thrown away with its stream.
+// Point in a stream that others wait for. Reached once, when its task has run or was dropped with its stream.
 struct Mark {
-  Stream *stream = nullptr;     // that has to come this far; null once reached
-  uint64_t number = 0;          // of the task there
+  Stream *stream = nullptr;     // the stream; null once the mark is reached
+  uint64_t number = 0;          // of the task
   bool reached = false;
-  int error = 0;                // of the stream when it was reached: those that waited for it inherit it
+  int error = 0;                // of the stream when the mark was reached; waiting streams inherit it
   std::string text;
-  int capture = 0;              // recorded in this capture: such a mark is never reached itself, only its copies are
+  int capture = 0;              // capture in which it was recorded; only copies of such a mark are reached
   std::chrono::steady_clock::time_point when;
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
 struct Task {
   const char *name;
-  std::function<void()> body;             // what it does, without the lock
-  std::function<bool()> ready = nullptr;  // may the body run now? Empty: yes
-  std::function<void()> pull = nullptr;   // if not: asks others for what it waits for
-  MarkPtr awaits = nullptr;               // ready when this is reached
+  std::function<void()> body;             // work, run without the lock
+  std::function<bool()> ready = nullptr;  // true if the body may run; empty means yes
+  std::function<void()> pull = nullptr;   // if not ready: requests the tasks that it waits for
+  MarkPtr awaits = nullptr;               // ready when this mark is reached
   MarkPtr reaches = nullptr;
-  const void *writes = nullptr;           // the address of a value that a stream may wait for
-  uint64_t held = 0;                      // hangs until Device::released is this
+  const void *writes = nullptr;           // address of a value that a stream may wait for
+  uint64_t held = 0;                      // hangs until Device::released reaches this number
 };
 
 struct Stream {
@@ -56,14 +56,14 @@ struct Stream {
   const int id;
   std::deque<Task> queue;
   uint64_t submitted = 0, finished = 0;
-  uint64_t wanted = 0;             // tasks that somebody waits for: the device runs up to here
+  uint64_t wanted = 0;             // tasks that a caller waits for: the device runs up to here
   bool running = false;            // the head is running
-  int error = 0;                   // sticks until the stream is destroyed
-  std::string text;                // what went wrong
-  Capture *capture = nullptr;      // recording instead of running
+  int error = 0;                   // kept until the stream is destroyed
+  std::string text;                // message of the error
+  Capture *capture = nullptr;      // records tasks instead of running them
   Group *update = nullptr;         // tasks replace those of this group
   size_t updated = 0;
-  bool lane = false;               // of a graph's replay
+  bool lane = false;               // belongs to the replay of a graph
 };
 
 enum class Order { lazy, eager, shuffled };
@@ -73,41 +73,42 @@ struct Device {
   std::condition_variable work, progress;
   std::vector<std::unique_ptr<Stream>> streams;   // [0] is the default stream
   Order order = Order::lazy;
-  size_t depth = 4096;             // tasks that a stream holds before submit waits for it
+  size_t depth = 4096;             // maximum tasks of a stream; submit waits beyond it
   std::mt19937_64 random;
-  uint64_t released = 0;           // of the hangs that were injected
+  uint64_t released = 0;           // number of injected hangs that were released
   int next_id = 0;
   bool started = false;
-  bool idle = true;                // the device's thread found nothing that it may run
+  bool idle = true;                // the device's thread has no task that may run
 };
 
 Device &device();
 
 using Lock = std::unique_lock<std::mutex>;
 
-Stream *find(aclrtStream stream);  // null if there is none. Under the lock, as are all of these:
+Stream *find(aclrtStream stream);  // null if there is none. This and the following functions need the lock.
 Stream *find_id(int id);
 Stream *make_stream();
-void destroy_stream(Stream *stream);  // what is left in it is thrown away, its marks are reached
-int append(Lock &lock, Stream *stream, Task task);  // to the queue itself, never recorded
-int add(Lock &lock, Stream *stream, Task task);     // recorded where the stream is capturing, else appended
+void destroy_stream(Stream *stream);  // drops its remaining tasks; their marks are reached
+int append(Lock &lock, Stream *stream, Task task);  // adds to the queue, never to a capture
+int add(Lock &lock, Stream *stream, Task task);     // records in the stream's capture, if any; otherwise appends
 void want(Stream *stream, uint64_t number);
-// Waits until `number` tasks of the stream ran. Returns its error, or 507046 after `timeout` milliseconds (-1: never).
+// Waits until `number` tasks of the stream have run. Returns its error, or 507046 after `timeout` milliseconds (-1:
+// never).
 int wait_for(Lock &lock, Stream *stream, uint64_t number, int timeout);
 int stream_error(Stream *stream);
-void set_error(Stream *stream, int code, std::string text);  // the first one stays
+void set_error(Stream *stream, int code, std::string text);  // keeps the first error
 
-// graph.cpp: what a capture takes, and what it forbids. Each returns 0 or the documented error code.
+// graph.cpp: operations and restrictions of captures. Each returns 0 or the documented error code.
 int record(Lock &lock, Stream *stream, Task task);
-int join(Stream *stream, const Mark &mark);                 // the stream waits for the mark: it may enter its capture
+int join(Stream *stream, const Mark &mark);                 // the stream waits for the mark and may enter its capture
 int no_sync(const Stream *stream, const char *name);        // 107027 while the stream captures
 int no_sync(const char *name);                              // 107027 while any stream captures
 int no_sync(const Mark &mark, const char *name);            // 107028 if the event was recorded in a capture
 int capture_of(const Stream *stream);                       // 0: none
-bool unsafe_is_forbidden();                                 // to this thread: aclrtMemcpy and aclrtMemset
+bool unsafe_is_forbidden();                                 // for this thread: aclrtMemcpy and aclrtMemset
 
 // log.cpp
-int injected(const char *name);     // the fault that this call meets, 0 for none
+int injected(const char *name);     // error code of the fault injected into this call; 0 for none
 
 }  // namespace emu
 

@@ -1,7 +1,7 @@
-// What the emulator's runtime (libascendcl) gives to its operators (libopapi).
+// Interface of the emulator's runtime (libascendcl) for its operators (libopapi).
 //
-// Device memory is host memory at addresses of its own, so a task may read it through at::from_blob. A task reads and
-// writes device memory only when it runs, never when it is submitted: the values are not there before its turn.
+// Device memory is host memory in a separate range of addresses, so a task may read it through at::from_blob. A task
+// accesses device memory only when it runs, never when it is submitted: earlier tasks have not written it before.
 #pragma once
 
 #include <functional>
@@ -12,23 +12,23 @@
 
 namespace emu {
 
-// Logs a host API call, as the first thing in each exported function; `name` must outlive the process (a literal,
-// __func__). Returns 0, or the error code that was injected; a function that can fail returns it at once.
+// Logs a host API call; each exported function calls it first. `name` must outlive the process (a literal, __func__).
+// Returns 0, or an injected error code, which a function that can fail must return at once.
 EMU_API int enter(const char* name);
 
-// Appends `task` to the queue of `stream` (null: the default stream); it runs at its turn, on the device's thread. A
+// Appends `task` to the queue of `stream` (null: the default stream); it runs in order, on the device's thread. A
 // capturing stream records it instead; in an update it replaces the next task of the task group.
-// An exception in the task is an error of the stream (507015, the message for aclGetRecentErrMsg), told by its next
-// synchronization, as a kernel's is; the stream runs nothing more. Returns 0, or an error code: return it.
+// An exception in the task is an error of the stream (507015, with the message for aclGetRecentErrMsg), reported by its
+// next synchronization, like a kernel's error; the stream runs no more tasks. Returns 0, or an error code to return.
 EMU_API int submit(aclrtStream stream, const char* name, std::function<void()> task);
 
-// Notes the text for aclGetRecentErrMsg of this thread and returns 161002, ACLNN_ERR_PARAM_INVALID.
+// Sets the text for aclGetRecentErrMsg of this thread and returns 161002, ACLNN_ERR_PARAM_INVALID.
 EMU_API int refuse(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// The same with an error code of one's choice.
+// The same with a given error code.
 EMU_API int fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// True if `name` is among the relaxations that activate(relax=...) was given, e.g. "fp32".
+// True if `name` is among the relaxations of activate(relax=...), e.g. "fp32".
 EMU_API bool option(const char* name);
 
 }  // namespace emu

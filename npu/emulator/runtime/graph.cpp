@@ -1,9 +1,9 @@
-// Graphs (model running instances): what is submitted to a capturing stream is kept, and replayed in stream order.
+// Graphs (model running instances): tasks of a capturing stream are recorded, and replayed in stream order.
 //
-// A capture has one lane for each stream in it. A replay gives every lane a stream of its own with fresh marks, so that
-// a wait that is missing within the graph gives wrong data too; the launching stream waits until all lanes are done.
+// A capture has one lane for each of its streams. A replay gives every lane a stream with new marks, so that a wait
+// that is missing within the graph gives wrong data too; the launching stream waits until all lanes are done.
 // Rules and error codes: CANN Runtime documentation, "Single-Stream Capture", "Cross-Stream Capture", "Task Update",
-// and aclError; where those are silent, the open source of the runtime (src/runtime/api/impl/api_error.cc).
+// and aclError; where these do not specify, the open source of the runtime (src/runtime/api/impl/api_error.cc).
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -36,14 +36,14 @@ struct Capture {
   aclmdlRICaptureMode mode;
   pid_t thread;
   std::map<Stream *, size_t> lanes;
-  Stream *grouping = nullptr;  // its tasks go into the newest group
+  Stream *grouping = nullptr;  // its tasks are added to the newest group
 };
 
 namespace {
 
 int next_id = 1;
 std::map<int, std::unique_ptr<Capture>> captures;
-std::map<void *, std::shared_ptr<Graph>> graphs;  // by handle, those being captured too
+std::map<void *, std::shared_ptr<Graph>> graphs;  // by handle, including those being captured
 thread_local aclmdlRICaptureMode thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
 pid_t thread_id() { return static_cast<pid_t>(syscall(SYS_gettid)); }
@@ -67,7 +67,7 @@ void begin(Replay &replay) {
     replay.lanes.push_back(lane);
     for (auto &node : nodes) {
       Task task = node->task;
-      // What an update put there by the time that the task runs.
+      // Reads the body when the task runs, so that an earlier update applies.
       if (task.body) task.body = [node] { node->task.body(); };
       if (task.awaits) task.awaits = fresh(task.awaits);
       lane->submitted++;
@@ -81,7 +81,7 @@ void begin(Replay &replay) {
   }
 }
 
-// True when all lanes are done, which are gone then.
+// Returns true, and deletes the lanes, when all of them are done.
 bool done(Replay &replay, Stream *launching) {
   if (replay.done) return true;
   if (replay.lanes.empty() && !replay.graph->lanes.empty()) return false;
@@ -99,7 +99,7 @@ int not_capturing(const char *name) {
   return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "%s: the stream is not capturing", name);
 }
 
-// Each stream but the origin must end in a record that another stream of the capture waits for.
+// Each stream except the origin must end in a record that another stream of the capture waits for.
 bool joined(const Capture &capture) {
   std::set<const Mark *> awaited;
   for (auto &lane : capture.graph->lanes)
@@ -254,7 +254,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   task.ready = [replay, stream] { return done(*replay, stream); };
   task.pull = [replay] {
     if (replay->lanes.empty()) begin(*replay);
-    for (Stream *lane : replay->lanes) {  // the origin, and what it waits for; then the ends of the others
+    for (Stream *lane : replay->lanes) {  // the origin and its dependencies, then the ends of the others
       want(lane, lane->submitted);
       if (!lane->queue.empty()) break;
     }
@@ -342,7 +342,7 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_h
   return 0;
 }
 
-// The update itself happens at its turn in the stream: a replay that must see it waits for it by an event.
+// The update takes effect in stream order: a replay that must see it waits for it by an event.
 aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
   ENTER();
   Lock lock(device().lock);

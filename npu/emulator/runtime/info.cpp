@@ -1,5 +1,5 @@
-// What device there is: one Atlas A2 (Ascend910B4, 32 GB of memory or what was asked for) under CANN 9.1.0, the version
-// that torch_npu 2.13 is matched with.
+// Properties of the device: one Atlas A2 (Ascend910B4, 32 GB of memory or the configured size) under CANN 9.1.0, the
+// version that matches torch_npu 2.13.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -23,7 +23,7 @@ std::atomic<bool> initialized{false};
 std::atomic<bool> active{false};
 thread_local bool device_set = false;
 std::atomic<int64_t> parameters[ACL_OPT_STRONG_CONSISTENCY + 1];
-int context;  // its address is the context
+int context;  // its address is the context handle
 
 int bad_device(const char *name, int id) {
   return fail(ACL_ERROR_RT_INVALID_DEVICEID, "%s: device %d, there is only device 0", name, id);
@@ -119,7 +119,7 @@ aclError aclrtSetDevice(int32_t id) {
 
 aclError aclrtGetDevice(int32_t *id) {
   ENTER();
-  if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a question, no mistake
+  if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a query, so no error is logged
   *id = 0;
   return 0;
 }
@@ -141,7 +141,7 @@ aclError aclrtGetPrimaryCtxState(int32_t id, uint32_t *flags, int32_t *is_active
 
 aclError aclrtGetCurrentContext(aclrtContext *current) {
   ENTER();
-  if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a question, no mistake
+  if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a query, so no error is logged
   *current = &context;
   return 0;
 }
@@ -172,7 +172,7 @@ aclError aclrtDeviceGetBareTgid(int32_t *id) {
   return 0;
 }
 
-// What follows sets how a device computes or how long it is waited for, and changes no number here.
+// The following functions set how a device computes or the timeouts of waits; none changes numbers here.
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) {
   ENTER();
   return 0;
@@ -199,7 +199,7 @@ aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrVa
   return 0;
 }
 
-// A computation on the CPU is deterministic always.
+// Computation on the CPU is always deterministic.
 aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
   ENTER();
   if (option < 0 || option > ACL_OPT_STRONG_CONSISTENCY)
@@ -216,7 +216,7 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
   return 0;
 }
 
-extern "C" EMU_API int HcclSetConfig(int, int64_t) {  // the same, of communication, of which there is none
+extern "C" EMU_API int HcclSetConfig(int, int64_t) {  // the same for communication, which does not exist here
   ENTER();
   return 0;
 }
@@ -236,7 +236,7 @@ aclError aclrtGetLastError(aclrtLastErrLevel) {
   return 0;
 }
 
-// The plugin's own log: to stderr where EMULATED_NPU_LOG is set.
+// The plugin's own log: to stderr if EMULATED_NPU_LOG is set.
 void aclAppLog(aclLogLevel level, const char *function, const char *, uint32_t line, const char *format, ...) {
   static const bool wanted = getenv("EMULATED_NPU_LOG") != nullptr;
   if (!wanted) return;

@@ -1,5 +1,5 @@
-// What the host called, what it was told when a call failed, the faults to inject, and the emulator's options.
-// The emu_ functions at the end are what Python sees, by ctypes.
+// Call log, error messages, injected faults, and the emulator's options. Python calls the emu_ functions at the end by
+// ctypes.
 #include <fnmatch.h>
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -23,13 +23,13 @@ struct Call {
 
 struct Fault {
   std::string pattern;
-  int64_t after;   // calls that still pass
-  int64_t times;   // that fail then; -1: all
+  int64_t after;   // calls that still succeed
+  int64_t times;   // calls that then fail; -1: all
   int code;
 };
 
 std::mutex lock;
-std::vector<Call> calls;       // a ring once it is full
+std::vector<Call> calls;       // a ring buffer once it is full
 uint64_t counted = 0;          // calls since the last clear
 constexpr size_t kept = 1 << 18;
 std::vector<Fault> faults;
@@ -103,7 +103,7 @@ bool option(const char *name) {
 
 using namespace emu;
 
-// This thread's text since the last call, which takes it.
+// Error text of this thread since the last call, which clears it.
 extern "C" EMU_API const char *aclGetRecentErrMsg() {
   thread_local std::string taken;
   taken = std::move(recent);
@@ -122,7 +122,7 @@ EMU_API void emu_mark(const char *text) {
   log(name);
 }
 
-// The number of calls since the last clear; `room` of them, from `from` on, which must still be kept, are written out.
+// Returns the number of calls since the last clear and writes `room` of them, from `from` on, which must still be kept.
 EMU_API uint64_t emu_calls(uint64_t from, uint64_t room, const char **called, int64_t *threads) {
   std::lock_guard<std::mutex> guard(lock);
   for (uint64_t n = from; n < counted && n - from < room; n++) {
@@ -140,14 +140,14 @@ EMU_API void emu_clear_calls() {
   counted = 0;
 }
 
-// The nth call from now whose name matches the shell pattern fails, and the times - 1 after it.
+// Makes the nth call from now whose name matches the shell pattern, and the times - 1 after it, fail.
 EMU_API void emu_inject(const char *pattern, int64_t nth, int64_t times, int code) {
   std::lock_guard<std::mutex> guard(lock);
   faults.push_back({pattern, nth - 1, times, code});
   armed = true;
 }
 
-// Lets go what hangs, and forgets the faults.
+// Releases hanging tasks and removes the faults.
 EMU_API void emu_heal() {
   {
     std::lock_guard<std::mutex> guard(lock);
@@ -171,7 +171,7 @@ EMU_API void emu_order(int order, uint64_t seed, uint64_t depth) {
   device().depth = depth;
 }
 
-// Tasks that were submitted and have not run, of all streams.
+// Number of submitted tasks of all streams that have not run.
 EMU_API uint64_t emu_pending() {
   Lock guard(device().lock);
   uint64_t pending = 0;

@@ -1,4 +1,4 @@
-// Device memory: a range of host addresses of its own, of the device's size, and host memory that is pinned.
+// Device memory: a range of host addresses of the device's size; and pinned host memory.
 #include <sys/mman.h>
 
 #include <cstdlib>
@@ -12,17 +12,17 @@ namespace emu {
 
 namespace {
 
-constexpr size_t SMALL = 4096, HUGE = size_t{2} << 20;  // pages: the second for a MiB or more
+constexpr size_t SMALL = 4096, HUGE = size_t{2} << 20;  // page sizes; HUGE for allocations of 1 MiB or more
 
 std::mutex lock;
 size_t capacity = size_t{4} << 30, used = 0, peak = 0;
 char *arena = nullptr;
 bool poison = false;
 std::map<char *, size_t> taken;        // allocations in the arena
-std::map<char *, size_t> pinned;       // host memory
-std::set<void *> ours;                 // of it what aclrtMallocHost made
+std::map<char *, size_t> pinned;       // pinned host memory
+std::set<void *> ours;                 // the part of it that aclrtMallocHost allocated
 std::map<char *, size_t> reserved;     // virtual ranges without memory (torch_npu's expandable segments)
-std::map<char *, size_t> mapped;       // of them what has some
+std::map<char *, size_t> mapped;       // the parts of them with memory
 
 struct Physical {
   size_t size;
@@ -34,7 +34,7 @@ size_t pages(size_t size) {
   return (std::max<size_t>(size, 1) + page - 1) / page * page;
 }
 
-// True if one of the ranges holds [address, address + size).
+// True if one of the ranges contains [address, address + size).
 bool covering(const std::map<char *, size_t> &ranges, const void *address, size_t size) {
   auto at = static_cast<char *>(const_cast<void *>(address));
   auto after = ranges.upper_bound(at);
@@ -48,7 +48,7 @@ int out_of_memory(const char *name, size_t size) {
               size, capacity - used, capacity);
 }
 
-// First fit. The arena is one allocation of address space; memory comes as it is touched.
+// First fit. The arena is one reservation of address space; pages are allocated when they are touched.
 char *place(size_t size, size_t page) {
   if (!arena) {
     int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -76,7 +76,7 @@ int allocate(const char *name, void **address, size_t wanted) {
   taken[at] = size;
   used += size;
   peak = std::max(peak, used);
-  if (poison) memset(at, 0xff, size);  // not a number in every floating type, -1 in the integers
+  if (poison) memset(at, 0xff, size);  // NaN in every floating type, -1 in the integers
   *address = at;
   return 0;
 }
@@ -117,7 +117,7 @@ using namespace emu;
 
 aclError aclrtMalloc(void **address, size_t size, aclrtMemMallocPolicy) {
   ENTER();
-  return allocate(__func__, address, size + 32);  // as documented: 32 bytes are added
+  return allocate(__func__, address, size + 32);  // 32 bytes are added, as documented
 }
 
 aclError aclrtMallocAlign32(void **address, size_t size, aclrtMemMallocPolicy) {
@@ -267,7 +267,7 @@ aclError aclrtUnmapMem(void *address) {
 
 extern "C" {
 
-// Before the first allocation.
+// Call before the first allocation.
 EMU_API void emu_memory(uint64_t bytes, int poisoned) {
   capacity = bytes / HUGE * HUGE;
   poison = poisoned;

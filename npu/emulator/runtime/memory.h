@@ -1,12 +1,12 @@
-// Which memory an address is of.
+// Classification of addresses.
 #pragma once
 
 #include <cstddef>
 
 namespace emu {
 
-bool on_device(const void *address, size_t size);  // allocated there, all of it
-bool touches_device(const void *address);          // among the device's addresses, allocated or not
+bool on_device(const void *address, size_t size);  // true if all of it is allocated on the device
+bool touches_device(const void *address);          // true for the device's addresses, allocated or not
 bool is_pinned(const void *address, size_t size);
 
 }  // namespace emu

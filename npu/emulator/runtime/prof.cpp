@@ -1,5 +1,5 @@
-// Profiling. torch_npu.profiler records the host's side by itself. The device's side is not emulated and says so, once
-// on stderr too, since the plugin does not pass it on; what the plugin reports to it (Msprof) goes nowhere.
+// Profiling. torch_npu.profiler records the host's side itself. The device's side is not emulated: the refusal is also
+// written once to stderr, since the plugin does not report it. The plugin's own reports (Msprof) are discarded.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

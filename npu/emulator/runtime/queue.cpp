@@ -1,4 +1,4 @@
-// The device's thread, and how the host fills and awaits the streams' queues. See device.h.
+// The device's thread, and how the host fills the streams' queues and waits for them. See device.h.
 #include <pthread.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ void reach(const MarkPtr &mark, const Stream *stream) {
   mark->when = std::chrono::steady_clock::now();
 }
 
-// Takes the head off, as run or (error != 0) as thrown away.
+// Removes the head, as completed or (error != 0) as dropped.
 void finish(Stream *stream) {
   Task done = std::move(stream->queue.front());
   stream->queue.pop_front();
@@ -38,7 +38,7 @@ bool ready(Task &task) {
   return !task.ready || task.ready();
 }
 
-// Runs the head of the stream if it may run. False if it waits for others, which were asked then.
+// Runs the head of the stream if it may run. Returns false if it waits for other tasks, which it then requests.
 bool step(Lock &lock, Stream *stream) {
   Task &task = stream->queue.front();
   if (stream->error) {  // a stream stops at its first failure
@@ -53,7 +53,7 @@ bool step(Lock &lock, Stream *stream) {
   }
   if (task.awaits && task.awaits->error) set_error(stream, task.awaits->error, task.awaits->text);
   if (task.body && !stream->error) {
-    auto body = task.body;  // the task itself may go while the lock is open
+    auto body = task.body;  // the task may be destroyed while the lock is released
     stream->running = true;
     int error = injected("task");
     std::string text = "a fault was injected";
@@ -77,12 +77,12 @@ bool step(Lock &lock, Stream *stream) {
   return true;
 }
 
-// One task of a stream that is asked for. False if all of them wait.
+// Runs one task of a requested stream. Returns false if all of them wait.
 bool advance(Lock &lock) {
   Device &d = device();
   std::vector<Stream *> asked;
   size_t before;
-  do {  // asking may ask others in turn
+  do {  // a request may request further tasks
     before = asked.size();
     for (auto &stream : d.streams) {
       Stream *s = stream.get();
@@ -121,7 +121,7 @@ void run() {
   }
 }
 
-// The shuffled order: some streams go some way, whatever is asked for.
+// The shuffled order: some streams run ahead, requested or not.
 void shuffle(Lock &lock) {
   Device &d = device();
   for (size_t n = d.random() % 3; n--;) {
@@ -193,7 +193,7 @@ int append(Lock &lock, Stream *stream, Task task) {
   stream->submitted++;
   if (d.order == Order::eager) want(stream, stream->submitted);
   d.idle = false;
-  d.work.notify_all();  // another stream may wait for this very task
+  d.work.notify_all();  // another stream may wait for this task
   if (d.order == Order::shuffled) shuffle(lock);
   return 0;
 }

@@ -1,4 +1,4 @@
-// Functions that torch_npu is linked to and that have no place here: each refuses when it is called.
+// Functions that torch_npu is linked to and that are not emulated: each returns an error when it is called.
 #include "acl/acl.h"
 #include "device.h"
 
@@ -8,7 +8,7 @@
     return emu::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s is not emulated", __func__);  \
   }
 
-// More than one device, and memory shared between processes.
+// Several devices, and memory shared between processes.
 REFUSED(aclrtDeviceEnablePeerAccess, (int32_t, uint32_t))
 REFUSED(aclrtMemExportToShareableHandle, (aclrtDrvMemHandle, aclrtMemHandleType, uint64_t, uint64_t *))
 REFUSED(aclrtMemImportFromShareableHandle, (uint64_t, int32_t, aclrtDrvMemHandle *))
@@ -23,17 +23,17 @@ REFUSED(rtFunctionRegister, (void *, const void *, const char *, const void *, u
 REFUSED(rtKernelLaunch, (const void *, uint32_t, void *, uint32_t, void *, void *))
 REFUSED(rtGetC2cCtrlAddr, (uint64_t *, uint32_t *))
 
-// The driver: of a version before the one whose clock a profiler may read.
+// The driver reports a version before the one whose clock a profiler may read.
 extern "C" EMU_API int halGetAPIVersion(int32_t *version) {
   *version = 0;
   return 0;
 }
 REFUSED(halGetDeviceInfo, (uint32_t, int32_t, int32_t, int64_t *))
 
-// Callbacks that a thread of the host's own has to fetch; aclrtLaunchHostFunc is there.
+// Callbacks that a host thread must fetch; aclrtLaunchHostFunc is emulated instead.
 REFUSED(aclrtProcessReport, (int32_t))
 
-// Dumps of what operators read and wrote.
+// Dumps of operators' inputs and outputs.
 REFUSED(aclmdlInitDump, ())
 REFUSED(aclmdlSetDump, (const char *))
 REFUSED(aclmdlFinalizeDump, ())

@@ -1,4 +1,4 @@
-// Streams and events: the acl functions. See queue.cpp for what they mean.
+// Streams and events: the acl functions. queue.cpp holds their semantics.
 #include <cstring>
 
 #include "acl/acl.h"
@@ -9,7 +9,7 @@ using namespace emu;
 namespace {
 
 struct Event {
-  MarkPtr mark;  // of its latest record; null before the first
+  MarkPtr mark;  // of the latest record; null before the first
 };
 
 int no_stream(const char *name, aclrtStream stream) {
@@ -27,7 +27,7 @@ int synchronize(const char *name, aclrtStream handle, int timeout) {
 
 int create(aclrtStream *stream) {
   Lock lock(device().lock);
-  find(nullptr);  // the default stream comes first
+  find(nullptr);  // creates the default stream first
   *stream = make_stream();
   return 0;
 }
@@ -106,7 +106,7 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
   if (!stream) return no_stream(__func__, handle);
   if (int code = no_sync(stream, __func__)) return code;
   *status = stream->queue.empty() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
-  want(stream, stream->submitted);  // so that who polls sees it come
+  want(stream, stream->submitted);  // so that polling makes progress
   return stream_error(stream);
 }
 
@@ -159,7 +159,7 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   return add(lock, stream, std::move(task));
 }
 
-// Nothing to wait for before the first record. What counts is the latest record at the time of this call.
+// No wait before the first record. Otherwise waits for the latest record at the time of this call.
 aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   ENTER();
   if (int code = injected("launch")) return code;
@@ -174,7 +174,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   return add(lock, stream, std::move(task));
 }
 
-// Events that are recorded anew need no reset.
+// Recording an event again needs no reset.
 aclError aclrtResetEvent(aclrtEvent, aclrtStream) {
   ENTER();
   return 0;
@@ -199,13 +199,13 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus *stat
   if (mark)
     if (int code = no_sync(*mark, __func__)) return code;
   *status = !mark || mark->reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
-  if (mark && mark->stream) want(mark->stream, mark->number);  // so that who polls sees it come
+  if (mark && mark->stream) want(mark->stream, mark->number);  // so that polling makes progress
   return 0;
 }
 
 aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *status) {
   ENTER();
-  *status = ACL_EVENT_WAIT_STATUS_COMPLETE;  // waits hold the mark, not the event: it may be destroyed
+  *status = ACL_EVENT_WAIT_STATUS_COMPLETE;  // waits hold the mark, not the event: the event may be destroyed
   return 0;
 }
 

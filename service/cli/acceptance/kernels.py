@@ -34,7 +34,7 @@ def check_kernels(backend: Backend) -> Iterator[Finding]:
 
 def check_kernel(kernel: Kernel[..., Any], dtype: torch.dtype, backend: Backend) -> Finding:
     """Return the finding for the kernel's test cases in one dtype."""
-    from npuserve.kernels.bench.measure import Oracle
+    from npuserve.kernels.bench.accuracy import Oracle
     from npuserve.kernels.registry import GOLDEN
 
     cases, error, others, golden_error, golden_others, wrong = 0, 0.0, 0, 0.0, 0, []

@@ -1,4 +1,4 @@
-"""The ceilings count what they do; what they reach is the machine's business."""
+"""Ceilings: they count what they do. Their values depend on the machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ needs_library = pytest.mark.skipif(not native.available(), reason="the native ke
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["native", "torch"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the native kernels and without; passes as short as can be."""
+    """With and without the native kernels; passes are as short as possible."""
     monkeypatch.setattr(module, "_PASS_SECONDS", 1e-4)
     monkeypatch.setattr(module, "_TORCH_SIZES", (64, 64))
     if not request.param:
-        monkeypatch.setattr(native, "_LIBRARY", None)
+        monkeypatch.setattr("npuserve.kernels.native.shared_library._LIBRARY", None)
 
 
 @pytest.mark.usefixtures("either")
@@ -37,7 +37,7 @@ def test_reads_in_whole_pieces() -> None:
 
 
 def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor whose instruction for bf16 is half as fast as that for fp32, which is as fast as that for int8."""
+    """A processor whose bf16 instruction is half as fast as its fp32 and int8 instructions, which are equally fast."""
     seconds = {torch.float32: 1.0, torch.bfloat16: 2.0, torch.int8: 1.0}
     ran: list[torch.dtype] = []
 
@@ -59,7 +59,7 @@ def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monk
 
 @needs_library
 def test_ceilings_other_set_in_use_takes_fastest_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose instruction for bf16 is the fastest, while the kernels run on a set without it."""
+    """The set with the bf16 instruction is the fastest, while the kernels use a set without it."""
     lib = native.library()
     dtypes = {lib.kernel(f"peak/{name}"): name for name in ("bfloat16", "int8", "float32")}
     ran: list[tuple[int, str | None]] = []
@@ -91,7 +91,7 @@ def test_ceilings_other_set_in_use_takes_fastest_set(monkeypatch: pytest.MonkeyP
 
 @needs_library
 def test_every_byte_is_read() -> None:
-    """The exclusive or of a piece's words shows each of its bytes."""
+    """The xor of a piece's words depends on each of its bytes."""
     pieces, size = 3, 1536
     memory = torch.randint(256, (pieces, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     found = torch.empty(pieces, dtype=torch.int32)

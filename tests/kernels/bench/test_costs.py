@@ -1,4 +1,4 @@
-"""What a kernel must at least move and compute, counted here by hand."""
+"""Costs of kernels, against counts by hand."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_linear() -> None:
 
 
 def test_linear_of_int8() -> None:
-    """A scale of 4 bytes for each row of both, and a sum for each of the weight's; the gated product is quantized, with
-    a scale and a zero for each of its rows."""
+    """A scale of 4 bytes for each row of both operands, and a sum for each row of the weight. The gated product is
+    quantized, with a scale and a zero point for each row."""
     x = Int8(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3))
     weight = Int8Weight.of(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6), torch.bfloat16)
     made = cost("linear", (x, weight, torch.zeros(6, dtype=torch.bfloat16)))
@@ -57,7 +57,7 @@ def test_an_int8_norm_writes_a_byte_for_each_number_and_a_scale() -> None:
 
 
 def test_attention_counts_what_each_query_sees() -> None:
-    """Rows of 1 query over 7 tokens, and of 3 queries that see 2, 3 and 4."""
+    """Rows of 1 query over 7 tokens, and of 3 queries that attend to 2, 3 and 4 tokens."""
     metadata = AttentionMetadata.from_lengths(torch.zeros(2, 1, dtype=torch.int32), [7, 4], [1, 3])
     q, cache = torch.zeros(4, 6, 8), torch.zeros(1, 16, 2, 8)
     made = cost("paged_attention", (q, cache, cache, metadata, 1.0))

@@ -1,4 +1,4 @@
-"""The native attention, bit by bit: a query's numbers are its own, in whatever company it is computed."""
+"""Native attention: the bits of a query do not depend on the rows and threads that it is computed with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threa
     keys, values = (randn(BLOCKS, block_size, kv_heads, dim) for _ in range(2))
     q = randn(CONTEXT, q_heads, dim)
     table = torch.randperm(BLOCKS, generator=generator)[: -(-CONTEXT // block_size)].int()
-    # What lies past the context belongs to nobody and may be anything.
+    # Slots past the context may hold any number.
     last = CONTEXT % block_size
     if int8:
         keys, values = quantize_heads(keys), quantize_heads(values)
@@ -49,7 +49,7 @@ def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threa
     attend = paged_attention.implementations["cpu"].function
 
     def outputs(rows: list[tuple[int, int]]) -> torch.Tensor:
-        """rows: (first query, end) of each."""
+        """Return the outputs of rows (first query, end)."""
         metadata = AttentionMetadata.from_lengths(
             table.expand(len(rows), -1).contiguous(), [end for _, end in rows], [end - first for first, end in rows])
         queries = torch.cat([q[first:end] for first, end in rows])

@@ -1,4 +1,4 @@
-"""The choice of instruction set and of the form of weights, by rates and times that are made up."""
+"""Choice of instruction set and of the form of weights, by given rates and times."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BOTH = ["avx512_bf16", "avx512_vnni", "avx2", "portable"]
 """Instruction sets of a processor with the bfloat16 instruction."""
 
 AMX = ["avx512_amx", *BOTH]
-"""Those of one with AMX too."""
+"""Instruction sets of a processor that also has AMX."""
 
 NEON = ["neon_bf16", "neon_dotprod", "neon"]
-"""Those of an Arm processor with the bfloat16 instruction."""
+"""Instruction sets of an Arm processor with the bfloat16 instruction."""
 
 ISAS = native.library().isas if native.available() else []
 needs_library = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -30,7 +30,7 @@ needs_two = pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have on
 
 
 def rates(bf16: float, fma: float = 100.0, avx2: tuple[float, float, float] = (50.0, 50.0, 60.0)) -> choice.Rates:
-    """bf16: of the instruction for bfloat16. fma: of float32 with AVX-512. avx2: of bfloat16, float32 and int8."""
+    """Return rates. bf16: of the bfloat16 instruction; fma: of float32 with AVX-512; avx2: (bf16, fp32, int8)."""
     return {
         "avx512_bf16": {"bf16": bf16, "fp32": fma, "int8": 400.0},
         "avx512_vnni": {"bf16": fma, "fp32": fma, "int8": 400.0},
@@ -153,7 +153,7 @@ def test_choose_form_is_measured_for_large_models(
 def test_choose_form_is_not_measured_without_need(
     lib: native.Library, monkeypatch: pytest.MonkeyPatch, usual: bool
 ) -> None:
-    """For a small model, a form that was asked for, and a set on which compact weights are known to be slow."""
+    """For a small model, a requested form, and a set on which compact weights are known to be slow."""
     monkeypatch.setattr(native.Library, "usually_compact", usual)
     monkeypatch.setattr(choice, "measure_forms", lambda *_: pytest.fail("the form is measured"))
     assert choose(Wanted(), 0).weights == ("compact" if usual else "plain")
@@ -175,7 +175,7 @@ def test_measured_rates_are_of_the_sets_that_are_compared(lib: native.Library) -
 @needs_library
 @pytest.mark.parametrize("inputs", [8, 264, 1024])
 def test_measured_products_are_those_of_whole_weights(monkeypatch: pytest.MonkeyPatch, inputs: int) -> None:
-    """What is timed computes the rows of the matrix that it stands for, in both forms."""
+    """The measured products compute the rows of the matrix that they represent, in both forms."""
     made: list[PackedWeight] = []
     allocate = PackedWeight.allocate.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(PackedWeight, "allocate", classmethod(

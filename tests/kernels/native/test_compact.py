@@ -1,4 +1,4 @@
-"""Weights of bfloat16 held in 12 bits: the same numbers, and the same products bit for bit, as held in 16."""
+"""bfloat16 weights packed in 12 bits: the same numbers, and bit-identical products, as in 16 bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def isa(request):
 
 
 def numbers(n: int, k: int, rare: float = 0.0) -> Tensor:
-    """About normal, and of those a part so small that a table of 16 upper bytes has no place for them."""
+    """Return normal numbers, of which a fraction `rare` is too small for a table of 16 upper bytes."""
     generator = torch.Generator().manual_seed(n * k)
     made = (torch.randn(n, k, generator=generator) / 50).bfloat16()
     made[torch.rand(n, k, generator=generator) < rare] *= 2.0**-30

@@ -1,4 +1,4 @@
-"""Recording calls as a program, threads, and the memory of both."""
+"""Programs of recorded calls, threads, and their memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_programs_outputs_share_memory_when_they_are_dropped(lib):
         return y
 
     native.record(step)
-    assert len(set(places)) == 2  # what is read and what is written
+    assert len(set(places)) == 2  # one for the input, one for the output
 
 
 def test_programs_are_not_recorded_in_each_other(lib):
@@ -100,7 +100,7 @@ def test_record_leaves_calls_of_other_threads_alone(lib):
 
 
 def test_many_callers_and_changing_threads(lib):
-    """Runs from several threads at once, each on jobs of its own, give what they give alone."""
+    """Concurrent runs of several threads, each with its own jobs, give the results of single runs."""
     weights = [PackedWeight.pack(randn(96, 96, seed=i) / 10) for i in range(8)]
     inputs = [randn(rows, 96, seed=rows) for rows in (1, 3, 17, 40)]
     expected = [chain(x, weights) for x in inputs]
@@ -170,7 +170,7 @@ print(int(values.min()), int(values.max()))
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_call_without_memory_raises_memory_error(threads):
-    """An op that quantizes what it computes needs 64 MiB of its own for each thread."""
+    """An op that quantizes its result needs 64 MiB of scratch for each thread."""
     done = subprocess.run([sys.executable, "-c", NO_MEMORY, str(threads)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["no memory for the native kernels' own use"] * 3 + ["127 127"]
@@ -204,7 +204,7 @@ def test_set_threads_without_memory_raises_os_error():
 
 
 def test_arena_of_a_file_holds_what_the_file_holds(lib):
-    """Nobody takes it for zeros."""
+    """Its tensors are not assumed to be zero."""
     file = os.memfd_create("test")
     try:
         first = native.Arena(file).empty((100,), torch.uint8).fill_(7)

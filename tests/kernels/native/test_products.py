@@ -1,4 +1,4 @@
-"""Products with packed weights: a row's bits are the same whatever is computed beside it."""
+"""Products with packed weights: the bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def linear(x: Tensor, weight: Tensor, compact: bool = False) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N], both of int8 or both of one float dtype; int8 gives exact sums as float32."""
+    """Return x [T, K] times weight [N, K], [T, N], both int8 or one float dtype; int8 gives exact sums as float32."""
     (rows, k), n = x.shape, len(weight)
     packed = PackedWeight.pack(weight, compact)
     if x.dtype is torch.int8:
@@ -72,17 +72,17 @@ def test_a_row_gives_the_same_bits_with_any_number_of_others(
     "this processor has no AMX" if "avx512_amx" in BUILT else "the compiler does not know AMX"))
 @pytest.mark.parametrize("k", [32, 36, 40, 96, 200])
 def test_tiles_of_amx_add_as_intel_defines_it(k: int) -> None:
-    """Of each 32 numbers of K, products of even and of odd places are summed apart, then both are added to the sum."""
+    """Of each 32 numbers of K, even and odd products are summed separately, then both are added to the sum."""
     generator = torch.Generator().manual_seed(k)
     x, weight = (torch.randn(rows, k // 2, generator=generator).bfloat16() for rows in (20, 18))
-    # The sums are zero, so that what is left shows how they were rounded.
+    # The exact sums are zero, so that the result shows how they were rounded.
     order = torch.randperm(k // 2, generator=generator)
     x, weight = torch.cat([x, x[:, order]], 1), torch.cat([weight, -weight[:, order]], 1)
     sums = torch.zeros(20, 18)
     for begin in range(0, k, 32):
         parts = [torch.zeros(20, 18), torch.zeros(20, 18)]
         for i in range(begin, min(begin + 32, k)):
-            # A product of two bfloat16 is a float32, so that its sum is rounded once, as by the instruction.
+            # A product of two bfloat16 is exact in float32, so its sum is rounded once, as by the instruction.
             parts[i % 2] += x[:, i : i + 1].float() * weight[:, i].float()
         sums += parts[0] + parts[1]
     assert (sums != 0).any()

@@ -1,4 +1,4 @@
-"""What native kernels owe beyond nearness: golden's rounding, and numbers that are the row's own in any company."""
+"""Native kernels beyond closeness to golden: its rounding, and rows that do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.bench.measure import tensors
+from npuserve.kernels.bench.tensors import tensors
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight
@@ -23,9 +23,8 @@ from tests.kernels.ways import ISAS
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 DTYPES = (torch.float32, torch.bfloat16)
 
-# The positions of the arguments that have a row for each token, and benchmarks' cases that are large enough for several
-# units and small enough for a test. Attention's rows are not alike: test_attention.py. `keep_ids` only copies
-# integers.
+# Positions of the arguments with a row for each token, and benchmark cases that are large enough for several units and
+# small enough for a test. Rows of attention differ in form: test_attention.py. `keep_ids` only copies integers.
 ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "take_ids": ((0,), ("512 of 256",)),
     "embedding": ((0,), ()),
@@ -101,8 +100,8 @@ def test_rows_are_the_same_alone_and_in_company_by_any_number_of_threads(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1024, 77])
 def test_norms_round_as_golden(isa: str, dtype: torch.dtype, hidden: int) -> None:
-    """The sum is the same bit for bit; of the normalized numbers all but those where a last bit of the mean square
-    decides a rounding."""
+    """The sum is bit-identical. Normalized numbers may differ only where the last bit of the mean square decides a
+    rounding."""
     x, residual = torch.randn(2, 40, hidden, generator=generator()).to(dtype)
     gamma = torch.rand(hidden, generator=generator(1)).add(0.5).to(dtype)
     normed, total = function(add_rms_norm)(x, residual, gamma, 1e-6)
@@ -116,7 +115,7 @@ def test_norms_round_as_golden(isa: str, dtype: torch.dtype, hidden: int) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_over_all_magnitudes(isa: str, dtype: torch.dtype) -> None:
-    """Relative to what torch makes in float64, of gates from -80 to 1e30; beyond, silu ends in 0 as torch's does."""
+    """Relative to torch in float64, for gates from -80 to 1e30; beyond that, silu ends in 0 as in torch."""
     gate = torch.cat([torch.linspace(-80, 80, 3001), torch.logspace(-30, 30, 200), torch.tensor([-1e3, -1e30, 0.0])])
     x = torch.cat([gate, torch.full_like(gate, 1.5)])[None].to(dtype)
     got, want = function(swiglu)(x).double(), swiglu(x.double())
@@ -141,7 +140,7 @@ def test_embedding_of_a_packed_table(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 63, 65, 16384, 16385, 50001])
 def test_greedy_over_parts(isa: str, dtype: torch.dtype, vocabulary: int) -> None:
-    """Ties across parts and lanes, NaN, minus infinity, and columns that do not count."""
+    """Ties across parts and lanes, NaN, minus infinity, and columns beyond the vocabulary."""
     logits = torch.randn(9, vocabulary + 3, generator=generator(vocabulary)).mul(2).round().to(dtype)
     logits[1] = -torch.inf
     logits[2] = torch.nan

@@ -1,4 +1,4 @@
-"""What native ops take is compared with their signatures."""
+"""Calls of native ops are checked against their signatures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ else:
 
 @pytest.fixture(scope="module")
 def calls() -> dict[str, native.Call]:
-    """A call of each op."""
+    """Return a call of each op."""
     found: dict[str, Any] = {}
     original = native.call
 
@@ -120,7 +120,7 @@ def test_call_with_too_many_or_too_few_tensors_raises() -> None:
 
 
 def test_attention_over_a_sliced_block_table_raises() -> None:
-    """Its second row is at the stride of the whole table, where the op does not look for it."""
+    """Its second row is at the stride of the whole table, from which the op does not read."""
     q, keys, values, _, scale = paged_attention.cases[1].make(torch.Generator().manual_seed(0), torch.float32)
     tables = torch.arange(8, dtype=torch.int32).view(2, 4) % len(keys)
     attend = paged_attention.implementations["cpu"].function

@@ -1,4 +1,4 @@
-"""The native penalties and reports of probabilities, over vocabularies of several parts."""
+"""Native penalties and log-probabilities, over vocabularies of several parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npuserve.kernels.penalize import penalize
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 ISAS = native.library().isas if native.available() else []
 VOCABULARY = 2 * 16384 + 1000 + 7
-"""Two whole parts and one that ends within a block and a vector."""
+"""Two whole parts, and one that ends within a block and a vector."""
 
 
 @pytest.fixture(params=ISAS, autouse=True)
@@ -29,7 +29,7 @@ def _report(*args: object) -> tuple[Tensor, ...]:
 
 
 def _rows(count: int, dtype: torch.dtype) -> Tensor:
-    """Logits with many ties, and likely ones past the vocabulary."""
+    """Return logits with many ties, and large ones past the vocabulary."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(count, VOCABULARY + 25, generator=generator).mul(4).round(decimals=1)
     logits[:, VOCABULARY:] = 100.0

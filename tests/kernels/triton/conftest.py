@@ -1,4 +1,4 @@
-"""The two ways in which the Triton kernels run without a device, and a table of what was found.
+"""Fixtures that run the Triton kernels without a device, interpreted and lowered, and a table of the results.
 
 Both need TRITON_INTERPRET=1 and triton. Lowering also needs NPUSERVE_TRITON_ASCEND: a Python that has triton-ascend and
 ascendnpu-ir. `.ci/triton_ascend` makes both environments and runs this folder.
@@ -19,12 +19,12 @@ from tests.kernels.triton.lowered import Built, Lowered
 
 KERNELS = ("sample_embed_kernel", "qk_norm_rope_kv_write_kernel")
 FACTS: dict[str, dict[str, Any]] = defaultdict(dict)
-"""Kernel and case -> way -> largest error, and "built" of the latter way."""
+"""Kernel and case -> "interpreted" or "lowered" -> largest error; "built" -> the result of lowering."""
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> ModuleType:
-    """The module that calls the kernels."""
+    """The module that launches the kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
         pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton_ascend")
     from npuserve.kernels.triton import launch
@@ -34,7 +34,7 @@ def interpreted() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def stand_ins(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lowered]:
-    """By the names of the kernels in the module that calls them."""
+    """Stand-ins by the names of the kernels in the module that launches them."""
     python = os.environ.get("NPUSERVE_TRITON_ASCEND")
     if not python:
         pytest.skip("needs NPUSERVE_TRITON_ASCEND: see .ci/triton_ascend")
@@ -46,7 +46,7 @@ def stand_ins(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 def lowered(
     interpreted: ModuleType, stand_ins: dict[str, Lowered], monkeypatch: pytest.MonkeyPatch
 ) -> ModuleType:
-    """The module that calls the kernels, with what they are lowered to in their place."""
+    """The module that launches the kernels, with lowered stand-ins in their place."""
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(interpreted, name, stand_in)
     return interpreted
@@ -66,7 +66,7 @@ def launch(way: str, request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture
 def note(way: str, launch: ModuleType) -> Callable[[str, float], None]:
-    """Takes (kernel and case, largest error) for the table."""
+    """A callback with (kernel and case, largest error) for the table."""
 
     def take(case: str, error: float) -> None:
         FACTS[case][way] = error

@@ -1,4 +1,4 @@
-"""Kernels compiled for sm_90 down to machine code by the published Triton, which takes no device."""
+"""Compilation of kernels for sm_90 down to machine code by the published Triton, without a device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ print(json.dumps(results))
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """registers: of a thread. local: its bytes in local memory, where spilled registers go. shared: bytes of a
+    """Compiled kernel.
+
+    registers: of a thread. local: bytes of a thread in local memory, which holds spilled registers. shared: bytes of a
     program."""
 
     ptx: str
@@ -55,8 +57,10 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel of file `file`.py. signature: type by argument, "i32/16" of a number divisible by 16; pointers are
-    taken for that. constants: the other arguments. options: num_warps and so on."""
+    """Kernel to compile from `file`.py.
+
+    signature: argument -> type; "i32/16" is a number divisible by 16, as pointers are assumed to be.
+    constants: the other arguments. options: num_warps and so on."""
 
     file: str
     kernel: str
@@ -66,7 +70,7 @@ class Launch:
 
 
 def compiled(launches: list[Launch], cache: Path) -> list[Compiled]:
-    """AssertionError with what the compiler says if one cannot be. cache: a folder."""
+    """Compile the launches. cache: a folder. Raises AssertionError with the compiler's message."""
     requests = json.dumps([[str(KERNELS / f"{x.file}.py"), x.kernel, x.signature, x.constants, x.options]
                            for x in launches])
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
@@ -77,6 +81,6 @@ def compiled(launches: list[Launch], cache: Path) -> list[Compiled]:
 
 
 def _read(ptx: str, shared: int, usage: str) -> Compiled:
-    """usage: " Function x:\\n  REG:32 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:600 ..."."""
+    """Parse the outputs. usage: " Function x:\\n  REG:32 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:600 ..."."""
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Compiled(ptx, found["REG"], found["STACK"] + found["LOCAL"], shared)

@@ -1,7 +1,7 @@
-"""A stand-in for a Triton kernel that runs what Ascend's compilers make of it, on this processor.
+"""Stand-in for a Triton kernel that runs the result of Ascend's compilers on this processor.
 
-It is called as the kernel is, by the same launching code; every argument by name. A type of argument that was not seen
-before is compiled first, which fails where the unified buffer does not hold the kernel.
+The launching code calls it like the kernel, with every argument by name. New types of arguments are compiled first,
+which fails if the unified buffer cannot hold the kernel.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float
 
 
 class LoweringError(Exception):
-    """What a compiler said."""
+    """Error with a compiler's message."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """used, limit: bits of the unified buffer. stopped: at hivmc, which CANN alone has."""
+    """Result of lowering. used, limit: bits of the unified buffer. stopped: at hivmc, which only CANN has."""
 
     library: ctypes.CDLL
     used: int
@@ -39,8 +39,9 @@ class Built:
 
 
 class Lowered:
-    """kernel: a `triton.jit` function at the top of its file. python: one that has triton-ascend and ascendnpu-ir.
-    folder: for what is made. latest: what ran last."""
+    """Stand-in for `kernel`, a `triton.jit` function at the top of its file.
+
+    python: one that has triton-ascend and ascendnpu-ir. folder: for built files. latest: result that ran last."""
 
     latest: Built
 
@@ -56,7 +57,7 @@ class Lowered:
     def _run(self, programs: int, arguments: dict[str, Any]) -> None:
         signature, constants = self._split(arguments)
         self.latest = built = self._build(signature, constants)
-        # The lock and the workspace between cores, which these kernels do not use; the grid; the program's place in it.
+        # The lock and the workspace between cores, which these kernels do not use; the grid; the program's position.
         values = [None, None, *(arguments[name] for name in signature), programs, 1, 1, 0, 0, 0]
         types = ["*i8", "*i8", *signature.values(), *["i32"] * 6]
         flat = [x for value, kind in zip(values, types, strict=True) for x in _flat(value, kind)]
@@ -66,7 +67,7 @@ class Lowered:
             built.library.end_program()
 
     def _split(self, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-        """(signature, constants), as the kernel's parameters are ordered and annotated."""
+        """Return (signature, constants) in the order and with the annotations of the kernel's parameters."""
         code = self._function.__code__
         signature, constants = {}, {}
         for name in code.co_varnames[: code.co_argcount]:
@@ -83,7 +84,7 @@ class Lowered:
         return signature, constants
 
     def _build(self, signature: dict[str, str], constants: dict[str, Any]) -> Built:
-        """Raises LoweringError."""
+        """Lower and compile the kernel. Raises LoweringError."""
         request = json.dumps({"file": self._function.__code__.co_filename, "function": self._function.__name__,
                               "signature": signature, "constants": constants})
         if request not in self._built:
@@ -101,7 +102,7 @@ class Lowered:
 
 
 def _flat(value: Any, kind: str) -> list[Any]:
-    """As MLIR passes it: a memref as two pointers, offset, size and stride."""
+    """Return the value as MLIR passes it: a memref as two pointers, offset, size and stride."""
     if not kind.startswith("*"):
         return [_SCALARS[kind](value)]
     pointer, size = (ctypes.c_void_p(None), 0) if value is None else (ctypes.c_void_p(value.data_ptr()), value.numel())

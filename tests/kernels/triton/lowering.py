@@ -1,16 +1,16 @@
-"""Lowers a Triton kernel for an Ascend NPU as far as the published compilers go, and the same code to this processor.
+"""Lowering of a Triton kernel for an Ascend NPU as far as the published compilers go, and to this processor.
 
-Run by a Python that has triton-ascend and ascendnpu-ir, and needs neither torch nor npuserve:
+Run it with a Python that has triton-ascend and ascendnpu-ir; torch and npuserve are not needed:
 
     python lowering.py FOLDER < request.json > answer.json
 
-request: {file, function, signature: {argument: type as Triton writes it}, constants: {argument: value}}.
-answer: {used, limit: bits of the unified buffer, stopped: true where the compiler went as far as it goes without CANN},
-with kernel.so in FOLDER; or {error: what a compiler said}.
+request: {file, function, signature: {argument: type in Triton's notation}, constants: {argument: value}}.
+answer: {used, limit: bits of the unified buffer, stopped: true if the compiler reached the step that needs CANN}, with
+kernel.so in FOLDER; or {error: message of a compiler}.
 
-triton-ascend turns the kernel into its adapter IR (linalg on tensors, memory as memref). Two ways lead on from there:
-bishengir-compile to HIVM, the NPU's own operations in a planned unified buffer, up to hivmc, which CANN alone has; and
-upstream MLIR passes, as bishengir-opt has them, to LLVM and machine code of this processor, for numbers.
+triton-ascend converts the kernel to its adapter IR (linalg on tensors, memory as memref). From there bishengir-compile
+lowers it to HIVM, the NPU's operations in a planned unified buffer, up to hivmc, which only CANN has; and upstream MLIR
+passes, in bishengir-opt, lower it to LLVM and machine code of this processor, for numbers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from triton.compiler import ASTSource
 TOOLS = Path(ascendnpuir.__file__).parent / "bin"
 CHIP = "Ascend910B4"
 
-# As triton-ascend calls it for the chips of this generation, and the plan of the unified buffer.
+# The flags of triton-ascend for the chips of this generation, with the plan of the unified buffer.
 HIVM = ("--enable-auto-multi-buffer=true", "--enable-auto-bind-sub-block=true", "--enable-hfusion-compile=true",
         "--enable-hivm-compile=true", "--enable-triton-kernel-compile=true", "--enable-memory-display")
 NO_HIVMC = "External hivmc run fails, returning module before running external compiler"
 
-# Memory comes from npuserve's own allocator (runtime.cpp), which is emptied after each program.
+# Memory comes from the tests' own allocator (runtime.cpp), which is emptied after each program.
 LLVM = ("--convert-elementwise-to-linalg", "--one-shot-bufferize=allow-return-allocs-from-loops=true",
         "--convert-linalg-to-loops", "--lower-affine", "--convert-scf-to-cf", "--arith-expand=include-bf16=true",
         "--memref-expand", "--expand-strided-metadata", "--lower-affine", "--convert-cf-to-llvm",
@@ -48,7 +48,7 @@ LLVM = ("--convert-elementwise-to-linalg", "--one-shot-bufferize=allow-return-al
 
 
 class Refused(Exception):
-    """A compiler's own words."""
+    """Error with a compiler's message."""
 
 
 def adapter_ir(request: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ def adapter_ir(request: dict[str, Any]) -> str:
 
 
 def to_hivm(adapter: str, folder: Path) -> dict[str, Any]:
-    """The compiler's plan: `used` and `limit` in bits, `stopped`. Raises Refused."""
+    """Return the compiler's plan: `used` and `limit` in bits, `stopped`. Raises Refused."""
     (folder / "hivm.mlir").write_text(re.sub(r', mix_mode = "\w+"', "", adapter))
     plan, lowered = folder / "memory_info_aiv.json", folder / "module.hivm.opt.mlir"
     for old in (plan, lowered):
@@ -89,7 +89,7 @@ def to_hivm(adapter: str, folder: Path) -> dict[str, Any]:
 
 
 def to_processor(adapter: str, folder: Path) -> None:
-    """kernel.so in the folder. Raises Refused."""
+    """Write kernel.so to the folder. Raises Refused."""
     (folder / "adapter.mlir").write_text(adapter)
     run([TOOLS / "bishengir-opt", "adapter.mlir", *LLVM, "-o", "llvm.mlir"], folder)
     context = ir.context()

@@ -1,4 +1,4 @@
-// What a kernel that was lowered to this processor calls: memory for its buffers, and copies between them.
+// Runtime of kernels lowered to this processor: memory for their buffers, and copies between them.
 
 #include <cstdint>
 #include <cstdlib>
@@ -34,7 +34,7 @@ void* _mlir_memref_to_llvm_alloc(uint64_t size) {
     return buffers.back();
 }
 
-// They live until the program ends.
+// They are kept until the program ends.
 void _mlir_memref_to_llvm_free(void*) {}
 
 void end_program() {

@@ -1,4 +1,4 @@
-"""Attention and the writing of the cache on CUDA, interpreted, against the golden functions in float64."""
+"""Attention and cache write on CUDA, interpreted, against the golden functions in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
-from npuserve.kernels.bench.measure import widened
+from npuserve.kernels.bench.tensors import widened
 from npuserve.kernels.kv_cache import Cache, quantize_heads
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Int8
@@ -23,7 +23,7 @@ from tests.kernels.triton.hopper import Launch, compiled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 GARBAGE = (2**31 - 1, -(2**31), -7)
-"""Numbers of blocks that are far outside of any cache."""
+"""Block numbers far outside of any cache."""
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def launch(interpreted: ModuleType) -> ModuleType:
 
 
 class Step:
-    """Rows of (queries, context) and further queries of no row, where nothing outside the contexts may be touched: it
-    is not a number, and what the tables say past a context is no block."""
+    """Rows of (queries, context), and queries of no row. Memory outside the contexts is NaN, and table entries past a
+    context are invalid block numbers, so that any access to them shows."""
 
     def __init__(
         self, rows: list[tuple[int, int]], heads: tuple[int, int], dim: int, size: int = 16,
@@ -99,7 +99,7 @@ def test_any_rows(launch: ModuleType, seed: int) -> None:
 
 @pytest.mark.parametrize(("programs", "int8"), [(1, False), (3, True), (12, False)])
 def test_contexts_around_the_borders_of_parts(launch: ModuleType, programs: int, int8: bool) -> None:
-    """As many parts as there may be, of 16 keys; one long row is cut where short ones are not. In one launch."""
+    """The maximum number of parts, of 16 keys; in one launch one long row is cut and short ones are not."""
     rows = [(1, context) for context in (1, 15, 16, 17, 32, 33, 65, 200)]
     step = Step(rows, (4, 2), 16, int8=int8)
     config = launch.Config(16, 16, 4, 2, programs, 16)
@@ -119,7 +119,7 @@ def test_a_chunk_in_parts_some_of_which_a_query_sees_nothing_of(launch: ModuleTy
 def test_the_host_says_only_whether_rows_have_one_query_each(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other numbers are those of a captured step's padding. Where it says so, one launch serves."""
+    """The host's other numbers are the padding of a captured step. If each row has one query, one launch suffices."""
     kernel, launches = launch.paged_attention_kernel, []
 
     class Counting:
@@ -143,7 +143,7 @@ def test_the_host_says_only_whether_rows_have_one_query_each(
 
 
 def test_grids_depend_on_shapes_and_hold_all_parts(launch: ModuleType) -> None:
-    """What the kernel counts on the device, counted here for rows of any lengths."""
+    """The kernel's counts on the device, repeated here for rows of any lengths."""
     r = random.Random(0)
     for _ in range(300):
         rows, chunks = r.choice([1, 2, 17, 64, 256]), r.random() < 0.5
@@ -206,7 +206,7 @@ def test_heads_that_are_refused(launch: ModuleType) -> None:
                 torch.zeros(1, 1, dim), cache, cache, one.view(1, 1) - 1, one, torch.tensor([0, 1]).int(), 1.0, True)
 
 
-# The writing of the cache
+# Cache write
 
 
 def heads(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool) -> list[Any]:
@@ -233,7 +233,7 @@ def test_heads_are_written_and_nothing_beside_them(
     wide = [widened(x) for x in args]
     before = [dataclasses.replace(x, values=x.values.clone(), scale=x.scale.clone()) if isinstance(x, Int8)
               else x.clone() for x in args[7:9]]
-    # Rows apart from each other, as a slice has them.
+    # Rows that are not adjacent, as in a slice.
     apart = torch.zeros(5, args[0].shape[1] + 8, dtype=dtype)[:, :-8]
     q = launch.qk_norm_rope_kv_write(apart.copy_(args[0]), *args[1:])
     expected = qk_norm_rope_kv_write(*wide)
@@ -252,7 +252,7 @@ def test_heads_are_written_and_nothing_beside_them(
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 8e3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_int8_is_that_of_quantize_heads_to_the_bit(launch: ModuleType, dtype: torch.dtype, size: float) -> None:
-    """Where nothing is normalized or turned; halves among it, of a row whose scale is 1."""
+    """Without norm and rotation; with halves, in a row whose scale is 1."""
     args = heads(6, 2, 4, 64, dtype, True)
     args[0] = (args[0] * size).to(dtype)
     if size == 1.0:
@@ -269,7 +269,7 @@ def test_int8_is_that_of_quantize_heads_to_the_bit(launch: ModuleType, dtype: to
 
 
 def test_many_tokens_and_none(launch: ModuleType) -> None:
-    """More than 64 tokens take more heads a program."""
+    """More than 64 tokens use more heads a program."""
     args = heads(5, 9, 3, 16, torch.float32, True)
     args[0], args[5], args[6] = args[0].repeat(13, 1), args[5].repeat(13), torch.cat([args[6], -torch.ones(60).long()])
     wide = [widened(x) for x in args]
@@ -304,7 +304,7 @@ def test_what_writing_refuses(launch: ModuleType, place: int, value: Any, named:
         launch.qk_norm_rope_kv_write(*args)
 
 
-# What they are compiled to
+# Compiled code
 
 ATTENTION = {"block_tables": "*i32", "context_lens": "*i32", "cu_seqlens_q": "*i32", "partial": "*fp32",
              "stats": "*fp32", "arrived": "*i32", "tokens": "i32", "rows": "i32", "tables_stride": "i32",
@@ -315,7 +315,7 @@ QWEN3_14B, QWEN3_06B, SMOL = (40, 8, 128), (16, 8, 128), (32, 8, 64)
 
 
 def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """(types, constants) of the arguments."""
+    """Return (types, constants) of the arguments."""
     types, scales = dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16"), ("k_scale", "v_scale")
     return (types | dict.fromkeys(scales, scale), {}) if int8 else (types, dict.fromkeys(scales))
 
@@ -323,7 +323,7 @@ def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
 def test_hopper_spills_nothing_loads_16_bytes_and_multiplies_by_tensor_cores(
     launch: ModuleType, tmp_path: Path
 ) -> None:
-    """At the shapes of real models, as they are called for them."""
+    """At the shapes of real models, with the arguments of their calls."""
     decode, few, many = (False, 256), (True, 512), (True, 4096)
     chosen = [(QWEN3_14B, decode, False), (QWEN3_14B, decode, True), (QWEN3_14B, few, True), (QWEN3_14B, many, False),
               (QWEN3_14B, many, True), (QWEN3_06B, decode, True), (SMOL, decode, True)]
@@ -344,7 +344,7 @@ def test_hopper_spills_nothing_loads_16_bytes_and_multiplies_by_tensor_cores(
         assert "cp.async" not in early, what
         assert "st.global" not in early, what
         assert "atom.global.gpu.acq_rel" in late, what
-        assert "ld.global.b16" not in made.ptx, what  # scales too are copied ahead
+        assert "ld.global.b16" not in made.ptx, what  # scales are prefetched too
 
 
 def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType, tmp_path: Path) -> None:

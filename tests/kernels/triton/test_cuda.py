@@ -1,4 +1,4 @@
-"""The same kernels compiled for CUDA by the published Triton, down to PTX, which takes no device."""
+"""The kernels for Ascend compiled for CUDA by the published Triton, down to PTX, without a device."""
 
 from __future__ import annotations
 

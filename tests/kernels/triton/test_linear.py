@@ -1,4 +1,4 @@
-"""Products with weights at the borders of their tiles, interpreted, beside torch in float64."""
+"""Products with weights at the borders of their tiles, interpreted, against torch in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TALL = Tiles(n=32, m=64, k=16, split=3, warps=4, stages=2)
 
 @pytest.fixture(scope="module")
 def calls(interpreted: ModuleType) -> Iterator[ModuleType]:
-    """`launch_linear`, whose counters are all 0 again in the end."""
+    """`launch_linear`, whose counters are all 0 again at the end."""
     from npuserve.kernels.triton import launch_linear
 
     yield launch_linear
@@ -54,7 +54,7 @@ def int8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def expected(x: Tensor | Int8, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
-    """In float64."""
+    """Return the product in float64."""
     if isinstance(x, Int8):
         assert isinstance(weight, Int8Weight)
         out = F.linear(x.values.double(), weight.values.double()) * x.scale.double()[:, None] * weight.scale.double()
@@ -75,7 +75,7 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("rows", [*range(1, 71, 6), 16, 17, 32, 33, 64, 65, 70])
 @pytest.mark.parametrize("make", [floats, int8])
 def test_any_number_of_rows(calls: ModuleType, make: type, rows: int) -> None:
-    """With the tiles that the table has for them."""
+    """With the tiles of the table."""
     x, weight, bias = make(rows, 40, 100)
     close(calls.linear(x, weight, bias), expected(x, weight, bias))
 
@@ -96,7 +96,7 @@ def test_borders_of_tiles(
 @pytest.mark.parametrize("split", [2, 3, 8])
 @pytest.mark.parametrize("k", [1, 64, 65, 160])
 def test_parts_of_k(calls: ModuleType, split: int, k: int) -> None:
-    """Also parts without a block, which come where K has fewer blocks than parts."""
+    """Also parts without a block, which exist if K has fewer blocks than parts."""
     tiles = Tiles(n=16, m=16, k=32, split=split, warps=4, stages=2)
     x, weight, bias = floats(5, 20, k)
     close(calls.linear(x, weight, bias, tiles), expected(x, weight, bias))
@@ -142,7 +142,7 @@ def test_the_library_makes_the_same_of_int8(calls: ModuleType, monkeypatch: pyte
 @pytest.mark.parametrize("make", [floats, int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_argmax_is_that_of_the_rounded_numbers(calls: ModuleType, make: type, dtype: torch.dtype) -> None:
-    """Equal ones that meet within a tile and across tiles: the smallest id, below the vocabulary."""
+    """Equal numbers within a tile and across tiles: the smallest id below the vocabulary is returned."""
     x, weight, bias = make(20, 90, 33, dtype)
     product = calls.linear(x, weight, bias, SMALL)
     for vocabulary in (1, 16, 50, 90):
@@ -153,7 +153,7 @@ def test_argmax_is_that_of_the_rounded_numbers(calls: ModuleType, make: type, dt
 
 
 def test_argmax_of_ties_nan_and_infinities(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x picks columns of the weight, so that logits are known; the merge takes two tiles at a time."""
+    """x selects columns of the weight, so that logits are known; the merge processes two tiles at a time."""
     monkeypatch.setattr(calls, "_MERGED", 2)
     inf, nan = torch.inf, torch.nan
     logits = torch.full((6, 100), -1.0)
@@ -162,7 +162,7 @@ def test_argmax_of_ties_nan_and_infinities(calls: ModuleType, monkeypatch: pytes
     logits[2] = -inf
     logits[3, [20, 70]] = torch.tensor([nan, 2.0])
     logits[4] = nan
-    logits[5, 95] = 9.0  # of padding
+    logits[5, 95] = 9.0  # in the padding
     bias_rows = [calls.linear_argmax(torch.zeros(1, 4), torch.zeros(100, 4), row, 90, SMALL).item() for row in logits]
     assert bias_rows == [17, 5, 0, 70, 0, 0]
 
@@ -197,7 +197,7 @@ def test_no_rows(calls: ModuleType) -> None:
 
 @pytest.mark.parametrize("rows", [3, 70])
 def test_gated_numbers_become_int8(calls: ModuleType, rows: int) -> None:
-    """By own tiles, and where floats go by the library."""
+    """By own tiles, and by the library where it serves floats."""
     serve = linear_swiglu.implementations["cuda"].function
     for make in (floats, int8):
         x, weight, bias = make(rows, 48, 40)
@@ -211,8 +211,8 @@ def test_gated_numbers_become_int8(calls: ModuleType, rows: int) -> None:
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "n", "k"), QWEN3_14B)
 def test_tiles_of_a_decode_step_fill_the_device(kind: Kind, n: int, k: int, itemsize: int) -> None:
-    """At least 27 KB of the weight under way on the multiprocessor with the fewest programs, and no second wave of a
-    few."""
+    """At least 27 KB of the weight are in flight on the multiprocessor with the fewest programs, and there is no second
+    wave of few programs."""
     for rows in (1, 16, 17, 64):
         if key(kind, itemsize, rows, n, k) in MEASURED:
             continue

@@ -1,5 +1,4 @@
-"""Products with weights as they are compiled for Hopper at the shapes of a Qwen3-14B: what runs there, and where it
-lies."""
+"""Products with weights compiled for Hopper at the shapes of Qwen3-14B: instructions, registers and memory."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1}
 
 
 def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
-    """name: of the numbers' type. even: K is divided by the tiles' and rows begin at multiples of 16 bytes, as a
-    model's do."""
+    """Return a launch. name: type of the numbers. even: tiles divide K, and rows begin at multiples of 16 bytes, as in
+    a model."""
     size = "i32/16" if even else "i32"
     signature = {"x": f"*{name}", "weight": f"*{name}", "out": "*bf16" if name == "i8" else f"*{name}", "tokens": "i32",
                  "n": size, "k": size, "x_stride": size}
@@ -46,7 +45,7 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
 
 
 def own(kind: Kind, name: str, rows: int, n: int, k: int) -> Tiles:
-    """What the table has, or, where it has the library, what would be taken in its place."""
+    """Return the tiles of the table, or where it has the library, the tiles that would replace it."""
     size = ITEMSIZES[name]
     return choose(kind, size, rows, n, k, 132) or reasoned(kind, size, rows, n, k, 132)
 
@@ -69,13 +68,13 @@ def built(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_registers_and_shared_memory_suffice(
     built: dict[tuple[Kind, str, Tiles], Compiled], case: tuple[Kind, str, Tiles]
 ) -> None:
-    """Nothing is spilled, shared memory is what the table counts with, and as many programs as it counts on fit the
-    registers of a multiprocessor."""
+    """Nothing is spilled, shared memory is as in the table, and the registers of a multiprocessor hold as many programs
+    as the table assumes."""
     kind, name, tiles = case
     made = built[case]
     assert made.local == 0
     blocks = tiles.shared_bytes(kind, ITEMSIZES[name])
-    least = 0 if name == "fp32" else blocks  # which come through registers once more, so one block less waits
+    least = 0 if name == "fp32" else blocks  # float32 passes through registers, so one block less is in flight
     assert least <= made.shared <= min(SHARED_BYTES, blocks + 1024)
     programs = SHARED_BYTES // (made.shared + 1024)
     if tiles.m <= 64 and name != "fp32":
@@ -84,8 +83,8 @@ def test_registers_and_shared_memory_suffice(
 
 @pytest.mark.parametrize("case", sorted(CASES, key=repr), ids=lambda c: f"{c[0]}-{c[1]}-{c[2].n}x{c[2].m}-{c[2].split}")
 def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tuple[Kind, str, Tiles]) -> None:
-    """The weight and x come in copies of 16 bytes that nobody waits for, the tensor cores read them in shared memory,
-    results leave in words of 16 bytes, and the launch overlaps the one before."""
+    """The weight and x are copied asynchronously in units of 16 bytes, the tensor cores read them from shared memory,
+    results are stored in words of 16 bytes, and the launch overlaps the previous one."""
     kind, name, tiles = case
     ptx = built[case].ptx
     copies = re.findall(r"cp\.async\.c[ga]\.shared\.global\S* \[[^,]*, \[[^,]*, (\w+)", ptx)
@@ -105,7 +104,7 @@ def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tupl
 
 
 def test_odd_shapes_and_candidates_compile(interpreted: ModuleType, tmp_path: Path) -> None:
-    """Rows that begin anywhere, and some of what a sweep would try beside the choice for a shape."""
+    """Rows that begin at any address, and some candidates of a sweep."""
     odd = [launch("linear_swiglu", name, own("linear_swiglu", name, 5, 34, 33), even=False) for name in ITEMSIZES]
     swept = [launch("linear", "bf16", tiles) for tiles in candidates("linear", 2, 1, 5120, 5120, 132)[1::4] if tiles]
     made = compiled(odd + swept, tmp_path)
@@ -114,7 +113,7 @@ def test_odd_shapes_and_candidates_compile(interpreted: ModuleType, tmp_path: Pa
 
 
 def test_helpers_compile(interpreted: ModuleType, tmp_path: Path) -> None:
-    """The merge of tiles' best, and what follows a product of the library's."""
+    """The merge of tiles' best, and the epilogue of the library's product."""
     merge = {"best": "*fp32", "places": "*i32", "ids": "*i64", "tiles": "i32"}
     finish = {"sums": "*i32", "x_scale": "*fp32", "weight_scale": "*fp32", "bias": "*bf16", "out": "*bf16",
               "tokens": "i32", "n": "i32/16"}

@@ -1,4 +1,4 @@
-"""Queries, keys and values, against the golden function in float64."""
+"""Norm, rotary embedding and cache write, against the golden function in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.registry import Case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Relative, and absolute: a few roundings of the dtype for values of about 1."""
+"""Relative and absolute tolerance: a few roundings of the dtype for values of about 1."""
 
 
 def generator() -> torch.Generator:
@@ -22,10 +22,10 @@ def generator() -> torch.Generator:
 
 
 def compare(launch: ModuleType, arguments: tuple[Any, ...]) -> float:
-    """The largest absolute error of what is returned and written, within the tolerance. What is not written, also
-    around the caches, is as it was."""
+    """Return the largest absolute error of results and writes, within the tolerance. Check that other slots, and memory
+    around the caches, are unchanged."""
     keys, values = arguments[7:9]
-    # A block before and one behind each cache.
+    # One block before and one after each cache.
     held = [torch.cat([cache[:1] + 1, cache, cache[:1] + 2]) for cache in (keys, values)]
     before = [cache.clone() for cache in held]
     inner = [cache[1:-1] for cache in held]
@@ -65,7 +65,7 @@ def test_queries_or_keys_alone_are_normalized(launch: ModuleType, which: int) ->
 
 
 def test_tokens_that_share_programs_and_lie_apart(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also heads and values in several blocks, the last one short."""
+    """Also heads and values in several blocks, of which the last is partial."""
     monkeypatch.setattr(launch, "BLOCK", 16)
     monkeypatch.setattr(launch, "PROGRAMS", 4)
     qkv, *others = qk_norm_rope_kv_write.cases[2].make(generator(), torch.float32)
@@ -85,7 +85,7 @@ def test_no_tokens(interpreted: ModuleType) -> None:
 def test_at_the_widths_of_qwen3(
     launch: ModuleType, note: Callable[[str, float], None], dtype: torch.dtype, heads: tuple[int, int]
 ) -> None:
-    """Of 0.6B, 14B, 235B-A22B and 14B shared by 8 devices; blocks of 128."""
+    """The shapes of 0.6B, 14B, 235B-A22B, and 14B divided among 8 devices; blocks of 128."""
     (q_heads, kv_heads), dim, tokens, g = heads, 128, 9, generator()
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim, generator=g).to(dtype)
     gammas = [torch.rand(dim, generator=g).add(0.5).to(dtype) for _ in "qk"]

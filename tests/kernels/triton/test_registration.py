@@ -1,4 +1,4 @@
-"""Triton is imported when a kernel is first called, and not before; needs no triton."""
+"""Registration of Triton kernels: triton is imported on the first call; these tests need no triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[3] / "kernels" / "triton"
 
 
 def registered(path: Path, first: str = "", **variables: str) -> list[str]:
-    """Kernels with an implementation on CUDA, in a process that finds modules in `path` first and runs code `first`."""
+    """Return the kernels with a CUDA implementation, in a process with `path` first in sys.path that runs `first`."""
     code = (f"{first}\n"
             "from npuserve.kernels.registry import KERNELS; import npuserve.kernels; "
             "print(*sorted(n for n, k in KERNELS.items() if 'cuda' in k.implementations))")

@@ -1,6 +1,6 @@
-"""Norms, quantizing, the gate and lookups for CUDA, where the cases of all kernels do not reach.
+"""Row-wise kernels on CUDA (norms, quantization, SwiGLU, lookups), beyond the cases of all kernels.
 
-Interpreted, float16 is rounded as on a device, and bfloat16 towards zero: bits are compared in the former.
+Interpreted, float16 rounds as on a device, and bfloat16 towards zero: bits are compared in float16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.last_ids import keep_ids, take_ids
 from npuserve.kernels.norm import add_rms_norm
-from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, quantize, scheme_of, weight_of
+from npuserve.kernels.quantize import quantize, weight_of
+from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, scheme_of
 from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.triton.hopper import Launch, compiled
@@ -46,7 +47,7 @@ def test_cuda_serves_every_kernel(interpreted: ModuleType) -> None:
 
 @pytest.mark.parametrize("scheme", ["", *SCHEMES])
 def test_norm_is_rounded_where_golden_rounds(rows: ModuleType, scheme: str) -> None:
-    """At the width of Qwen3-14B, rows lying apart. A rounding of the root may move a number to the next one."""
+    """At the width of Qwen3-14B, with rows apart. A rounding of the root may move a number to the next one."""
     x, residual = (3 * torch.randn(2, 3, 5200, generator=generator())).half()[:, :, 40:5160]
     gamma = torch.rand(5120, generator=generator(1)).add(0.5).half()
     by = scheme_of(scheme, generator(2))
@@ -66,8 +67,8 @@ def test_norm_is_rounded_where_golden_rounds(rows: ModuleType, scheme: str) -> N
 def test_quantizing_is_golden_to_the_bit(
     rows: ModuleType, scheme: str, dtype: torch.dtype, levels: float
 ) -> None:
-    """At the width of Qwen3-14B's feed-forward layer: of one sign, of one number, of zeros, with halves, and what a
-    static scale is too small for."""
+    """At the width of Qwen3-14B's feed-forward layer: rows of one sign, of one number, of zeros, with halves, and too
+    large for a static scale."""
     x = torch.randn(7, 17408, generator=generator()) * 3
     x[1], x[2], x[3], x[4], x[5] = x[1].abs() + 1, -x[2].abs() - 1, 0.7, 0.0, x[5].mul(4).round().add(0.5)
     x[5, 0], x[6, 5] = 127.5, -6e4
@@ -184,7 +185,7 @@ def quantizing(dtype: str, signature: dict[str, str]) -> Launch:
 
 ZEROS = {"zeros": "*i32", "static_scale": "*fp32", "static_zero": "*i32"}
 ADDED = {"residual": "*bf16", "total": "*bf16"}
-COMPILED = [  # and how many loads of 16 bytes there must be
+COMPILED = [  # and the required number of loads of 16 bytes
     (norm({"out": "*bf16"}), 4),
     (norm({"out": "*bf16", **ADDED}), 6),
     (norm({**WRITTEN, **ADDED}), 6),

@@ -16,7 +16,7 @@ from tests.kernels.triton.lowered import LoweringError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = 1e-5
-"""By how much of the mass a draw in float32 may miss."""
+"""Maximum error of a draw in float32, as a fraction of the mass."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -26,14 +26,15 @@ def generator(seed: int = 0) -> torch.Generator:
 def draws(
     rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """temperature, top_k, top_p, min_p, and uniform in float32."""
+    """Return temperature, top_k, top_p, min_p, and uniform in float32."""
     g = generator(seed)
     return (torch.rand(rows, generator=g) + 0.5, torch.full((rows,), top_k), torch.full((rows,), top_p),
             torch.full((rows,), min_p), torch.rand(rows, generator=g))
 
 
 def missed(logits: Tensor, vocabulary: int, shaping: tuple[Tensor, ...], ids: Tensor) -> float:
-    """By how much of the mass the draws of `ids` [R, 1] miss what the golden function draws from, in float64."""
+    """Return by how much of the mass, in float64, the draws `ids` [R, 1] miss the distribution of the golden
+    function."""
     worst = 0.0
     scores = logits[:, :vocabulary].double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     for row, (temperature, top_k, top_p, min_p, uniform) in enumerate(zip(*shaping, strict=True)):
@@ -65,7 +66,7 @@ def test_greedy_is_safe_against_nan_and_infinities(launch: ModuleType) -> None:
 
 
 def test_the_smallest_of_equal_ids_over_many_blocks(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And rows that share programs, in a matrix whose rows lie apart."""
+    """Also rows that share programs, in a matrix whose rows are apart."""
     monkeypatch.setattr(launch, "BLOCK", 16)
     monkeypatch.setattr(launch, "PROGRAMS", 3)
     logits = torch.randint(4, (8, 300), generator=generator()).float()[:, 20:]
@@ -77,7 +78,7 @@ def test_the_smallest_of_equal_ids_over_many_blocks(launch: ModuleType, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [c for c in sample.cases if not c.benchmark], ids=lambda c: c.name)
 def test_sample(launch: ModuleType, way: str, case: Case, dtype: torch.dtype) -> None:
-    """In float64 as the golden function, bit for bit; in float32 nearly so."""
+    """In float64 bit-identical to the golden function; in float32 nearly so."""
     logits, vocabulary, *shaping, uniform = case.make(generator(), dtype)
     if way == "interpreted":
         expected = sample(logits, vocabulary, *shaping, uniform)
@@ -97,13 +98,13 @@ def test_sample_over_many_blocks(launch: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 def test_draws_follow_the_distribution_up_to_their_ends(launch: ModuleType) -> None:
-    """Every number between 0 and the last below 1 gives the id in whose part of the mass it lies."""
+    """Every number from 0 to the largest below 1 gives the id in whose part of the mass it lies."""
     mass = torch.tensor([0.0, 0.125, 0.25, 0.0, 0.5, 0.125, 0.0])
     uniform = torch.tensor([0.0, 0.1, 0.126, 0.37, 0.38, 0.8, 0.876, 1 - 2**-24])
     logits = mass.log().expand(len(uniform), -1).contiguous()
     shaping = (torch.ones(8), torch.zeros(8, dtype=torch.int64), torch.ones(8), torch.zeros(8), uniform)
     assert launch.sample(logits, 7, *shaping)[:, 0].tolist() == [1, 1, 2, 2, 4, 4, 5, 5]
-    # What rounds to 1 in float32.
+    # A number that rounds to 1 in float32.
     almost = (*shaping[:4], torch.full((8,), 1.0 - 2**-50, dtype=torch.float64).float())
     assert launch.sample(logits, 7, *almost)[:, 0].tolist() == [5] * 8
 
@@ -117,7 +118,7 @@ def test_equal_scores_at_a_border_are_kept_by_the_smaller_ids(launch: ModuleType
 
 
 def test_a_row_may_be_greedy_and_odd_rows_are_safe(launch: ModuleType) -> None:
-    """At temperature 0; with nothing to choose; with an infinite logit; with NaN beside numbers; of one id."""
+    """At temperature 0; with nothing to choose from; with an infinite logit; with NaN beside numbers; with one id."""
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[1.0, 5, 5], [nan, nan, -inf], [0, inf, 3], [nan, 1, nan], [2, 2, 2]])
     temperature, *others, uniform = draws(5)
@@ -132,7 +133,7 @@ def test_a_row_may_be_greedy_and_odd_rows_are_safe(launch: ModuleType) -> None:
 def test_embedding_of_what_was_chosen(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sampled: bool
 ) -> None:
-    """In several blocks, the last one short, out of a table whose rows lie apart; any number of rows."""
+    """In several blocks, the last one partial, from a table whose rows are apart; for any number of rows."""
     monkeypatch.setattr(launch, "BLOCK", 32)
     monkeypatch.setattr(launch, "PROGRAMS", 2)
     logits = torch.randn(5, 60, generator=generator()).to(dtype)
@@ -147,7 +148,7 @@ def test_embedding_of_what_was_chosen(
 
 
 def test_rows_lie_further_apart_than_32_bits_reach(lowered: ModuleType) -> None:
-    """Memory that is not touched takes none."""
+    """Untouched memory uses no pages."""
     far = 2**30 + 8
     logits = torch.empty(2 * far + 8, dtype=torch.bfloat16).as_strided((3, 8), (far, 1))
     table = torch.empty(4 * far + 8, dtype=torch.bfloat16).as_strided((5, 8), (far, 1))
@@ -164,11 +165,11 @@ def test_rows_lie_further_apart_than_32_bits_reach(lowered: ModuleType) -> None:
 def test_at_the_widths_of_qwen3_14b(
     launch: ModuleType, way: str, note: Callable[[str, float], None], dtype: torch.dtype, sampled: bool
 ) -> None:
-    # The interpreter takes seconds for a row that is sampled.
+    # The interpreter needs seconds for a sampled row.
     vocabulary, padded, hidden, rows = 151936, 152064, 5120, 1 if way == "interpreted" else 8
     logits = torch.randn(rows, padded, generator=generator()).mul(3).to(dtype)
     logits[:, vocabulary:] = 100.0
-    # Row n begins at number n: as wide as the real one in little memory.
+    # Row n begins at number n: as wide as the real table in little memory.
     table = torch.arange(padded + hidden).remainder(251).to(dtype).as_strided((padded, hidden), (1, 1))
     shaping = draws(rows, top_p=0.95, min_p=0.001) if sampled else ()
     ids, embedded = launch.sample_embed(logits, vocabulary, table, *shaping)

@@ -1,5 +1,5 @@
-"""Ids, logprobs and penalties for CUDA, where the cases of all kernels do not reach. test_sample.py also takes this
-implementation, for which the interpreter needs minutes."""
+"""Ids, logprobs and penalties on CUDA, beyond the cases of all kernels. test_sample.py also covers this implementation,
+for which the interpreter needs minutes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npuserve.kernels.sample import sample
 from tests.kernels.triton.hopper import Launch, compiled
 
 LAST = 1 - 2.0**-53
-"""The random number that draws the last id that is kept."""
+"""Random number that draws the last kept id."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -39,9 +39,9 @@ def whole(interpreted: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def parts(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same with parts, and blocks of what is in question, that small vocabularies fill several of."""
+    """The module with parts and blocks of undecided ids so small that small vocabularies fill several."""
     monkeypatch.setattr(whole, "PART", 64)
-    monkeypatch.setattr(whole, "_ASKED", 128)
+    monkeypatch.setattr(whole, "_CUT_BLOCK", 128)
     return whole
 
 
@@ -53,7 +53,7 @@ def shaping(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 
 
 
 def test_the_first_of_the_largest_over_several_parts(parts: ModuleType) -> None:
-    """Rows lie apart; of zeros of both signs the first is the largest, too."""
+    """Rows are apart; of zeros of both signs the first is the largest."""
     logits = torch.randint(4, (6, 300), generator=generator()).float()[:, 20:]
     logits[0], logits[1], logits[2], logits[3, 70:] = 7.0, -torch.inf, torch.nan, torch.nan
     logits[4], logits[4, 66], logits[4, 130] = -1.0, -0.0, 0.0
@@ -65,7 +65,7 @@ def test_the_first_of_the_largest_over_several_parts(parts: ModuleType) -> None:
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)])
 def test_filters_over_several_parts_are_golden(parts: ModuleType, dtype: torch.dtype, seed: int) -> None:
-    """All together, each alone and none, of logits with equal ones, with holes, and of one value."""
+    """Filters together, alone and none, on logits with ties, with holes, and of one value."""
     rows, vocabulary = 8, 201
     given = (randn(rows, vocabulary + 9, seed=seed) * torch.tensor([0.001, 1, 4, 20]).repeat(2)[:, None])
     given[::3] = given[::3].round(decimals=1)
@@ -85,14 +85,14 @@ def test_filters_over_several_parts_are_golden(parts: ModuleType, dtype: torch.d
                                      {"top_p": 0.9999}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
 @pytest.mark.parametrize("values", [1, 7])
 def test_the_last_id_that_is_kept_of_equal_ones(parts: ModuleType, filters: dict[str, Any], values: int) -> None:
-    """All ids, or nearly all, are in question then."""
+    """All ids, or nearly all, are undecided."""
     logits = torch.arange(300.0).remainder(values).mul(0.003)[None]
     args = (logits, 300, *shaping(1, uniform=LAST, **filters))
     assert torch.equal(parts.sample(*args), sample(*args))
 
 
 def test_what_weighs_nothing_is_not_kept_nor_missed(parts: ModuleType) -> None:
-    """The border of top_k lies where nothing has mass; or nearly everything is within top_p."""
+    """The border of top_k is among ids without mass; or top_p keeps nearly everything."""
     logits = randn(2, 300).mul(5)
     for filters in ({"temperature": 0.01, "top_k": 50}, {"temperature": 0.02, "top_k": 9, "top_p": 0.9},
                     {"temperature": 0.05, "top_p": 0.99999}, {"temperature": 100.0, "top_p": 0.999, "top_k": 299}):
@@ -124,14 +124,14 @@ def test_without_cuts_fewer_kernels_draw_the_same(parts: ModuleType) -> None:
 
 
 def test_programs_may_come_in_any_order(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in question is found in the order in which programs run: here in another."""
+    """The order of undecided ids depends on the order of the programs; here it is shuffled."""
     kernel, seen = parts.gather_kernel, []
 
     class Shuffled:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def run(**arguments: Any) -> None:
                 kernel[grid](**arguments)
-                for keys, number in zip(arguments["asked"], arguments["gathered"].tolist(), strict=True):
+                for keys, number in zip(arguments["undecided"], arguments["gathered"].tolist(), strict=True):
                     keys[:number] = keys[:number][torch.randperm(number, generator=generator())]
                     seen.append(number)
 
@@ -160,7 +160,7 @@ def test_at_the_vocabulary_of_qwen3_14b(whole: ModuleType) -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 20, 64])
 def test_logprobs_over_several_parts(parts: ModuleType, n: int) -> None:
-    """Equal ones everywhere, NaN and holes; a part that has fewer ids than are asked for."""
+    """Ties everywhere, NaN and holes; a part with fewer ids than requested."""
     vocabulary = 200
     logits = randn(6, 220).mul(2).round()[:, 5:]
     logits[0], logits[1, ::2], logits[2, 64:128], logits[3, 40:] = 1.0, torch.nan, -torch.inf, -torch.inf
@@ -175,7 +175,7 @@ def test_logprobs_over_several_parts(parts: ModuleType, n: int) -> None:
 
 
 def test_more_logprobs_than_programs_find_are_sorted(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "REPORTED", 4)
+    monkeypatch.setattr(parts, "MAX_TOP_IDS", 4)
     logits, ids = randn(3, 60).round(decimals=1), torch.tensor([1, 2, 3])
     for n in (4, 5, 60):
         got, want = logprobs.implementations["cuda"].function(logits, 60, ids, n), logprobs(logits, 60, ids, n)
@@ -197,7 +197,7 @@ def test_penalties_over_several_parts_of_rows_that_lie_apart(parts: ModuleType) 
 
 
 def test_nothing_is_read_on_the_host(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors without values calls are made all the same, as a capture needs: seven of them for a draw."""
+    """Calls on tensors without values are the same, as a capture needs: seven for a sample."""
     called: list[str] = []
 
     class Nothing:
@@ -270,7 +270,7 @@ HEAT = {"temperature": "*fp32"}
 CUTS = {**HEAT, "top_k": "*i64", "top_p": "*fp32"}
 KEPT = {**HEAT, "min_p": "*fp32", "borders": "*i64", "masses": "*i64"}
 PROBED = {**CUTS, "distances": "*fp32", "sums": "*fp32", "numbers": "*i32"}
-FOUND = {"gathered": "*i32", "asked": "*i64", "above": "*i64", "masses": "*i64"}
+FOUND = {"gathered": "*i32", "undecided": "*i64", "above": "*i64", "masses": "*i64"}
 REPORT = {"ids": "*i64", "candidates": "*i64", "peaks": "*fp32", "sums": "*fp32", "larger": "*i32", "count": "i32",
           "logits": "*bf16", "stride": "i64/16", "vocabulary": "i32/16", "parts": "i32"}
 PENALTIES = {"logits": "*fp32", "in_prompt": "*i1", "output_counts": "*i32", "repetition": "*fp32",
@@ -278,12 +278,12 @@ PENALTIES = {"logits": "*fp32", "in_prompt": "*i1", "output_counts": "*i32", "re
 ONE = 2.0**44
 
 
-def launched(kernel: str, signature: dict[str, str], warps: int, file: str = "vocabulary", **constants: Any) -> Launch:
+def launched(kernel: str, signature: dict[str, str], warps: int, file: str = "sampling", **constants: Any) -> Launch:
     return Launch(file, f"{kernel}_kernel", signature, {**constants, "PDL": True},
                   {"num_warps": warps, "launch_pdl": True})
 
 
-COMPILED = [  # and how many loads of 16 bytes there must be at least
+COMPILED = [  # and the minimum number of loads of 16 bytes
     (launched("peaks", OWN, 4, PART=4096, gathered=None), 4),
     (launched("peaks", {**OWN, "gathered": "*i32"}, 4, PART=4096), 4),
     (launched("likeliest", {"keys": "*i64", "ids": "*i64", "parts": "i32"}, 1, PARTS=64), 0),
@@ -292,15 +292,15 @@ COMPILED = [  # and how many loads of 16 bytes there must be at least
     (launched("cut", {**BASE, **CUTS, **FOUND, "borders": "*i64"}, 16, ONE=ONE, BLOCK=4096, PARTS=64), 0),
     (launched("weigh", {**OWN, **KEPT}, 8, ONE=ONE, PART=4096, PARTS=64), 2),
     (launched("draw", {**OWN, **KEPT, "uniform": "*fp64", "ids": "*i64"}, 8, ONE=ONE, PART=4096, PARTS=64), 2),
-    (launched("report_parts", REPORT, 8, PART=4096), 2),
+    (launched("report_parts", REPORT, 8, "logprobs", PART=4096), 2),
     (launched("report", {**REPORT, "logprob": "*fp32", "rank": "*i64", "top_ids": "*i64", "top_logprobs": "*fp32"}, 4,
-              PARTS=64, CANDIDATES=2048), 0),
+              "logprobs", PARTS=64, CANDIDATES=2048), 0),
     (launched("penalize", PENALTIES, 8, "penalize", PART=4096), 8),
 ]
 
 
 def test_hopper_spills_nothing_and_adds_no_floats_atomically(interpreted: ModuleType, tmp_path: Path) -> None:
-    """At the vocabulary of Qwen3-14B, of logits in bfloat16."""
+    """At the vocabulary of Qwen3-14B, with logits in bfloat16."""
     for (launch, wide), made in zip(COMPILED, compiled([x for x, _ in COMPILED], tmp_path), strict=True):
         assert made.local == 0, launch
         assert made.ptx.count("griddepcontrol.wait") == 1, launch

@@ -1,4 +1,4 @@
-"""What calls of operators are made of, where they are to be refused: tensors of zeros, and the operator itself."""
+"""Arguments of operator calls that should be refused: tensors of zeros, and direct calls of operators."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def nz(*size: int, dtype: torch.dtype = BF) -> Tensor:
 
 
 def direct(name: str, *arguments: Any) -> None:
-    """The operator's first phase; tensors, ints, floats, bools, bytes and None as they are, all numbers as int64 or
+    """Call the operator's first phase with tensors, ints, floats, bools, bytes and None; numbers become int64 or
     double."""
     library = ctypes.CDLL(None)
     library.aclCreateTensor.restype = ctypes.c_void_p

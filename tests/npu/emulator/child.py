@@ -1,8 +1,8 @@
-"""Tests on the emulated NPU: `@emulated(...)` runs a test in a child process that has it.
+"""Tests on the emulated NPU: `@emulated(...)` runs a test in a child process that activates it.
 
-The emulator is for a whole process and for good, so no test activates it where pytest runs. A child lives on for the
-next tests that ask for the same options; between two of them faults are healed, the device is synchronized, and the
-call log is empty. The test's arguments travel by pickle, so fixtures that cannot do so are not for such tests.
+The emulator cannot be unloaded, so no test activates it in pytest's process. A child serves further tests with the same
+options; between two of them faults are healed, the device is synchronized, and the call log is cleared. The test's
+arguments are pickled, so other fixtures are not supported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def missing() -> str | None:
-    """Why there can be no emulated NPU here, or None."""
+    """Return the reason why the emulated NPU is not possible here, or None."""
     from npuserve.npu.emulator.build import EmulatorError, find, find_compiler
 
     try:
@@ -48,7 +48,7 @@ def _write(stream: BinaryIO, message: Any) -> None:
 
 
 def _read(stream: BinaryIO) -> Any:
-    """EOFError when the other side is gone."""
+    """Read a message. Raises EOFError if the other side has ended."""
     head = stream.read(8)
     if len(head) < 8:
         raise EOFError
@@ -56,7 +56,7 @@ def _read(stream: BinaryIO) -> Any:
 
 
 class Child:
-    """A process with the emulated NPU. options: of `emulator.activate`."""
+    """Process with the emulated NPU. options: of `emulator.activate`."""
 
     def __init__(self, options: dict[str, Any]):
         self.options = options
@@ -68,7 +68,8 @@ class Child:
         _write(self._process.stdin, options)
 
     def run(self, function: Callable[..., Any], arguments: dict[str, Any], fresh: bool) -> Any:
-        """What it returns there. AssertionError with its traceback, or with what a process said that died."""
+        """Return the function's result. Raises AssertionError with its traceback, or with the output of a process that
+        ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -82,7 +83,7 @@ class Child:
         if kind == "skipped":
             pytest.skip(result)
         if kind == "failed":
-            self.close()  # whatever it broke stays with it
+            self.close()  # the failed test may have broken the process
             raise AssertionError(f"on the emulated NPU:\n{result}")
         return result
 
@@ -106,7 +107,7 @@ _child: Child | None = None
 
 @atexit.register
 def close() -> None:
-    """Ends the child that is kept."""
+    """End the child that is kept."""
     global _child
     if _child is not None:
         _child.close()
@@ -116,7 +117,7 @@ def close() -> None:
 def run(
     function: Callable[..., Any], arguments: dict[str, Any], options: dict[str, Any], *, fresh: bool = False
 ) -> Any:
-    """Calls `function`, one that a module names, in a child with these options; a fresh one is not used again."""
+    """Call `function`, which a module must name, in a child with these options. A fresh child is not used again."""
     global _child
     if _child is None or _child.options != options or not _child.alive or fresh:
         close()
@@ -129,9 +130,10 @@ def run(
 
 
 def emulated(*, fresh: bool = False, **options: Any) -> Callable[[F], F]:
-    """A test that runs where the NPU is emulated, activated with `options`. Skipped with the reason where it cannot be.
+    """Decorate a test to run where the NPU is emulated with `options`; skip it with the reason where that is
+    impossible.
 
-    fresh: in a process that no other test had or gets, as a test needs that leaves the device broken.
+    fresh: use a process for this test only, for tests that leave the device broken.
     """
 
     def mark(test: F) -> F:
@@ -147,8 +149,8 @@ def emulated(*, fresh: bool = False, **options: Any) -> Callable[[F], F]:
 
 
 def serve() -> None:
-    """The child's side."""
-    # What a test prints goes to stderr: stdout carries the answers.
+    """Run the child's loop."""
+    # A test's output goes to stderr: stdout carries the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)

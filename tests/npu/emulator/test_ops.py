@@ -1,4 +1,4 @@
-"""Each elementary operator of the emulated NPU, called through torch_npu, gives what torch gives on the CPU."""
+"""Elementary operators of the emulated NPU, called through torch_npu, against torch on the CPU."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_as_on_the_cpu(family: str) -> None:
         for want, got in zip(_tensors(function(*arguments)), _tensors(function(*given)), strict=True):
             assert got.dtype == want.dtype, name
             exact = not want.is_floating_point()
-            # bfloat16: the two may round a float32 that differs in its last bit to neighbours
+            # bfloat16: a float32 that differs in its last bit may round to a neighbour
             close = {torch.float32: 2e-6, torch.bfloat16: 2**-7}.get(want.dtype, 0.0)
             torch.testing.assert_close(
                 got.cpu(),

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and its writing, called through torch_npu, against softmax(q k) v in float64."""
+"""Attention over a paged cache and cache writes, called through torch_npu, against softmax(q k) v in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def mask() -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """q (S, N, D), k and v (L, kv_heads, D): (S, N, D), log-sum-exp (S, N). The last query stands at the last key."""
+    """Attend with q (S, N, D) over k and v (L, kv_heads, D): (S, N, D), log-sum-exp (S, N). Queries are the last S
+    tokens."""
     group = q.shape[1] // k.shape[1]
     keys, values = (t.double().repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("snd,lnd->nsl", q.double(), keys) * scale
@@ -38,7 +39,7 @@ def packed(
     dim: int = 128,
     block: int = BLOCK,
 ) -> dict[str, Any]:
-    """Queries, a cache whose blocks are given out in a scattered order, and each request's keys and values in it."""
+    """Return queries, a cache with blocks in scattered order, and each request's keys and values in it."""
     blocks = [-(-length // block) for length in kv_lens]
     cache = [drawn(sum(blocks) + 1, block, kv_heads, dim, dtype=dtype, seed=seed) for seed in (1, 2)]
     ids = torch.randperm(sum(blocks) + 1, generator=torch.Generator().manual_seed(3)).int()
@@ -197,7 +198,7 @@ def test_a_wrong_mask_gives_wrong_numbers() -> None:
     right = call(made, [4])[0].cpu()
     upside_down = call(made, [4], atten_mask=torch.tril(torch.ones(2048, 2048, dtype=torch.int8), -1).npu())[0].cpu()
     nothing = call(made, [4], atten_mask=torch.zeros(2048, 2048, dtype=torch.int8).npu())[0].cpu()
-    assert not torch.allclose(right[:3], nothing[:3], atol=0.05)  # sees the keys that come later
+    assert not torch.allclose(right[:3], nothing[:3], atol=0.05)  # also attends to later keys
     torch.testing.assert_close(right[3], nothing[3])
     assert not torch.allclose(right, upside_down, atol=0.05)
 
@@ -240,7 +241,7 @@ def test_a_workspace_too_small_is_refused() -> None:
         q, k, v, atten_mask=mask(), block_table=made["table"].npu(), input_layout="TND", block_size=BLOCK,
         actual_seq_lengths=[1], actual_seq_lengths_kv=[20], num_heads=8, num_key_value_heads=2, sparse_mode=3,
         workspace=torch.empty(32, dtype=torch.uint8, device="npu"), out=[q.clone(), torch.ones(1, device="npu")])
-    with pytest.raises(RuntimeError, match="aclnnFusedInferAttentionScoreV3"):  # the plugin's queue tells it later
+    with pytest.raises(RuntimeError, match="aclnnFusedInferAttentionScoreV3"):  # the plugin's queue reports it later
         torch.npu.synchronize()
 
 
@@ -293,7 +294,7 @@ def test_scatter_to_a_paged_cache(mode: str, slots: torch.dtype) -> None:
         rows = cache.cpu()
         rows = rows.flatten(0, 1) if mode == "Norm" else rows.transpose(1, 2).reshape(blocks * block, heads, dim)
         assert torch.equal(rows[places], given)
-        assert rows.abs().sum() == given.abs().sum()  # and nothing elsewhere
+        assert rows.abs().sum() == given.abs().sum()  # nothing is written elsewhere
 
 
 @emulated(fresh=True)

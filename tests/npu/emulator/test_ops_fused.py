@@ -1,4 +1,4 @@
-"""The fused operators of the emulated NPU, called through torch_npu, against their formulas in float64."""
+"""Fused operators of the emulated NPU, called through torch_npu, against their formulas in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.npu.emulator.child import emulated
 
-# One rounding to the dtype, and what a float32 sum is off by.
+# Tolerance: one rounding to the dtype, or the error of a float32 sum.
 STEP = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 DTYPES = list(STEP)
 HALVES = [torch.float16, torch.bfloat16]
@@ -22,7 +22,7 @@ def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def near(got: Tensor, want: Tensor, roundings: int = 1) -> None:
-    """`got` on the device is `want` in float64, but for that many roundings to its dtype."""
+    """Assert that `got` on the device equals `want` in float64 within that many roundings to its dtype."""
     close = STEP[got.dtype] * roundings
     torch.testing.assert_close(got.cpu().double(), want.double(), rtol=close, atol=close)
 
@@ -39,7 +39,7 @@ def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_apart(got: Tensor, want: Tensor) -> None:
-    """Quantized values are equal, but for the few that lie between two."""
+    """Assert that quantized values are equal, except for a few that round the other way."""
     off = (got.cpu().int() - want.int()).abs()
     assert off.max() <= 1
     assert off.float().mean() < 0.02
@@ -119,7 +119,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Tensor:
-    """Each pair of elements, as a complex number, times cos + i sin."""
+    """Multiply each pair of elements, as a complex number, by cos + i sin."""
     v = x.double()
     first, second = (v[..., ::2], v[..., 1::2]) if interleave else v.chunk(2, -1)
     other = torch.stack([-second, first], -1).flatten(-2) if interleave else torch.cat([-second, first], -1)
@@ -277,7 +277,7 @@ def test_quantize_by_given_scales(dtype: torch.dtype, columns: int, shift: bool)
     want = x.double() / scales.double() + (0 if zeros is None else zeros.double())
     assert y.dtype == torch.int8
     one_apart(y, want.round().clamp(-128, 127))
-    assert y.cpu().abs().max() >= 127  # it is cut off
+    assert y.cpu().abs().max() >= 127  # it is clamped
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16, torch.float32])
@@ -306,8 +306,8 @@ def test_nz_is_stored_by_tiles() -> None:
     assert torch_npu.get_storage_size(there) == 48 * 64
     stored = torch.frombuffer(
         ctypes.string_at(there.data_ptr(), 48 * 64 * 2), dtype=torch.int16
-    )  # device memory is the host's here
-    tiles = w.view(3, 16, 4, 16).permute(2, 0, 1, 3).reshape(-1)  # columns of tiles, of 16 by 16 for 16 bits
+    )  # device memory is host memory here
+    tiles = w.view(3, 16, 4, 16).permute(2, 0, 1, 3).reshape(-1)  # columns of tiles, 16 by 16 for 16 bits
     assert torch.equal(stored, tiles)
 
 
@@ -339,6 +339,6 @@ def test_top_k_top_p(dtype: torch.dtype) -> None:
         assert torch.equal(got[row][kept], logits[row][kept])
         order = logits[row].double().argsort(descending=True)[: k[row]]
         probability = logits[row].double()[order].softmax(0)
-        before = probability.cumsum(0) - probability  # what is more probable
+        before = probability.cumsum(0) - probability  # mass of more likely tokens
         wanted = set(order[before < p[row].double() - 1e-6].tolist()) | {order[0].item()}
         assert set(kept.nonzero().flatten().tolist()) == wanted

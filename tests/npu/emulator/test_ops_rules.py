@@ -1,4 +1,4 @@
-"""Each documented constraint that the emulated operators check, violated: refused, and the refusal names it."""
+"""Violations of each documented constraint of the emulated operators: refused, and the refusal names the constraint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both,
 from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
 BREAKING = ("scatter.range", "ropecache.range", "dequantswiglu.count")
-"""Told by the stream, which is broken then."""
+"""Constraints that the stream reports, which breaks it."""
 
 
 def rules() -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_every_rule_has_its_violation_and_its_source() -> None:
 
 @emulated()
 def test_what_follows_the_documents_is_taken() -> None:
-    """The calls that the violations change are themselves in order."""
+    """The unmodified calls of the violations are accepted."""
     attend()
     unpaged()
     attend_into(on(1, 8, 1, dtype=F32))

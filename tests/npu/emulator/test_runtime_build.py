@@ -1,4 +1,4 @@
-"""How the emulated NPU is built, loaded and refused, and that a torch_npu without a CANN disturbs nobody."""
+"""Build, loading and refusals of the emulated NPU; a torch_npu without CANN must not affect other backends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_all_symbols_that_torch_npu_is_linked_to_are_there():
 
 @needs_npu
 def test_processes_that_start_together_build_once(tmp_path: Path):
-    """From objects that are there already, so that only the last part is left to do."""
+    """With existing objects, so that only linking remains."""
     build.libraries()
     shutil.copytree(build.cache() / "objects", tmp_path / "npuserve" / "emulator" / "objects", copy_function=os.symlink)
     code = """if True:
@@ -167,7 +167,7 @@ def test_the_environments_size_of_the_device_is_checked(monkeypatch: pytest.Monk
 def test_the_environment_may_say_how_large_the_device_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EMULATED_NPU_GIB", "64")
     monkeypatch.setattr(emulator, "_options", emulator._Options(64 << 30, frozenset(), "lazy", 0, 4096, False))
-    emulator.activate()  # the same once more
+    emulator.activate()  # again with equal options
     with pytest.raises(emulator.EmulatorError, match="active with other options"):
         emulator.activate(memory=4 << 30)
 

@@ -1,4 +1,4 @@
-"""Faults of the emulated NPU and its call log, as torch_npu meets them."""
+"""Faults of the emulated NPU and its call log, through torch_npu."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_stream_that_hangs_goes_on_when_it_is_released():
     released = threading.Timer(0.1, emulator.heal)
     released.start()
     with torch.npu.stream(side):
-        assert torch.ones(4, device="npu").sum().item() == 4  # other streams go on
+        assert torch.ones(4, device="npu").sum().item() == 4  # other streams continue
     assert not done.query()
     done.synchronize()
     assert value.tolist() == [1] * 4
@@ -198,4 +198,4 @@ def test_an_argument_that_makes_no_sense_is_refused():
         emulator.fail("malloc", 1, nth=0)
     with pytest.raises(emulator.EmulatorError, match="active with other options"):
         emulator.activate(order="eager")
-    emulator.activate()  # the same once more
+    emulator.activate()  # again with equal options

@@ -1,4 +1,4 @@
-"""Graphs of the emulated NPU, as NPUGraph captures, updates and replays them, and what a capture refuses.
+"""Graphs of the emulated NPU: capture, update and replay by NPUGraph, and refusals of a capture.
 
 Error codes: CANN Runtime documentation, aclError.
 """
@@ -56,7 +56,7 @@ def test_replays_run_in_stream_order():
 
 
 def forked(*, wait: bool) -> float:
-    """A value that a second stream of the graph makes, and the first reads with or without waiting for it."""
+    """Return a value that the graph's second stream writes and the first reads, with or without waiting for it."""
     x, one, y = tensors(0, 1, 0)
     side, fork, join, late = torch.npu.Stream(), torch.npu.Event(), torch.npu.Event(), torch.npu.Event()
 
@@ -86,7 +86,7 @@ def test_a_wait_that_is_forgotten_within_a_graph_gives_wrong_data():
 
 
 def grouped(x: Tensor, one: Tensor, y: Tensor, scale: float = 1) -> tuple[Any, object, Any]:
-    """A graph of y = x + scale * one, its updatable group, and the event that it waits for as torch_npu's graphs do."""
+    """Return a graph of y = x + scale * one, its updatable group, and its event, as torch_npu's graphs have them."""
     graph, handles, event = torch.npu.NPUGraph(), [], torch.npu.ExternalEvent()
     with torch.npu.graph(graph):
         stream = torch.npu.current_stream()
@@ -135,7 +135,7 @@ def test_an_update_from_another_thread_comes_before_the_replay_that_waits_for_it
 
 @emulated()
 def test_a_graph_of_attention_is_updated_by_torch_npu_itself():
-    """`NPUGraph.update` from another thread, after the replay was launched: the lengths of that replay."""
+    """`NPUGraph.update` from another thread, after the launch of the replay, sets the lengths of that replay."""
     import torch_npu
 
     heads, dim, block = 2, 128, 128
@@ -214,7 +214,7 @@ def test_random_numbers_go_on_from_replay_to_replay():
     assert len(set(drawn)) == 3
 
 
-Refused = Callable[[Tensor, Any, Any], object]  # of a tensor, the stream that captures, a new event
+Refused = Callable[[Tensor, Any, Any], object]  # takes a tensor, the capturing stream, a new event
 
 @emulated(order="eager")
 def test_updates_come_in_time_in_the_eager_order():
@@ -242,14 +242,15 @@ REFUSED: dict[str, tuple[Refused, str]] = {
 
 
 def asked(event: Any) -> None:
-    """Queries it until the device answers: torch_npu itself says no before its launch thread has recorded it."""
+    """Query the event until the device answers: before its launch thread has recorded it, torch_npu itself answers
+    no."""
     deadline = time.monotonic() + 10
     while not event.query() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def refused(call: Refused) -> str:
-    """What is said when `call` is made within a capture, of which nothing is left."""
+    """Return the error of `call` within a capture, and discard the capture."""
     (x,) = tensors(1)
     stream, event, said = torch.npu.Stream(), torch.npu.Event(), ""
     try:
@@ -268,7 +269,7 @@ def test_a_capture_refuses(what: str):
     assert code in refused(call)
     torch.npu.synchronize()
     x, y = tensors(1, 0)
-    capture(lambda: y.copy_(x)).replay()  # the next capture is not disturbed
+    capture(lambda: y.copy_(x)).replay()  # the next capture works
     assert y.tolist() == [1] * 4
 
 

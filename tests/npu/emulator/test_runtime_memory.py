@@ -1,4 +1,4 @@
-"""Memory of the emulated NPU: what is in use, what does not fit, and that all of it comes back."""
+"""Memory of the emulated NPU: accounting, out of memory, and release."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_nth_allocation_can_fail():
     used()
     emulator.fail("malloc", OUT_OF_MEMORY, nth=2)
     first = torch.empty(30 * MIB, dtype=torch.int8, device="npu")
-    emulator.fail("malloc", OUT_OF_MEMORY, times=2)  # the plugin frees what it caches and tries again
+    emulator.fail("malloc", OUT_OF_MEMORY, times=2)  # the plugin frees its cache and tries again
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(40 * MIB, dtype=torch.int8, device="npu")
     assert torch.empty(40 * MIB, dtype=torch.int8, device="npu").numel() == 40 * MIB
@@ -93,8 +93,8 @@ def test_a_copy_beyond_an_allocation_is_refused():
     at, size = address.value, ctypes.c_size_t(4096)
     assert lib.aclrtMemcpy(address, size, host, size, 1) == 0
     assert lib.aclrtMemcpy(address, ctypes.c_size_t(8192), host, ctypes.c_size_t(8192), 1) == 107000
-    assert lib.aclrtMemcpy(host, size, address, size, 1) == 107016  # the wrong way round
-    assert lib.aclrtMemcpy(address, ctypes.c_size_t(8), host, size, 1) == 107000  # more than there is room for
+    assert lib.aclrtMemcpy(host, size, address, size, 1) == 107016  # the wrong direction
+    assert lib.aclrtMemcpy(address, ctypes.c_size_t(8), host, size, 1) == 107000  # larger than the destination
     assert lib.aclrtFree(address) == 0
     assert lib.aclrtFree(ctypes.c_void_p(at)) == 107000
     assert lib.aclrtMemcpy(ctypes.c_void_p(at), size, host, size, 1) == 107000  # freed
@@ -108,7 +108,7 @@ def test_new_memory_can_be_full_of_nan():
 
 
 def expand() -> None:
-    """Segments that grow, of memory that is mapped piece by piece."""
+    """Allocate segments that grow, of memory that is mapped piece by piece."""
     before = used()
     kept = [torch.full((5 * MIB,), index, dtype=torch.int8, device="npu") for index in range(8)]
     torch.npu.synchronize()

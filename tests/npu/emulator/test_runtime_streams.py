@@ -1,4 +1,4 @@
-"""Streams, events and copies of the emulated NPU: what is forgotten shows as wrong data."""
+"""Streams, events and copies of the emulated NPU: missing waits give wrong data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ones() -> torch.Tensor:
 
 
 def hand_over(*, wait: bool) -> list[float]:
-    """A value made on one stream and copied on another, which waits for it or does not."""
+    """Return a value made on one stream and copied on another, which waits for it or does not."""
     one, value, copy = ones(), torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
     side, made = torch.npu.Stream(), torch.npu.Event()
     torch.npu.synchronize()
@@ -46,7 +46,7 @@ def test_a_wait_mends_it():
 
 
 def overwritten_before_read() -> float:
-    """The other way round: a stream overwrites what another has not read yet."""
+    """Return the data of a stream that another stream overwrites before it is read."""
     value, read = ones(), torch.zeros(4, device="npu")
     side = torch.npu.Stream()
     torch.npu.synchronize()
@@ -71,7 +71,7 @@ def test_streams_run_only_when_somebody_waits_for_them():
     first = torch.npu.Event()
     first.record()
     value.add_(one)
-    torch.npu.current_stream().query()  # the launching thread of torch_npu has submitted all by now
+    torch.npu.current_stream().query()  # now torch_npu's launching thread has submitted everything
     first.synchronize()
     assert value.cpu().tolist() == [4] * 4
     assert emulator.pending() == 0
@@ -85,7 +85,7 @@ def test_events_tell_when_they_are_reached():
     start.record()
     value.add_(1)
     end.record()
-    while not end.query():  # polling moves the device on
+    while not end.query():  # polling makes the device progress
         time.sleep(0.001)
     assert start.query()
     assert 0 <= start.elapsed_time(end) < 10_000
@@ -93,7 +93,7 @@ def test_events_tell_when_they_are_reached():
 
 @emulated()
 def test_a_wait_means_the_record_before_it():
-    """A record after the wait does not matter to it."""
+    """A record after the wait does not affect it."""
     value, copy = torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
     one = ones()
     side, event = torch.npu.Stream(), torch.npu.Event()

@@ -1,6 +1,6 @@
 """Calls that violate the documented constraints of the operators, by the emulator's name of the constraint.
 
-They go through torch_npu. Where its own checks come first, the operator is called as the plugin would (`direct`).
+They are made through torch_npu. Where its own checks come first, the operator is called as by the plugin (`direct`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.npu.emulator.violations_int8 import QUANTIZED, quant
 
 
 def attend(**changed: Any) -> Any:
-    """Two requests of one token each on a paged cache, as the device takes it but for what is changed."""
+    """Attend for two requests of one token each on a paged cache, with valid arguments except `changed`."""
     given: dict[str, Any] = {
         "query": on(2, 8, 128),
         "key": on(3, 128, 256),
@@ -36,7 +36,7 @@ def attend(**changed: Any) -> Any:
 
 
 def unpaged(**changed: Any) -> Any:
-    """(B, S, N, D) without a mask."""
+    """Attend in (B, S, N, D) without a mask."""
     given: dict[str, Any] = {
         "query": on(1, 4, 2, 64),
         "key": on(1, 4, 2, 64),

@@ -1,4 +1,4 @@
-"""Calls that violate the documented constraints of the operators of int8; see `violations`."""
+"""Calls that violate the documented constraints of the int8 operators; see `violations`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def product(x: Tensor | None = None, w: Tensor | None = None, scale: Tensor | No
 
 
 def gated(**changed: Any) -> None:
-    """Four tokens of 64 numbers, through the operator's first phase: the plugin fixes most of what it takes."""
+    """Call the first phase for four tokens of 64 numbers directly, since the plugin fixes most arguments."""
     given: dict[str, Any] = {
         "x": on(4, 128, dtype=torch.int32), "weight_scale": on(1, 128, dtype=F32), "token_scale": on(4, 1, dtype=F32),
         "bias": None, "smooth": None, "offset": None, "groups": whole(4, dtype=torch.int64), "left": 1,

@@ -76,7 +76,7 @@ def test_host_prefill_check_prints_both_plans(tmp_path, monkeypatch):
     native = check.native(found["cpu_kernels"])
     report = {"machine": check.machine(), "native": native, "backends": {}, "optional": {}, "emulated": False}
     said = check.text(report | {"model": found})
-    assert "prompts are computed on cpu, of whose memory this takes" in said
+    assert "prompts are computed on cpu, whose memory holds" in said
     assert said.count(" fits: needs ") == 2
     assert check.model(msgspec.structs.replace(config, prefill_device="same"))["host"] is None
     refused = check.model(msgspec.structs.replace(config, device="cpu"))

@@ -1,0 +1,66 @@
+"""Tensors of kernels' arguments and results: copies, float64, in-place changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.quantized import Int8
+
+Args = tuple[Any, ...]
+
+
+def copy_arguments(args: Args, which: Sequence[int]) -> Args:
+    """Return the arguments with those at positions `which` copied."""
+    return tuple(copy_value(x) if i in which else x for i, x in enumerate(args))
+
+
+def copy_value(value: Any) -> Any:
+    """Copy a tensor, in large pages if possible, or a dataclass of tensors."""
+    if isinstance(value, Tensor):
+        if not native.available() or not value.is_cpu or not value.nbytes:
+            return value.clone()
+        made = native.library().allocate(value.nbytes).view(value.dtype).view(value.shape)
+        return made.copy_(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: copy_value(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
+
+
+def widened(value: Any) -> Any:
+    """Convert floats to float64, also in dataclasses, for a golden function."""
+    if isinstance(value, torch.dtype):  # dtype of the result
+        return torch.float64
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: widened(getattr(value, f.name)) for f in dataclasses.fields(value)})
+    return value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a result or an argument; from quantized numbers their zero points are subtracted."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Int8):
+        return [value.values if value.zero is None else value.values.short() - value.zero.short().unsqueeze(-1),
+                value.scale]
+    if isinstance(value, tuple):
+        return [tensor for x in value for tensor in tensors(x)]
+    if dataclasses.is_dataclass(value):
+        return [tensor for f in dataclasses.fields(value) for tensor in tensors(getattr(value, f.name))]
+    return []
+
+
+def versions(value: Any) -> list[int]:
+    """Return the version counters of the tensors, which change when a tensor is written in place."""
+    if isinstance(value, Int8):
+        return versions((value.values, value.scale))
+    return [tensor._version for tensor in tensors(value)]

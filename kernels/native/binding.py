@@ -1,0 +1,64 @@
+"""ctypes binding of the native library, and the constants that Python and C++ share.
+
+The library is built beside this file when the package is installed where there is a C++ compiler. C++ defines the
+constants (runtime/constants.h); Python reads them here, so that no number is written twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """Load the library at `path` and declare the types of its functions (runtime/pool.h).
+
+    Raises OSError for a library of another machine, ImportError for one of older sources.
+    """
+    lib = ctypes.CDLL(str(path))
+    try:
+        lib.npuserve_constant.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+    except AttributeError as error:
+        raise ImportError(f"{path} is built from older sources: {error}; install the package again") from None
+    lib.npuserve_constant.restype = ctypes.c_char_p
+    lib.npuserve_isa.restype = ctypes.c_char_p
+    lib.npuserve_source.restype = ctypes.c_char_p
+    lib.npuserve_kernel.argtypes = (ctypes.c_char_p,)
+    lib.npuserve_set_threads.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    lib.npuserve_set_threads.restype = ctypes.c_int
+    lib.npuserve_run.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    lib.npuserve_run.restype = ctypes.c_int
+    lib.npuserve_allocate.argtypes = (ctypes.c_size_t,)
+    lib.npuserve_allocate.restype = ctypes.c_void_p
+    lib.npuserve_share.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_size_t)
+    lib.npuserve_share.restype = ctypes.c_void_p
+    lib.npuserve_free.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    lib.npuserve_free.restype = None
+    return lib
+
+
+def _find() -> ctypes.CDLL | None:
+    found = sorted(Path(__file__).parent.glob("libnpuserve*.so"))
+    try:
+        return bind(found[0]) if found else None
+    except OSError:  # built for another machine
+        return None
+
+
+def _read_constants(lib: ctypes.CDLL) -> dict[str, int]:
+    value = ctypes.c_int64()
+    constants: dict[str, int] = {}
+    while name := lib.npuserve_constant(len(constants), ctypes.byref(value)):
+        constants[name.decode()] = value.value
+    return constants
+
+
+BINDING = _find()
+"""The loaded library; None if it was not built or is for another machine."""
+
+CONSTANTS = _read_constants(BINDING) if BINDING else {}
+"""Constants of the library by name (runtime/constants.h); empty without the library."""
+
+LANES = CONSTANTS.get("LANES", 1)
+"""Columns of a panel of packed weights, and tokens of a panel of packed keys; 1 without the library, which packs
+nothing then."""

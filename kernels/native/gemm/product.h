@@ -1,0 +1,316 @@
+// Products with weights in panels: the work of one unit. split.h divides a product into units, epilogue.h stores
+// results. The form of the weights is a template parameter: Plain below, or Compact of compact.cpp.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm/split.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+// Product of blocks of panels with many rows, and the number of its words for each word of Dot. Without a bfloat16
+// instruction, panels and x are widened to float32 once for all rows.
+template <class Dot>
+struct Inner {
+    typedef Dot type;
+    static constexpr int64_t WORDS = 1;
+};
+#if !BF16_DOT
+template <>
+struct Inner<DotBFloat16> {
+    typedef DotFloat32 type;
+    static constexpr int64_t WORDS = 2;
+};
+#endif
+
+template <class Dot>
+int64_t words_of(int64_t k) {
+    return ceil_div<int64_t>(k, Dot::PER_WORD);
+}
+
+// Tile: acc[r][p] += x . w, where acc[r][p] is at acc[r * acc_stride + p].
+template <class Dot>
+struct Tile {
+    typedef typename Dot::Acc Acc;
+    const char *x;  // the tile's first row
+    int64_t x_stride, words;
+    const char *const *panels;
+    Acc *acc;
+    int acc_stride;
+
+    template <int R, int P>
+    INLINE void load(Acc (&to)[R][P]) const {
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) to[r][p] = acc[r * acc_stride + p];
+    }
+    template <int R, int P>
+    INLINE void store(const Acc (&from)[R][P]) const {
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r * acc_stride + p] = from[r][p];
+    }
+};
+
+// Tile of panels that are multiplied by no other rows. next: the panels that follow, prefetched.
+template <class Dot>
+struct OnceTile : Tile<Dot> {
+    const char *const *next;
+
+    // With few rows the processor's own prefetch follows the panels, faster than software prefetch. With more rows it
+    // does not reach far enough ahead.
+    static constexpr int FOLLOWED_ROWS = 2;
+    static constexpr int64_t AHEAD = 2048;  // bytes
+
+    template <int R, int P>
+    __attribute__((noinline)) void run() const {
+        typename Dot::Acc acc[R][P];
+        this->load(acc);
+        const char *w[P], *ahead[P], *x = this->x;
+        int64_t words = this->words, x_stride = this->x_stride;
+        for (int p = 0; p < P; p++) w[p] = this->panels[p], ahead[p] = w[p] + AHEAD;
+        constexpr int FETCHED = R > FOLLOWED_ROWS ? P : 0;
+        int64_t last = FETCHED ? std::min(words, AHEAD / 64) : 0;
+        tile<Dot, R, P, FETCHED, false>(acc, x, x_stride, w, 64, words - last, ahead);
+        if (last) {
+            for (int p = 0; p < P; p++) w[p] += (words - last) * 64;
+            tile<Dot, R, P, FETCHED, false>(acc, x + (words - last) * Steps<Dot>::X_BYTES, x_stride, w, 64, last, next);
+        }
+        this->store(acc);
+    }
+};
+
+// Tile of panels in the cache. next: two runs of bytes, next_stride a word, to prefetch for this thread; each may be
+// null.
+template <class Dot>
+struct BlockTile : Tile<Dot> {
+    const char *const *next;
+    int64_t next_stride;
+
+    template <int R, int P>
+    __attribute__((noinline)) void run() const {
+        typename Dot::Acc acc[R][P];
+        this->load(acc);
+        const char *w[P];
+        for (int p = 0; p < P; p++) w[p] = this->panels[p];
+        tile<Dot, R, P, 2, true>(acc, this->x, this->x_stride, w, 64, this->words, next, next_stride);
+        this->store(acc);
+    }
+};
+
+template <int R, int P, class Function>
+INLINE void with_panels(int p, const Function &f) {
+    if constexpr (P > 1) {
+        if (p < P) return with_panels<R, P - 1>(p, f);
+    }
+    f.template run<R, P>();
+}
+
+// Calls f.template run<R, P>() with run-time sizes 1 <= r <= ONCE_ROWS, 1 <= p <= widest_tile(r).
+template <int R = ONCE_ROWS, class Function>
+INLINE void with_tile(int r, int p, const Function &f) {
+    if constexpr (R > 1) {
+        if (r < R) return with_tile<R - 1>(r, p, f);
+    }
+    with_panels<R, widest_tile(R)>(p, f);
+}
+
+// Panels of plain words. Interface of a form of weights:
+//
+//   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied
+//   expands      true if they are expanded for the rows of this split
+//   block        maximum words of a block for this split
+//   panel_bytes  bytes of a panel
+//   at, bytes    address of a panel's block from word `first` on, bytes of a block of that many words
+//   expand       writes that block to `out` as words of Inner
+//   once         runs a tile of panels that are multiplied by no other rows
+template <class D>
+struct Plain {
+    typedef D Dot;
+    static constexpr bool EXPANDS = false;
+    // Few rows multiply the words as they are: each tile widens them in registers.
+    static bool expands(const Split &split) { return Inner<Dot>::WORDS > 1 && !split.few; }
+    static int64_t block(const Split &split) {
+        return !Steps<Dot>::COPIES ? INT64_MAX : split.few ? 512 : expands(split) ? 64 : 128;
+    }
+    static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * 64; }
+    static INLINE const char *at(const char *panel, int64_t first) { return panel + first * 64; }
+    static INLINE int64_t bytes(int64_t words) { return words * 64; }
+    static INLINE void expand(const char *block, int64_t words, char *out) {
+        if constexpr (Inner<Dot>::WORDS > 1) {
+            typedef Steps<Dot> By;
+            for (int64_t w = 0; w < words; w++, block += 64, out += 128) {
+                store(reinterpret_cast<float *>(out), By::template get<0>(block));
+                store(reinterpret_cast<float *>(out + 64), By::template get<1>(block));
+            }
+        }
+    }
+    static INLINE void once(int rows, int p, const OnceTile<Dot> &tile) { with_tile(rows, p, tile); }
+};
+
+// Layout of the memory of a unit, apart from its own variables.
+template <class Of>
+struct UnitLayout {
+    typedef typename Of::Dot Dot;
+    typedef typename Of::Panels Panels;
+    bool copies;         // x is copied
+    int64_t block;       // words of a block
+    int64_t x, panels, accumulators;  // bytes
+
+    UnitLayout(const Call &call, const Split &split) {
+        int64_t k = call.op.n[1], words = words_of<Dot>(k);
+        copies = Steps<Dot>::COPIES || k % Dot::PER_WORD;
+        block = split.once ? words : std::min(Panels::block(split), words);
+        x = copies ? rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
+        panels = !split.once && Panels::expands(split) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
+        int64_t kept = split.once ? split.tile_panels : split.panels_per_unit;
+        accumulators = split.rows_per_unit * kept * int64_t(sizeof(typename Dot::Acc));
+    }
+    int64_t bytes() const { return x + panels + accumulators; }
+    static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
+};
+
+// Unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose accumulators
+// are `stride` apart. With Take::PAIRED, panel p of the first half of the columns and panel p of the second half are
+// adjacent in a tile, and `take` gets both accumulators. memory: UnitLayout::bytes() bytes, aligned to 64.
+template <class Of, class Take>
+struct Unit {
+    typedef typename Of::Dot Dot;
+    typedef typename Of::Panels Panels;
+    typedef typename Of::X X;
+    typedef typename Dot::Acc Acc;
+    typedef Steps<Dot> By;
+    const Call &call;
+    const Split &split;
+    const Take &take;
+    UnitLayout<Of> layout;
+    char *x_copy, *expanded;
+    Acc *acc;
+    int64_t k, words, row, rows, first, end, later;
+
+    Unit(const Call &call, const Split &split, int64_t unit, const Take &take, char *memory)
+        : call(call), split(split), take(take), layout(call, split), x_copy(memory), expanded(memory + layout.x),
+          acc(reinterpret_cast<Acc *>(expanded + layout.panels)), k(call.op.n[1]), words(words_of<Dot>(k)),
+          row(unit % split.row_groups * split.rows_per_unit), rows(std::min(split.rows_per_unit, call.rows - row)),
+          first(unit / split.row_groups * split.panels_per_unit),
+          end(std::min(first + split.panels_per_unit, split.panels)),
+          // Other threads take the units between this one and the next.
+          later((unit + call.threads) / split.row_groups * split.panels_per_unit) {}
+
+    INLINE void run() const {
+        if (split.once)
+            once();
+        else
+            blocks();
+    }
+
+  private:
+    INLINE const char *address(int64_t panel) const {
+        int64_t panel_index = Take::PAIRED ? panel / 2 + panel % 2 * (split.panels / 2) : panel;
+        return call.op.at<char>(1) + panel_index * Panels::panel_bytes(k);
+    }
+
+    // Copies words [begin, begin + count) of the unit's rows of x side by side and pads the last word with zeros.
+    INLINE void copy(int64_t begin, int64_t count) const {
+        int64_t numbers = std::min(count * Dot::PER_WORD, k - begin * Dot::PER_WORD);
+        const X *from = call.op.at<X>(0) + row * k + begin * Dot::PER_WORD;
+        for (int64_t r = 0; r < rows; r++) {
+            char *to = x_copy + r * count * By::X_BYTES;
+            if (numbers < count * Dot::PER_WORD) std::memset(to + (count - 1) * By::X_BYTES, 0, By::X_BYTES);
+            By::copy(from + r * k, numbers, to);
+        }
+    }
+    INLINE const char *x_of(int64_t r, int64_t begin, int64_t count) const {
+        if (layout.copies) return x_copy + r * count * By::X_BYTES;
+        return reinterpret_cast<const char *>(call.op.at<X>(0) + (row + r) * k) + begin * 4;
+    }
+    INLINE int64_t x_stride(int64_t count) const {
+        return layout.copies ? count * By::X_BYTES : k * int64_t(sizeof(X));
+    }
+
+    INLINE void once() const {
+        if (layout.copies) copy(0, words);
+        int most = widest_tile(int(rows));
+        for (int64_t panel = first, p; panel < end; panel += p) {
+            p = tile_panels(panel);
+            int64_t following = panel + p < end ? panel + p : later;
+            const char *panels[MAX_PANELS], *next[MAX_PANELS];
+            for (int64_t j = 0; j < p; j++) panels[j] = address(panel + j), next[j] = address(following + j);
+            std::memset(static_cast<void *>(acc), 0, size_t(rows * p) * sizeof(Acc));
+            for (int j = 0, some; j < p; j += some) {
+                some = std::min(int(p) - j, most);
+                Panels::once(int(rows), some, OnceTile<Dot>{{x_of(0, 0, words), x_stride(words), words, panels + j,
+                                                             acc + j, int(p)}, next + j});
+            }
+            put(panel, int(p), acc);
+        }
+    }
+
+    INLINE void blocks() const {
+        std::memset(static_cast<void *>(acc), 0, size_t(rows * (end - first)) * sizeof(Acc));
+        bool expands = Panels::EXPANDS || Panels::expands(split);
+        for (int64_t begin = 0, count; begin < words; begin += count) {
+            count = std::min(layout.block, words - begin);
+            if (layout.copies) copy(begin, count);
+            for (int64_t panel = first, p; panel < end; panel += p) {
+                p = tile_panels(panel);
+                if (expands)
+                    block<typename Inner<Dot>::type, true>(begin, count, panel, int(p));
+                else if constexpr (!Panels::EXPANDS)
+                    block<Dot, false>(begin, count, panel, int(p));
+            }
+        }
+        for (int64_t panel = first, p; panel < end; panel += p) {
+            p = tile_panels(panel);
+            put(panel, int(p), acc_of(panel));
+        }
+    }
+
+    // Multiplies words [begin, begin + count) of p panels by all rows of the unit.
+    template <class TileDot, bool EXPANDS>
+    INLINE void block(int64_t begin, int64_t count, int64_t panel, int p) const {
+        constexpr int64_t PER = EXPANDS ? Inner<Dot>::WORDS : 1;
+        bool wraps = panel + p >= end;
+        int64_t following = wraps ? first : panel + p, next_begin = wraps ? begin + count : begin;
+        if (next_begin >= words) following = later, next_begin = 0;
+        const char *w[MAX_PANELS], *soon[MAX_PANELS];
+        for (int j = 0; j < p; j++) {
+            w[j] = Panels::at(address(panel + j), begin);
+            soon[j] = Panels::at(address(following + j), next_begin);
+            if constexpr (EXPANDS) {
+                char *to = expanded + j * layout.block * PER * 64;
+                Panels::expand(w[j], count, to);
+                w[j] = to;
+            }
+        }
+        int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows), next_stride = Panels::bytes(count) / (count * PER);
+        for (int64_t r = 0, tile = 0; r < rows; tile++) {
+            int here = int(ceil_div(rows - r, tiles - tile)), most = widest_tile(here);
+            for (int j = 0, some; j < p; j += some) {
+                some = std::min(p - j, most);
+                const char *runs[2] = {j == 0 && tile < p ? soon[tile] : nullptr,
+                                       j == 0 && tile + tiles < p ? soon[tile + tiles] : nullptr};
+                with_tile(here, some, BlockTile<TileDot>{{x_of(r, begin, count), x_stride(count), count * PER, w + j,
+                                                          acc_of(panel) + r * p + j, p}, runs, next_stride});
+            }
+            r += here;
+        }
+    }
+
+    INLINE int64_t tile_panels(int64_t panel) const { return std::min<int64_t>(split.tile_panels, end - panel); }
+    // Returns the accumulators of a tile's panels, row after row.
+    INLINE Acc *acc_of(int64_t panel) const { return acc + (panel - first) * rows; }
+
+    INLINE void put(int64_t panel, int p, Acc *from) const {
+        bool whole = (panel + p) * LANES <= call.op.n[2];
+        for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
+            int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
+            if (whole)
+                take(row, int(rows), column, from + j, p, LANES);
+            else
+                take(row, int(rows), column, from + j, p, std::min<int64_t>(LANES, call.op.n[2] - column));
+        }
+    }
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve

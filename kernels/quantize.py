@@ -1,0 +1,136 @@
+"""Quantization of activations to int8 (W8A8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels import ascend, native, triton
+from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.quantized import DYNAMIC, SCHEMES, ZEROS, Int8, Int8Weight, Scheme, native_int8, scheme_of
+from npuserve.kernels.registry import Case, kernel
+
+
+def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Scheme | None]:
+        return torch.randn(tokens, hidden, generator=generator).to(dtype), scheme_of(scheme, generator)
+
+    return Case(f"{tokens}x{hidden} {scheme}", make, benchmark, zeros=scheme in ZEROS)
+
+
+@kernel(
+    "quantize",
+    cases=[
+        *(_quantize_case(*shape, scheme) for scheme in SCHEMES for shape in ((1, 8), (3, 33), (7, 64))),
+        *(_quantize_case(tokens, 1024, benchmark=True) for tokens in (1, 32, 512)),
+    ],
+)
+def quantize(x: Tensor, scheme: Scheme) -> Int8:
+    """Quantize x [T, K]: x / scale, rounded to nearest, ties to even, plus zero, clamped to -128 .. 127.
+
+    A dynamic scale that would be 0 is 1. Symmetric: the largest magnitude divided by the scheme's levels. Asymmetric:
+    scale = (largest - least) / 255 and zero = rint(-128 - least / scale) over a range that includes 0, as in
+    compressed-tensors. vLLM's range does not include 0 where all numbers of a row have one sign.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    zero = scheme.zero
+    if scheme.scale is not None:
+        scale = scheme.scale.to(wide.dtype).repeat(len(x))
+        zero = None if zero is None else zero.repeat(len(x))
+    elif scheme.symmetric:
+        scale = _above_zero(wide.abs().amax(dim=-1) / scheme.levels)
+    else:
+        low = wide.amin(dim=-1).clamp(max=0)
+        scale = _above_zero(wide.amax(dim=-1).clamp(min=0) / 255 - low / 255)  # the largest float does not overflow
+        zero = (-128 - low / scale).round().clamp(-128, 127).int()
+    values = (wide / scale.unsqueeze(1)).round()
+    if zero is not None:
+        values = values + zero.unsqueeze(1)
+    return Int8(values.clamp(-128, 127).to(torch.int8), scale.float(), zero)
+
+
+def _above_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def int8_of(x: Tensor, generator: torch.Generator, zeros: bool = False) -> Int8:
+    """Quantize x [T, K] as a case's argument, with a scale for each row. zeros: with zero points too."""
+    made = quantize(x.float(), Scheme(symmetric=not zeros))
+    return Int8(made.values, made.scale * (torch.rand(len(x), generator=generator) + 0.5), made.zero)
+
+
+def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, zeros: bool = False,
+              inputs: Scheme = DYNAMIC) -> Int8Weight:
+    """Quantize weight [N, K] as a case's argument."""
+    made = int8_of(weight, generator, zeros)
+    return Int8Weight.of(made.values, made.scale, dtype, made.zero, inputs)
+
+
+def native_quantize(x: Tensor, scheme: Scheme) -> tuple[Int8, native.Call]:
+    """Return the output of `quantize` for x [T, K] and the native call that fills it."""
+    out, p = native_int8(x.shape, scheme)
+    return out, ("quantize", x.dtype, [x, *p], [*x.shape], [scheme.levels])
+
+
+@native.implementation(quantize)
+def _(x: Tensor, scheme: Scheme) -> Int8:
+    out, call = native_quantize(x, scheme)
+    native.call("quantize", call)
+    return out
+
+
+@ascend.implementation(quantize)
+def _(x: Tensor, scheme: Scheme) -> Int8:
+    """Zero points are not supported; levels are `ascend.LEVELS`. A static scale is rounded to x's dtype, as the
+    operator requires."""
+    if ascend_fuses(scheme):
+        values, scale = torch_npu.npu_dynamic_quant(x)
+        return Int8(values, scale)
+    if scheme.scale is None or scheme.zero is not None:
+        raise ValueError("scheme: on Ascend activations in int8 have no zeros")
+    by = ascend.table_as(scheme.scale, x.dtype)
+    values = torch_npu.npu_quantize(x, by, None, torch.qint8, -1)
+    return Int8(values, ascend.table_as(by, torch.float32).expand(len(x)).contiguous())
+
+
+@triton.implementation(quantize)
+def _(x: Tensor, scheme: Scheme) -> Int8:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.quantize(x, scheme)
+
+
+ascend_quantize = quantize.implementations[ascend.LABEL].function
+
+
+def ascend_fuses(scheme: Scheme | None) -> bool:
+    """Return True for schemes that Ascend's fused operators support: dynamic, without zero points.
+
+    Raises ValueError if the levels differ from `ascend.LEVELS`.
+    """
+    if scheme is None or scheme.scale is not None or not scheme.symmetric:
+        return False
+    if scheme.levels != ascend.LEVELS:
+        raise ValueError(f"levels: {scheme.levels}; on Ascend the largest magnitude is divided by {ascend.LEVELS}")
+    return True
+
+
+def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a case's arguments as the Ascend implementations take them; the weight is the second."""
+    x, weight, *rest = ascend.to_device(args)
+    if isinstance(weight, Int8Weight):
+        assert isinstance(weight.values, Tensor)
+        weight = replace(weight, values=ascend.fractal_nz(weight.values))
+    return x, weight, *rest
+
+
+def from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Undo `to_nz`, also for a table that was left transposed."""
+    x, weight, *rest = ascend.to_host(args)
+    if isinstance(weight, Int8Weight):
+        assert isinstance(weight.values, Tensor)
+        weight = replace(weight, values=weight.values.t())
+    return x, weight, *rest
