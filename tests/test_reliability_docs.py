@@ -27,7 +27,7 @@ def test_each_test_is_there() -> None:
 
 def test_each_benchmark_is_there() -> None:
     named = set(re.findall(r"`(bench/\w+\.py)`", TEXT))
-    assert "bench/soak.py" in named
+    assert "bench/reliability/soak.py" in named
     assert not [file for file in named if not (ROOT / file).exists()]
 
 

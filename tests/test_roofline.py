@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def roofline() -> ModuleType:
-    return bench("roofline")
+    return bench("kernels.roofline")
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1024), (16, 3338), (64, 1)])
@@ -50,4 +50,4 @@ def test_every_kernel_of_the_decoder_is_in_the_table(roofline: ModuleType) -> No
 
 
 def test_the_page_is_what_the_script_makes(roofline: ModuleType) -> None:
-    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/roofline.py --write"
+    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/kernels/roofline.py --write"

@@ -1,4 +1,4 @@
-"""bench/gpu.py without a GPU: all its parts on a toy shape, and that what is wrong is said to be wrong."""
+"""bench/gpu/gpu.py without a GPU: all its parts on a toy shape, and that what is wrong is said to be wrong."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ built = pytest.mark.skipif(not native.available(), reason="the native kernels ar
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return bench("gpu")
+    return bench("gpu.gpu")
 
 
 @pytest.fixture(scope="module")
 def part() -> Iterator[Callable[[str], ModuleType]]:
-    """A module of bench/gpu_parts by its name."""
-    sys.path.append(str(BENCH))
+    """A module of bench/gpu/gpu_parts by its name."""
+    sys.path.append(str(BENCH / "gpu"))
     yield lambda name: importlib.import_module(f"gpu_parts.{name}")
-    sys.path.remove(str(BENCH))
+    sys.path.remove(str(BENCH / "gpu"))
 
 
 def run(out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the report, and all that was printed."""
-    done = subprocess.run([sys.executable, str(BENCH / "gpu.py"), "--out", str(out), "--quick", *arguments],
+    done = subprocess.run([sys.executable, str(BENCH / "gpu" / "gpu.py"), "--out", str(out), "--quick", *arguments],
                           capture_output=True, text=True, env=os.environ | environment)
     report = out / "cuda.json"
     return done.returncode, json.loads(report.read_text()) if report.is_file() else {}, done.stdout + done.stderr

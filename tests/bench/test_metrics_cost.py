@@ -1,4 +1,4 @@
-"""bench/metrics_cost.py: its windows and figures, and a short run."""
+"""bench/serving/metrics_cost.py: its windows and figures, and a short run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.benches import BENCH, bench
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return bench("metrics_cost")
+    return bench("serving.metrics_cost")
 
 
 def test_metrics_cost_windows_come_in_random_order_and_equal_number(script: ModuleType) -> None:
@@ -59,8 +59,8 @@ def test_metrics_cost_leaves_out_a_round_with_an_empty_window(script: ModuleType
 @pytest.mark.slow
 def test_metrics_cost_runs(tmp_path: Path) -> None:
     file = tmp_path / "cost.json"
-    done = subprocess.run([sys.executable, BENCH / "metrics_cost.py", "--rounds", "2", "--seconds", "0.1", "--streams",
-                           "2", "--json", file], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, BENCH / "serving" / "metrics_cost.py", "--rounds", "2", "--seconds", "0.1",
+                           "--streams", "2", "--json", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert {kind: len(windows) for kind, windows in found["rounds"][0].items()} == {"on": 2, "off": 2}

@@ -15,6 +15,7 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import tokenize_pb2
+from tests.e2e.processes import processes
 from tests.e2e.server import Server, request, serving
 
 GROWTH_MIB = 64
@@ -34,9 +35,7 @@ class Growth:
     """Growth of the front end's peak memory while the block runs."""
 
     def __init__(self, server: Server) -> None:
-        listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                                 capture_output=True, text=True, check=True).stdout
-        self._pid = next(int(line.split()[0]) for line in listing.splitlines() if "service.frontend" in line)
+        (self._pid,) = processes(server, "frontend")
 
     def __enter__(self) -> Growth:
         self._before = peak_mib(self._pid, "VmRSS")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost, channel
 from npuserve.npu.storyteller import FOLDER
+from tests.e2e.processes import processes
 from tests.e2e.server import Server, serving
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW
 from tests.support.fake_engine import until
@@ -27,13 +26,6 @@ PROMPTS = ("Once upon a time", "One day", "The cat", "Tim wanted", "从前有", 
 def server() -> Iterator[Server]:
     with serving(str(FOLDER), "--frontends", "2", "--dtype", "float32", "--debuggable") as running:
         yield running
-
-
-def processes(server: Server, kind: str) -> list[int]:
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listing.splitlines()
-            if re.search(rf"service\.{kind}", line) and not line.split()[1].startswith("Z")]
 
 
 def connections(server: Server, pid: int) -> int:
@@ -60,7 +52,7 @@ async def begin(client: AsyncClient, number: int) -> tuple[AsyncStream, str]:
             return stream, first.text
 
 
-@pytest.mark.parametrize("kind", ["engine_process", "frontend"])
+@pytest.mark.parametrize("kind", ["engine", "frontend"])
 async def test_streams_outlive_what_serves_them(server: Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clients' windows are small, so that no answer can end before its front end is killed, whatever the load."""
     monkeypatch.setattr(channel, "OPTIONS", [*channel.OPTIONS, *SMALL_WINDOW])

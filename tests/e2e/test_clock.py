@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
-from tests.e2e.test_lifecycle import SERVING, children, health, until
+from tests.e2e.test_lifecycle import SERVING, health
 
 CLOCK = r"""
 #define _GNU_SOURCE

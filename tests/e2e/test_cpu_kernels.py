@@ -15,8 +15,8 @@ from npuserve.kernels import native
 from npuserve.kernels.native.choice import KINDS, gemm_of
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e import brittle
+from tests.e2e.processes import engine_of
 from tests.e2e.server import Server, request, serving
-from tests.support.benches import bench
 
 pytestmark = pytest.mark.slow
 BRITTLE = ("-m", "tests.e2e.brittle", "serve")
@@ -48,7 +48,6 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
     rates = tmp_path / "rates"
     write_rates(rates, second)
     monkeypatch.setenv(brittle.RATES, str(rates))
-    kills = bench("kills")
 
     def answer(server: Server) -> tuple[pb.GenerateResponse, bytes]:
         found = server.stub.Generate(request("Once upon a time", 48, logprobs=2, ignore_eos=True), timeout=60)
@@ -59,7 +58,7 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
         alone, reports = answer(server)
         assert reports
         write_rates(rates, first)
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         assert chosen(server, 2) == [(second, "False"), (second, "True")]
         again, same_reports = answer(server)
         assert (again.token_ids, same_reports) == (alone.token_ids, reports)
@@ -71,9 +70,8 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
 
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
 def test_weights_stay_plain_over_a_restart_when_asked_for() -> None:
-    kills = bench("kills")
     with serving(*ON_CPU, "--cpu-weights", "plain", "--dtype", "bfloat16", program=BRITTLE) as server:
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         assert [kept for _, kept in chosen(server, 2)] == ["False", "True"]
         assert server.log.count("plain weights") == 2
         assert server.metric("npuserve_cpu_kernels_info", weights="plain") == 1
@@ -82,7 +80,6 @@ def test_weights_stay_plain_over_a_restart_when_asked_for() -> None:
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_tokens_are_the_same_alone_among_32_rows_and_after_a_kill(gemm: str) -> None:
-    kills = bench("kills")
     wanted = request("Once upon a time", 64, ignore_eos=True)
     with serving(*ON_CPU, "--dtype", "bfloat16", "--cpu-gemm", gemm) as server:
         alone = server.stub.Generate(wanted, timeout=60).token_ids
@@ -93,7 +90,7 @@ def test_tokens_are_the_same_alone_among_32_rows_and_after_a_kill(gemm: str) -> 
         assert {len(other.result().token_ids) for other in others} == {64}
         stream = server.stub.StreamGenerate(wanted, timeout=60)
         ids = list(next(stream).token_ids)
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         ids += [token for part in stream for token in part.token_ids]
         assert ids == alone
         assert len(chosen(server, 2)) == 2

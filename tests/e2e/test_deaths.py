@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from grpc_status import rpc_status
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e import brittle
+from tests.e2e.processes import engine_of, processes
 from tests.e2e.server import Server, request, serving
 from tests.support.benches import bench
 
@@ -32,8 +31,8 @@ BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
 
 @pytest.fixture(scope="module")
 def kills() -> ModuleType:
-    """bench/kills.py."""
-    return bench("kills")
+    """bench/reliability/kills.py."""
+    return bench("reliability.kills")
 
 
 def test_killed_engines_show_in_no_stream(kills: ModuleType) -> None:
@@ -58,7 +57,7 @@ def test_a_unary_call_goes_on_too(kills: ModuleType) -> None:
         alone = server.stub.Generate(ask, timeout=60)
         call = server.stub.Generate.future(ask, timeout=60)
         wait_until_running(server)
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         answer = call.result()
         assert (answer.text, answer.token_ids, answer.logprobs) == (alone.text, alone.token_ids, alone.logprobs)
         timing = answer.finish.timing
@@ -210,7 +209,7 @@ def test_a_killed_front_end(kills: ModuleType, tmp_path: Path, monkeypatch: pyte
                 assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
                 assert reader.answer.finish is None
                 calls[number] = reader.go_on(reader.resume(), len(reader.answer.ids) + 1)
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         slow.unlink()
         for reader, call, expected in zip(readers, calls, alone, strict=True):
             reader.go_on(call)
@@ -221,7 +220,7 @@ def test_a_killed_front_end(kills: ModuleType, tmp_path: Path, monkeypatch: pyte
 def connections(server: Server) -> dict[int, int]:
     """Return the number of client connections of each front end, from Linux' /proc."""
     port, counts = int(server.target.rpartition(":")[2]), {}
-    for pid in front_ends(server):
+    for pid in processes(server, "frontend"):
         tables = Path(f"/proc/{pid}/net").glob("tcp*")  # for IPv4 and IPv6
         lines = [line.split() for table in tables for line in table.read_text().splitlines()]
         established = {f"socket:[{line[9]}]" for line in lines if line[3] == "01" and line[1].endswith(f":{port:04X}")}
@@ -230,12 +229,6 @@ def connections(server: Server) -> dict[int, int]:
             with contextlib.suppress(FileNotFoundError):
                 counts[pid] += os.readlink(descriptor) in established
     return counts
-
-
-def front_ends(server: Server) -> list[int]:
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listing.splitlines() if re.search(r"service\.frontend", line)]
 
 
 def test_streams_outlast_a_stop_if_their_state_is_kept(kills: ModuleType, tmp_path: Path) -> None:

@@ -23,25 +23,12 @@ from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.fuzz.target import target
-from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.processes import processes, until
+from tests.e2e.server import request, serving, streamed
 from tests.support.certificates import Authority, needs_openssl
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def processes(server: Server, module: str) -> list[int]:
-    """Ids of the server's children of that kind."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    return [int(pid) for pid in re.findall(rf"^\s*(\d+) .*npuserve\.service\.{module}$", listing, re.MULTILINE)]
-
-
-def wait(true: Callable[[], object], server: Server) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.05)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -116,12 +103,12 @@ def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
         answers: list[tuple[str, list[int]]] = []
         asking = threading.Thread(target=lambda: answers.append(streamed(server.stub, ask)[:2]))
         asking.start()
-        wait(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
-        (engine,) = processes(server, "engine_process")
+        until(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
+        (engine,) = processes(server, "engine")
         os.kill(engine, signal.SIGSTOP)
         asking.join(90)
         assert answers == [expected]
-        wait(lambda: len(seen) == 3, server)
+        until(lambda: len(seen) == 3, server)
         watch.cancel()
         assert seen == [SERVING, NOT_SERVING, SERVING]
         assert "engine hangs, killing it" in server.log
@@ -132,10 +119,10 @@ def test_a_frozen_front_end_is_replaced() -> None:
     with serving("--frontends", "2", "--hang-seconds", "5") as server:
         before = processes(server, "frontend")
         os.kill(before[0], signal.SIGSTOP)
-        wait(lambda: len(after := processes(server, "frontend")) == 2 and before[0] not in after, server)
+        until(lambda: len(after := processes(server, "frontend")) == 2 and before[0] not in after, server)
         assert re.search(r"frontend-\d hangs, killing it", server.log)
         assert before[1] in processes(server, "frontend")
-        wait(lambda: server.log.count("ready in") == 2, server)
+        until(lambda: server.log.count("ready in") == 2, server)
         for _ in range(4):
             with grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
                 assert len(streamed(rpc.InferenceServiceStub(channel), request("Once", 4))[1]) == 4
@@ -154,7 +141,7 @@ def test_a_drain_on_demand(tmp_path: Path) -> None:
         asking = threading.Thread(target=lambda: answer.extend(
             streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
         asking.start()
-        wait(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
+        until(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
         drain = admin_service_pb2.DrainRequest()
         drain.grace.FromSeconds(60)
         admin_service_pb2_grpc.AdminServiceStub(server.channel).Drain(drain)

@@ -1,4 +1,4 @@
-"""A request that kills its engine, in each phase and by crash and by hang: one run of bench/killer.py each.
+"""A request that kills its engine, in each phase and by crash and by hang: one run of bench/reliability/killer.py each.
 
 By default one kind runs; test_deaths.py has a crash in decode, and
 tests/service/scheduling/test_quarantine.py has all of them.
@@ -18,6 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
                       for kind in ("crash-prefill", "crash-decode", "hang-decode"))])
 def test_killer_among_innocents_is_found_within_three_lives(kind: str, pytestconfig: pytest.Config) -> None:
     streams = 32 if pytestconfig.getoption("--full") else 12
-    (one,) = bench("killer").measure([kind], runs=1, streams=streams, tokens=300, flags=("--dtype", "float32"))
+    (one,) = bench("reliability.killer").measure([kind], runs=1, streams=streams, tokens=300, flags=("--dtype", "float32"))
     assert one["wrong"] == []
     assert (one["status"], one["lives"]) == ("INTERNAL ENGINE_KILLER", 3)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -23,6 +22,7 @@ from grpc_status import rpc_status
 
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
+from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.stalled_hub import StalledHub
 
@@ -35,30 +35,12 @@ def health(server: Server, service: str = "npuserve.readiness") -> int:
     return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
 
 
-def children(server: Server) -> dict[str, int]:
-    """Module name -> process id of the server's children."""
-    found = {}
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    for line in listing.splitlines():
-        if match := re.search(r"npuserve\.service\.(\w+)", line):
-            found[match.group(1)] = int(line.split()[0])
-    return found
-
-
 def is_serving(server: Server) -> bool:
     """Whether it answers and is ready; False while a front end starts again."""
     try:
         return health(server) == SERVING
     except grpc.RpcError:
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_health_while_loading_and_watch() -> None:
@@ -88,7 +70,7 @@ def test_engine_death_is_a_pause() -> None:
         asking.start()
         while server.stub.GetLoad(server_pb()).running == 0 and asking.is_alive():
             time.sleep(0.01)
-        os.kill(children(server)["engine_process"], signal.SIGKILL)
+        os.kill(children(server)["engine"], signal.SIGKILL)
         while health(server) == SERVING:
             time.sleep(0.005)
         assert health(server, "npuserve.liveness") == SERVING
@@ -111,11 +93,11 @@ def test_metrics_after_kills_keep_totals_in_as_many_files() -> None:
         folder = Path(found[1].decode())
         files, rounds = [], 2
         for number in range(1, rounds + 1):
-            for name in ("engine_process", "frontend"):
+            for name in ("engine", "frontend"):
                 until(lambda: is_serving(server))
                 assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
                 # Three figures of the engine and the front end, which write them some time after the answer.
-                total = 8 * (2 * number - (name == "engine_process"))
+                total = 8 * (2 * number - (name == "engine"))
                 until(lambda total=total: server.metric("npuserve_generation_tokens_total") == total)
                 until(lambda total=total: server.metric("npuserve_request_finish_total", reason="length") == total / 8)
                 until(lambda total=total: server.metric("npuserve_time_to_first_token_seconds_count") == total / 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.serving.server import engine_of
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
@@ -151,14 +151,11 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
 def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
     container.start()
     container.succeed("startup", 0.1)
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(container.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    (engine,) = re.findall(r"^\s*(\d+) .*npuserve\.service\.engine_process", listing, re.MULTILINE)
     seen: list[tuple[float, int]] = []
     watch(channel, seen)
     while not seen:
         time.sleep(0.01)
-    os.kill(int(engine), signal.SIGKILL)
+    os.kill(engine_of(container.process.pid), signal.SIGKILL)
     deadline = time.monotonic() + 90
     while len(seen) < 3:
         assert container.probe("liveness"), "the kubelet would count this against the container"

@@ -12,9 +12,8 @@ import grpc
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.processes import engine_of, processes
 from tests.e2e.server import Server, request, serving
-from tests.e2e.test_deaths import front_ends
-from tests.support.benches import bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MIB = 1 << 20
@@ -43,7 +42,7 @@ def streams(server: Server, count: int) -> list[str]:
 def test_resume_store_of_requests_with_many_ids_stays_small() -> None:
     """700 records: 51 MiB as objects of the interpreter, 7 MiB encoded."""
     with serving("--dtype", "float32", "--resume-seconds", "600") as server:
-        engine, (front_end,) = bench("kills").engine_of(server.process.pid), front_ends(server)
+        engine, (front_end,) = engine_of(server), processes(server, "frontend")
         tokens = streams(server, 200)
         before = memory(engine), memory(front_end)
         streams(server, 700)

@@ -23,8 +23,9 @@ from npuserve.npu.storyteller import FOLDER
 from npuserve.service.access import api_keys as keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
+from tests.e2e.processes import children, descendants, engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
-from tests.e2e.test_lifecycle import children, is_serving, until
+from tests.e2e.test_lifecycle import is_serving
 from tests.support.certificates import Authority, needs_openssl
 
 pytestmark = pytest.mark.slow
@@ -46,21 +47,6 @@ def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
         monkeypatch.setenv("TMPDIR", name)
         yield Path(name)
-
-
-def engine_of(server: Server) -> int:
-    """Process id of the engine, brittle or not; 0 while there is none."""
-    return next((pid for pid, args in descendants(server.process.pid)
-                 if re.search(r"service\.engine_process|brittle engine", args)), 0)
-
-
-def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """(process id, command line) of the children of a process, zombies included."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True,
-                             check=False).stdout
-    for line in listing.splitlines():
-        found, _, args = line.strip().partition(" ")
-        yield int(found), args
 
 
 def kill(server: Server, pid: int) -> None:

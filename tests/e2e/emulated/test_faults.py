@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from grpc_status import rpc_status
 
 from npuserve.v1 import model_pb2
 from tests.e2e.emulated import faulty
+from tests.e2e.processes import children
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import NOT_SERVING, SERVING, health
 from tests.npu.emulator.child import missing
@@ -76,14 +76,6 @@ class Asked:
             thread.join(90)
         assert len(self.ended) == len(self._threads)
         return self.ended
-
-
-def children(server: Server) -> dict[str, int]:
-    """Process ids of the server's children."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=False).stdout
-    found = [re.match(r"\s*(\d+) .*emulated\.faulty (\w+)", line) for line in listing.splitlines()]
-    return {match[2]: int(match[1]) for match in found if match}
 
 
 def ready(server: Server) -> None:

@@ -1,0 +1,343 @@
+"""A model on an emulated NPU beside the same model on the CPU, through `npuserve serve` and gRPC.
+
+    python bench/quality/emulated.py [MODEL ...] [--wide VOCABULARY] [--requests 12] [--answer 150] [--blocks 9] \
+        [--parts tokens,forced,int8] [--timeout 900] [--json FILE]
+
+MODEL: folders; none is the built-in model. --wide: a model of two layers of Qwen3-14B's exact widths and random
+weights, with so many tokens in its vocabulary (151936 is Qwen3's), made in a folder of its own for the run.
+
+`tokens`: greedy answers to prompts that arrive one after the other, in float32, which the emulator is told to accept
+(and heads of any size): they must be those of the CPU's server to the last one. The CPU has room for all; the emulated
+device computes 48 tokens a step, has few blocks, and finds prefixes: with a step launched before the last one is
+collected, and without.
+
+`forced`: plain stories (random ids where there is no tokenizer) and the CPU's answers to them, every position predicted
+in bfloat16 on the emulated device and in float32 on the CPU: the share of positions with the same likeliest token, and
+the largest difference of a logit; and the same of the CPU in bfloat16, which is the yardstick where a model is unsure.
+
+`int8`: the same of the model in W8A8, as `npuserve quantize --calibration none` makes it, int8 being of the device's
+levels on the CPU too; and beside the CPU in the same dtype, in bfloat16 and in float32. There only the order of sums
+differs, and which way a number goes that lies between two of int8, with all that follows from it: the CPU's kernels and
+its golden functions, which differ in no more, are the yardstick.
+
+The emulated device proves calls and numbers, not speed. Needs torch_npu and a compiler, see docs/ascend.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from npuserve.kernels.ascend import BLOCK, cached_head_dim
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.storyteller import FOLDER
+from npuserve.service.cli import client
+from npuserve.service.cli.acceptance.tokens import prompts_of
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from npuserve.npu.backends.base import Backend
+    from npuserve.npu.execution.decoder import Model
+    from npuserve.service.cli.acceptance.tokens import Agreement
+
+BUDGET, SEATS = 48, 8
+"""Of the emulated server: tokens a step, requests at once."""
+
+RELAX = "fp32,small_heads"
+QWEN3_14B = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+             "intermediate_size": 17408}
+LEAST_INT8 = 0.99
+"""Share of equal likeliest tokens in W8A8, both in float32; where the CPU's own two ways have less, their share but
+three standard deviations of so many positions."""
+
+
+def wide(folder: Path, vocabulary: int, layers: int = 2) -> Path:
+    """A Qwen3 of Qwen3-14B's widths in bfloat16, whose weights are random numbers of a trained model's size."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner = QWEN3_14B["hidden_size"], QWEN3_14B["intermediate_size"]
+    head = QWEN3_14B["head_dim"]
+    q, kv = QWEN3_14B["num_attention_heads"] * head, QWEN3_14B["num_key_value_heads"] * head
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int, size: float) -> torch.Tensor:
+        made = torch.empty(rows, columns, dtype=torch.bfloat16)
+        for part in made.split(4096):
+            part.copy_(torch.randn(part.shape, generator=generator) * size)
+        return made
+
+    def norm(size: int) -> torch.Tensor:
+        return (1 + 0.1 * torch.randn(size, generator=generator)).to(torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": matrix(vocabulary, hidden, 1.0), "model.norm.weight": norm(hidden),
+               "lm_head.weight": matrix(vocabulary, hidden, 3 * hidden**-0.5)}
+    for layer in range(layers):
+        shapes = {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+                  "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+                  "mlp.down_proj": (hidden, inner)}
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "self_attn.q_norm": head,
+                 "self_attn.k_norm": head}
+        own = {name: matrix(*shape, shape[1] ** -0.5) for name, shape in shapes.items()}
+        own |= {name: norm(size) for name, size in norms.items()}
+        tensors |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({
+        **QWEN3_14B, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers, "vocab_size": vocabulary,
+        "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16"}))
+    return folder
+
+
+def prompts(vocabulary: int, count: int, answer: int) -> list[list[int]]:
+    """Random ids. All come to the end of a block while they answer; every other one begins with the same block."""
+    chance = random.Random(0)
+
+    def ids(n: int) -> list[int]:
+        return [chance.randrange(3, vocabulary) for _ in range(n)]
+
+    shared = ids(BLOCK)
+    return [shared * (n % 2) + ids(BLOCK - chance.randrange(2, max(3, min(answer, BLOCK) // 2))) for n in range(count)]
+
+
+class Served:
+    """`npuserve serve` with these arguments, ready to answer."""
+
+    def __init__(self, address: str, page: str):
+        self._page = page
+        self._channel = grpc.insecure_channel(address, options=client.OPTIONS)
+        self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
+
+    def answer(self, prompt: Sequence[int], tokens: int, timeout: float) -> list[int]:
+        """Greedy ids, as a stream brings them."""
+        ask = generate_pb2.GenerateRequest()
+        ask.token_ids.ids.extend(prompt)
+        ask.sampling.temperature = 0.0
+        ask.stopping.max_tokens, ask.stopping.ignore_eos, ask.output.return_token_ids = tokens, True, True
+        return [token for part in self._stub.StreamGenerate(ask, timeout=timeout) for token in part.token_ids]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        with urllib.request.urlopen(self._page) as page:
+            samples = re.findall(rf"^npuserve_{name}(\{{.*\}})? (\S+)$", page.read().decode(), re.MULTILINE)
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for label, value in samples if all(part in label for part in wanted))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *arguments: str, seconds: float = 600) -> Iterator[Served]:
+    """RuntimeError with the log of a server that does not come up, or does not end well."""
+    with tempfile.TemporaryDirectory() as place:
+        log = Path(place, "log")
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "npuserve.service.cli", "serve", str(folder), "--port", "0", "--metrics-port",
+                 "0", *arguments], stdout=out, stderr=out)
+        try:
+            deadline = time.monotonic() + seconds
+            while "ready in" not in log.read_text():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(log.read_text())
+                time.sleep(0.1)
+            address = re.search(r"listening on ([\w.:]+)", log.read_text())
+            page = re.search(r"http://\S+/metrics", log.read_text())
+            assert address
+            assert page
+            served = Served(address[1], page[0])
+            yield served
+            served.close()
+        finally:
+            process.terminate()
+            code = process.wait()
+        if code:
+            raise RuntimeError(f"it ended with {code}: {log.read_text()}")
+
+
+def answers(served: Served, asked: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
+    """Of prompts that arrive one after the other, while those before are answered."""
+
+    def ask(number: int) -> list[int]:
+        time.sleep(0.05 * number)
+        return served.answer(asked[number], tokens, timeout)
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(ask, range(len(asked))))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of a server beside the CPU's: equal of so many tokens, and what happened meanwhile."""
+
+    equal: int
+    tokens: int
+    preemptions: int
+    prefix_hits: int
+    mixed_steps: int
+    captured: int
+    decodes: int
+
+
+def on_the_cpu(folder: Path, asked: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
+    with serving(folder, "--device", "cpu", "--dtype", "float32", *_room(asked, tokens)) as served:
+        return answers(served, asked, tokens, timeout)
+
+
+def on_the_npu(
+    folder: Path, asked: Sequence[Sequence[int]], tokens: int, timeout: float, expected: list[list[int]], blocks: int,
+    *flags: str,
+) -> Tokens:
+    """blocks: of its KV cache."""
+    config = ModelConfig.from_folder(folder)
+    block = 2 * config.num_layers * config.num_kv_heads * cached_head_dim(config.head_dim) * BLOCK * 4
+    with serving(
+        folder, "--device", "npu", "--emulate", "--emulate-relax", RELAX, "--dtype", "float32", "--kv-cache-memory",
+        str(blocks * block), "--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(BUDGET), "--decode-buckets",
+        "1,2,4,8", "--kernel-sampling", "0", *_room(asked, tokens), *flags,
+    ) as served:
+        made = answers(served, asked, tokens, timeout)
+        decodes = {mode: int(served.metric("decode_tokens_total", mode=mode)) for mode in ("captured", "eager")}
+        return Tokens(
+            sum(a == b for own, golden in zip(made, expected, strict=True) for a, b in zip(own, golden, strict=True)),
+            sum(map(len, expected)), int(served.metric("preemptions_total")),
+            int(served.metric("prefix_cache_hits_total")), int(served.metric("step_seconds_count", phase="mixed")),
+            decodes["captured"], sum(decodes.values()))
+
+
+def _room(asked: Sequence[Sequence[int]], tokens: int) -> tuple[str, ...]:
+    return "--max-model-len", str(max(map(len, asked)) + tokens)
+
+
+def forced(folder: Path, file: Path) -> dict[str, Any]:
+    """Shares and differences of the sequences in `file`: [[prompt, answer], ...]."""
+    import gc
+
+    from torch import Tensor
+
+    from npuserve.npu.backends import select
+    from npuserve.npu.backends.cpu import CpuBackend
+    from npuserve.npu.diagnostics.acceptance import load, load_reference
+    from npuserve.npu.diagnostics.teacher_forced import forced_logits
+    from npuserve.service.cli.acceptance.accept import least_share
+    from npuserve.service.cli.acceptance.tokens import agreement
+
+    asked, made = zip(*json.loads(file.read_text()), strict=True)
+    sequences = [prompt + answer for prompt, answer in zip(asked, made, strict=True)]
+    length = max(map(len, sequences))
+    config = ModelConfig.from_folder(folder)
+    relaxed = (*(() if config.head_dim % 32 == 0 else ("small_heads",)), *(("fp32",) if config.quantization else ()))
+    backend = select("npu", relaxed)
+
+    def logits(model: Model, device: Backend) -> list[Tensor]:
+        gc.collect()
+        return list(forced_logits(model, device, sequences, 256))
+
+    def on_the_cpu(dtype: str, of: Backend = backend) -> list[Tensor]:
+        return logits(*load_reference(folder, of, dtype, length, 0))
+
+    def on_the_npu(dtype: str) -> list[Tensor]:
+        loaded = load(folder, backend, dtype, max_model_len=length, max_num_seqs=2, max_num_batched_tokens=256)
+        return logits(loaded.model, backend)
+
+    def compared(reference: list[Tensor], others: list[Tensor]) -> Agreement:
+        return agreement(reference, others, asked, made)
+
+    golden, near, own = on_the_cpu("float32"), on_the_cpu("bfloat16"), on_the_npu("bfloat16")
+    yardstick, found = compared(golden, near), compared(golden, own)
+    figures = {"passed": found.share >= least_share(found.positions, yardstick.share), "positions": found.positions,
+               "relaxed": list(relaxed),
+               "equal_argmax": round(found.share, 5), "of_the_cpu": round(yardstick.share, 5),
+               "largest_logit_difference": round(found.difference, 4),
+               "difference_of_the_cpu": round(yardstick.difference, 4),
+               "largest_logit": round(max(float(x.abs().max()) for x in golden), 2)}
+    if config.quantization:
+        cpu = CpuBackend()
+        cpu.int8_levels = backend.int8_levels
+        alike, ways = compared(golden, on_the_npu("float32")), compared(golden, on_the_cpu("float32", cpu))
+        deviation = (ways.share * (1 - ways.share) / ways.positions) ** 0.5
+        figures |= {"passed": figures["passed"] and alike.share >= min(LEAST_INT8, ways.share - 3 * deviation),
+                    "equal_argmax_beside_bfloat16": round(compared(near, own).share, 5),
+                    "equal_argmax_in_float32": round(alike.share, 5),
+                    "of_the_cpu_in_float32": round(ways.share, 5),
+                    "largest_logit_difference_in_float32": round(alike.difference, 4),
+                    "difference_of_the_cpu_in_float32": round(ways.difference, 4)}
+    return figures
+
+
+def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    config = ModelConfig.from_folder(folder)
+    asked = prompts(config.vocab_size, args.requests, args.answer)
+    texts = prompts_of(folder, config.vocab_size, min(3 * BLOCK, config.context_length) - args.answer)
+    if "tokens" in args.parts:
+        expected = on_the_cpu(folder, asked, args.answer, args.timeout)
+        for way, flags in (("overlapped", ()), ("one step in flight", ("--no-double-buffering",))):
+            found = on_the_npu(folder, asked, args.answer, args.timeout, expected, args.blocks, *flags)
+            yield {"model": name, "part": "tokens", "way": way, "passed": found.equal == found.tokens, **vars(found)}
+    for part in ("forced", "int8"):
+        if part not in args.parts:
+            continue
+        with tempfile.TemporaryDirectory() as place:
+            model, file = folder, Path(place, "sequences.json")
+            if part == "int8":
+                model = Path(place, "w8a8")
+                subprocess.run([sys.executable, "-m", "npuserve.service.cli", "quantize", str(folder), str(model),
+                                "--calibration", "none"], check=True, stdout=subprocess.DEVNULL)
+            told = on_the_cpu(model, texts, args.answer, args.timeout)
+            file.write_text(json.dumps(list(zip(texts, told, strict=True))))
+            done = subprocess.run([sys.executable, __file__, str(model), "--forced", str(file)], check=True,
+                                  stdout=subprocess.PIPE, text=True)
+        yield {"model": name, "part": part, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL")
+    parser.add_argument("--wide", type=int, metavar="VOCABULARY")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--answer", type=int, default=150)
+    parser.add_argument("--blocks", type=int, default=9, help="of the emulated device's KV cache")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["tokens", "forced", "int8"])
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that an answer may take")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each finding")
+    parser.add_argument("--forced", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.forced:
+        print(json.dumps(forced(args.models[0], args.forced)))
+        return 0
+    with tempfile.TemporaryDirectory() as place:
+        models = [(folder.name, folder) for folder in args.models]
+        if args.wide:
+            models.append((f"2 layers of Qwen3-14B, vocabulary {args.wide}", wide(Path(place), args.wide)))
+            os.environ.setdefault("EMULATED_NPU_GIB", "64")
+        failed = 0
+        for name, folder in models or [("built-in", FOLDER)]:
+            for found in measure(name, folder, args):
+                failed += not found["passed"]
+                line = json.dumps(found)
+                print(line, flush=True)
+                if args.json:
+                    with args.json.open("a") as out:
+                        out.write(line + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""A server that is asked for five times as much as it can do: does it still do what it can?
+
+    python bench/serving/overload.py MODEL --trace FILE [--seconds 25] [--times 5] [--rounds 1] [--json FILE] [-- FLAGS]
+
+Capacity is what a closed loop with as many clients as there are seats gets of a trace's requests. A second server's
+queue is then made so long that a place in it is worth half of the time to first token that users accept, and the same
+trace comes at once the capacity, and `--times` as much, in turn. Every client has a deadline: that time, and the time
+per token that users accept for each token of its answer.
+
+Goodput: whole answers a second that kept both. It must be at least 0.9 of that at once the capacity. Refusals are timed
+by the server, from the call's arrival to its status (its log), and are to take less than 10 ms at the 99th percentile.
+Tokens in vain are those computed for requests that ended without one. Exit code 1 if one of these is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from npuserve.service.cli.bench import report as bench_report
+from npuserve.service.cli.bench.load import Load, Outcome
+from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, read_trace
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
+
+from bench.serving.server import Serving, arguments, report, serving
+
+TTFT, TPOT = 2.0, 0.2
+"""Seconds that users accept: the server's own defaults of target_ttft_seconds and target_itl_seconds."""
+WORTH = 0.5
+"""Of TTFT that a request may wait in the queue: the rest is for its prompt and for what was estimated wrong."""
+GOODPUT, REFUSAL_SECONDS, VAIN = 0.9, 0.01, 0.001
+REFUSED = ("queue full", "deadline: in")
+
+
+def deadline(ask: Ask) -> float:
+    return TTFT + TPOT * ask.output_tokens
+
+
+def good(outcomes: Sequence[Outcome]) -> int:
+    return sum(bench_report.meets(o, TTFT, TPOT) and o.reason == "FINISH_REASON_LENGTH" for o in outcomes)
+
+
+async def run(
+    server: Serving, asks: Sequence[Ask], concurrency: int, seconds: float, patient: bool = False
+) -> tuple[list[Outcome], float]:
+    """What became of the requests, and how long that took. At the end no more are sent, and all may end."""
+    load = Load(server.target, 4, 0.0, 1, (lambda ask: None) if patient else deadline)
+    info = await load.model_info()
+    fitting = fitted(asks, 0, 0, info.max_model_len)[0]
+    stop = asyncio.Event()
+    if concurrency:
+        asyncio.get_running_loop().call_later(seconds, stop.set)
+    taken = await load.run(fitting, Prompts(info.vocabulary_size, info.eos_token_ids, 1), stop, concurrency)
+    await load.close()
+    return load.outcomes, taken
+
+
+def arrivals(asks: Sequence[Ask], rate: float, seconds: float) -> list[Ask]:
+    """The trace's first requests, so much faster that they come at this rate, of so many seconds. A trace that has not
+    so many begins anew at its end."""
+    count, length = max(2, round(rate * seconds)), asks[-1].at
+    times = [asks[n % len(asks)].at + n // len(asks) * length for n in range(count)]
+    return [replace(asks[n % len(asks)], at=at * seconds / times[-1]) for n, at in enumerate(times)]
+
+
+def refusals(server: Serving, before: int) -> list[float]:
+    """Seconds that each took, in the log from that line on, ascending."""
+    return sorted(
+        line["seconds"] for line in server.lines()[before:]
+        if line.get("message") == "request" and str(line.get("error", "")).startswith(REFUSED))
+
+
+def one(server: Serving, asks: Sequence[Ask], rate: float, seconds: float) -> dict[str, Any]:
+    before = len(server.lines())
+    counted = ("tokens_in_vain_total", "generation_tokens_total", "prompt_tokens_total")
+    counts = [server.metric(name) for name in counted]
+    outcomes, taken = asyncio.run(run(server, arrivals(asks, rate, seconds), 0, seconds))
+    vain, *computed = (server.metric(name) - count for name, count in zip(counted, counts, strict=True))
+    seconds_refused = refusals(server, before)
+    lag = sorted(o.sent - o.due for o in outcomes)
+    return {
+        "rate": round(len(outcomes) / seconds, 2), "seconds": round(taken, 1), "requests": len(outcomes),
+        "goodput": round(good(outcomes) / taken, 3), "codes": dict(Counter(o.code for o in outcomes)),
+        "reasons": dict(Counter(o.reason for o in outcomes if o.ok)),
+        "refused": len(seconds_refused),
+        "refusal_ms_p50_p99": [round(1000 * q, 2) for q in (
+            seconds_refused[len(seconds_refused) // 2], seconds_refused[int(0.99 * (len(seconds_refused) - 1))])]
+        if seconds_refused else None,
+        "tokens_in_vain_share": round(vain / max(1.0, sum(computed)), 5),
+        "client_lag_ms_p99": round(1000 * lag[int(0.99 * (len(lag) - 1))], 1),
+    }
+
+
+def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    asks = read_trace(args.trace, 0, length_scale=args.length_scale)
+    seats = ["--max-num-seqs", str(args.seats)]
+    with serving(args.model, [*seats, *flags]) as server:
+        outcomes, taken = asyncio.run(run(server, asks, args.seats, args.seconds, patient=True))
+    ended = [o for o in outcomes if o.ok and o.end <= args.seconds]
+    capacity = len(ended) / min(taken, args.seconds)
+    queue = max(1, round(capacity * TTFT * WORTH))
+    rounds: dict[str, list[dict[str, Any]]] = {"once": [], "overload": []}
+    with serving(args.model, [*seats, "--max-queue", str(queue), *flags]) as server:
+        asyncio.run(run(server, asks, args.seats, 5.0))  # paces are measured
+        for _ in range(args.rounds):
+            for name, times in (("once", 1.0), ("overload", args.times)):
+                rounds[name].append(one(server, asks, times * capacity, args.seconds))
+                print(name, json.dumps(rounds[name][-1]), file=sys.stderr, flush=True)
+    once, over = (statistics.median(figures["goodput"] for figures in rounds[name]) for name in ("once", "overload"))
+    worst = max((f["refusal_ms_p50_p99"][1] for f in rounds["overload"] if f["refusal_ms_p50_p99"]), default=0.0)
+    vain = max(f["tokens_in_vain_share"] for f in rounds["overload"])
+    return {
+        "capacity_per_second": round(capacity, 2), "max_queue": queue, "goodput_once": once, "goodput_overload": over,
+        "ratio": round(over / once, 3), "refusal_ms_p99": worst, "tokens_in_vain_share": vain, "rounds": rounds,
+        "kept": over >= GOODPUT * once and worst < 1000 * REFUSAL_SECONDS and vain <= VAIN,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="see the top of this file")
+    parser.add_argument("model")
+    parser.add_argument("--trace", type=Path, required=True, help="Azure's or Mooncake's, see npuserve bench serve")
+    parser.add_argument("--seconds", type=float, default=25, help="of each load (default: %(default)s)")
+    parser.add_argument("--times", type=float, default=5, help="the capacity (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
+    parser.add_argument("--length-scale", type=float, default=0.25, help="of the trace (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args, flags = arguments(parser)
+    figures = measure(args, flags)
+    report(figures, args.json)
+    return 0 if figures["kept"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
