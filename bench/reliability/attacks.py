@@ -1,14 +1,14 @@
-"""Memory of the front end, and stalls of a well-behaved client, while hostile clients send large work.
+"""Memory of the front end, and latency of a well-behaved client, during attacks with large messages.
 
     python bench/reliability/attacks.py [--connections 32] [--seconds 5] [--mib 1] [--attacks A,B] [--keys on|off|both]
         [--json FILE] [-- FLAGS]
 
 The model is the built-in one with a chat template and a context of CONTEXT tokens. Each attack runs against a server of
-its own, without API keys and with them. With keys, the attacks in NO_KEY have none, and the others have the key of
-another tenant. Each hostile connection sends one call after the other. Beside them a client in a process of its own
-generates 4 tokens, fifty times a second. Reported are the growth of the front end's peak resident memory in MiB, the
-client's seconds per call, and the statuses of the hostile calls. Exit code 1 if the memory grows by GROWTH_MIB or more,
-if the client's p99 reaches STALL_SECONDS, or if one of its calls fails.
+its own, with and without API keys. With keys, the attacks in NO_KEY send none, and the others send the key of another
+tenant. Each hostile connection sends one call after the other. Meanwhile a client in a process of its own generates 4
+tokens, fifty times a second. Reported are the growth of the front end's peak resident memory in MiB, the client's
+seconds per call, and the statuses of the hostile calls. Exit code 1 if the memory grows by GROWTH_MIB or more, if the
+client's p99 reaches STALL_SECONDS, or if one of its calls fails.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def hostile(target: str, key: str, method: str, data: bytes, gzipped: bool
 
 
 def attackers(target: str, key: str, name: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Run the hostile connections in this process; send their statuses."""
+    """Run the hostile connections in this process, and send their statuses through `pipe`."""
     os.nice(10)
     method, data, gzipped = attack(name, args.mib)
     data = gzip.compress(data) if gzipped else data
@@ -159,7 +159,7 @@ def measure(server: Serving, name: str, hostile_key: str, key: str, args: argpar
         await probe(server.target, key, warm)
         nonlocal before
         before = peak_mib(pid, "VmRSS")
-        await asyncio.to_thread(Path(f"/proc/{pid}/clear_refs").write_text, "5")  # VmHWM counts from here
+        await asyncio.to_thread(Path(f"/proc/{pid}/clear_refs").write_text, "5")  # resets VmHWM
         done = asyncio.Event()
         probing = asyncio.ensure_future(probe(server.target, key, done))
         pipe.send("go")
@@ -179,7 +179,7 @@ def measure(server: Serving, name: str, hostile_key: str, key: str, args: argpar
 
 @contextlib.contextmanager
 def prepared() -> Iterator[tuple[Path, Path, tuple[str, str]]]:
-    """The model's folder, the file of API keys, and the keys of the hostile tenant and of the client."""
+    """Yield the model's folder, the file of API keys, and the keys of the hostile tenant and of the client."""
     with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as name:
         folder = Path(shutil.copytree(storyteller.FOLDER, Path(name, "model")))
         (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -196,8 +196,8 @@ def prepared() -> Iterator[tuple[Path, Path, tuple[str, str]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="see the top of this file")
     parser.add_argument("--connections", type=int, default=32, help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5, help="of an attack (default: %(default)s)")
-    parser.add_argument("--mib", type=float, default=1, help="of a message without gzip (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5, help="length of an attack (default: %(default)s)")
+    parser.add_argument("--mib", type=float, default=1, help="size of a message without gzip (default: %(default)s)")
     parser.add_argument("--keys", choices=("on", "off", "both"), default="both")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")

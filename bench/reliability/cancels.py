@@ -1,12 +1,16 @@
-"""Clients that leave at random moments, thousands of them, on a small pool: does anything stay behind?
+"""Leaks after thousands of cancels at random moments, on a small KV cache.
 
     python bench/reliability/cancels.py [MODEL] [--requests 10000] [--at-once 64] [--seed 1] [--json FILE] [-- FLAGS]
 
-Every request is left after a random time: in the queue, in its prompt, in its answer; one in ten is let be. At the end
-nothing may run and all blocks must be free; the log may tell of no integrity error (the engine looks at its whole
-state whenever it is idle) and of no restart; and the processes may not grow: their resident memory is sampled from half
-of the requests on. Printed: how long from the front end's learning of a cancel to its blocks being free, as a
-histogram, beside the mean step. Exit code 1 if something is wrong. What follows `--` are settings.
+Nine of ten requests are cancelled after a random time: in the queue, in prefill or in decode. Exit code 1 if one of
+these does not hold:
+
+    blocks      at the end nothing runs and all blocks are free
+    log         no integrity error (the engine checks its whole state whenever it is idle) and no restart
+    memory      the processes do not grow; resident memory is sampled over the second half of the requests
+
+Prints a histogram of the time from a cancel's arrival at the front end until its blocks are free, and the mean step
+time. FLAGS are settings of the server.
 """
 
 from __future__ import annotations
@@ -32,13 +36,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the rep
 from bench.serving.server import Serving, arguments, percentile, report, serving
 
 SMALL_POOL = ["--kv-cache-memory", "2MiB", "--max-num-seqs", "16", "--max-queue", "64", "--frontends", "2",
-              "--resume-seconds", "10"]  # so that records of what was left come and go within the run
+              "--resume-seconds", "10"]  # so that records of resumable streams expire within the run
 GROWTH = 0.02
-"""Of a process's resident memory, over the second half."""
+"""Allowed growth of a process's resident memory over the second half, as a share."""
 
 
 async def load(server: Serving, requests: int, at_once: int, seed: int) -> tuple[Counter[str], list[dict[str, float]]]:
-    """How the requests ended, and samples of memory."""
+    """Send and cancel the requests; return the count of each status, and samples of memory."""
     dice = random.Random(seed)
     ends: Counter[str] = Counter()
     memory: list[dict[str, float]] = []
@@ -80,7 +84,7 @@ async def load(server: Serving, requests: int, at_once: int, seed: int) -> tuple
 
 
 def growth(memory: list[dict[str, float]]) -> dict[str, float]:
-    """Of each process, from the first third of the samples to the last, as a share."""
+    """Return each process's growth, as a share, from the first third of the samples to the last."""
     third = max(1, len(memory) // 3)
     mean = {name: [sum(sample[name] for sample in part) / len(part) for part in (memory[:third], memory[-third:])]
             for name in memory[0]}
@@ -92,7 +96,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         began = time.monotonic()
         ends, memory = asyncio.run(load(server, args.requests, args.at_once, args.seed))
         seconds = time.monotonic() - began
-        time.sleep(2)  # idle: the engine looks at its state, and the page is told
+        time.sleep(2)  # the idle engine checks its state and updates the metrics
         freed = server.histogram("cancel_to_free_seconds")
         steps, step_seconds = server.metric("step_seconds_count"), server.metric("step_seconds_sum")
         blocks = server.samples("kv_cache_blocks")

@@ -1,4 +1,4 @@
-"""Bad requests, health probes and counts of files, for bench/reliability/soak.py and bench/reliability/attacks.py to run beside their load."""
+"""Bad requests, health probes and counts of open files, which soak.py and attacks.py run beside their load."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ ALLOWED = {
     "large message": (TOO_LARGE,), "escaped surrogate": (INVALID, NO_TEMPLATE), "surrogate": (INVALID,),
     "invalid UTF-8": (INVALID,), "malformed message": (INVALID,),
 }
-"""Kind of bad request -> the statuses that it may get."""
+"""Kind of bad request -> the statuses that the server may return."""
 STREAM_GENERATE = "/npuserve.v1.InferenceService/StreamGenerate"
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Statuses of calls that a killed front end or engine cut off."""
 PROBE_SECONDS = 0.1
 PROBE_TIMEOUT = 5.0
 QUIET_SECONDS = 5.0
-"""Time after the kill of a front end whose health probes do not count."""
+"""Health probes in this time after the kill of a front end do not count."""
 COUNT_SECONDS = 5.0
 
 
 class CompressedCalls:
-    """One HTTP/2 connection that makes calls one after the other, whose message is compressed already.
+    """HTTP/2 connection that sends one call after the other with an already compressed message.
 
-    gRPC's own client would compress the message again for each call. metadata: of each call.
+    A gRPC client would compress the message again for each call. metadata: sent with each call.
     """
 
     def __init__(self, target: str, path: str, data: bytes, metadata: Iterable[tuple[str, str]] = ()):
@@ -89,7 +89,7 @@ class CompressedCalls:
         return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
     async def _read(self) -> tuple[int, int, int, bytes]:
-        """Return a frame as (kind, flags, stream, payload); answer it if it is about the connection."""
+        """Return a frame as (kind, flags, stream, payload); reply to SETTINGS and PING."""
         head = await self._reader.readexactly(9)
         payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
         kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
@@ -106,7 +106,7 @@ class CompressedCalls:
 
 
 def trailing_status(block: bytes) -> str:
-    """Return the name of the gRPC status in a block of headers; "ENDED" if HPACK's table has it from a call before."""
+    """Return the name of the gRPC status in a block of headers; "ENDED" if it is only in HPACK's dynamic table."""
     at = block.find(b"grpc-status")
     digits = block[at + 12 : at + 12 + block[at + 11]] if at >= 0 else b""
     codes = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
@@ -114,7 +114,7 @@ def trailing_status(block: bytes) -> str:
 
 
 def bad_request(kind: str, info: model_pb2.GetModelInfoResponse, chance: random.Random) -> bytes:
-    """Return a serialized request of a kind that is in ALLOWED."""
+    """Return a serialized request of one of the kinds in ALLOWED."""
     ask = pb.GenerateRequest(text="PLACE")
     if kind == "model":
         ask.model = f"typo-{chance.random()}"
@@ -132,7 +132,7 @@ def bad_request(kind: str, info: model_pb2.GetModelInfoResponse, chance: random.
     elif kind == "surrogate":
         ask.chat.messages.add(role="user", content="x")
         ask.chat.template_args["x"] = "PLACE"
-    # Bytes that are no UTF-8, as clients send them whose library does not check.
+    # Invalid UTF-8, as sent by client libraries that do not check it.
     broken = b"\xed\xa0\x80xx" if kind == "surrogate" else b"caf\xe9x"
     data = ask.SerializeToString()
     if kind == "malformed message":
@@ -177,7 +177,7 @@ class BadRequests:
 
 
 class HealthProbe:
-    """Client that checks the server's health ten times a second, each time on a kept connection."""
+    """Client that checks the server's health ten times a second on one connection."""
 
     def __init__(self, target: str):
         self.samples: list[tuple[float, float]] = []  # (time.monotonic(), seconds; infinity for a failed check)
@@ -197,7 +197,7 @@ class HealthProbe:
                 await asyncio.sleep(PROBE_SECONDS)
 
     def milliseconds(self, excluded: Sequence[float]) -> dict[str, float]:
-        """Return percentiles in ms, without the probes that followed one of the moments `excluded` too closely."""
+        """Return percentiles in ms, without probes within QUIET_SECONDS after one of the times `excluded`."""
         counted = sorted(
             took for sent, took in self.samples
             if not any(0 <= sent + min(took, PROBE_TIMEOUT) - moment < QUIET_SECONDS + took for moment in excluded))
@@ -209,7 +209,7 @@ class HealthProbe:
 
 
 class FileCount:
-    """Counts of files: those in the server's private folder, and those that its processes have open."""
+    """Counts of the files in the server's private folder, and of the open files of its processes."""
 
     def __init__(self, supervisor: int):
         self._supervisor = supervisor

@@ -1,22 +1,20 @@
-"""A request of which the engine dies or hangs, among innocent streams: it alone must fail, and soon.
+"""A request that crashes or hangs the engine, among innocent streams: only that request may fail.
 
-    python bench/reliability/killer.py [MODEL] [--runs 20] [--streams 32] [--kinds crash-prefill,...] [--json FILE] [-- FLAGS]
+    python bench/reliability/killer.py [MODEL] [--runs 20] [--streams 32] [--kinds crash-prefill,...] [--json FILE]
+        [-- FLAGS]
 
-For each kind of fault, one server with `--streams` innocent streams, and in each run one more request that has the
-fault. Each run must end so: the faulty request fails with INTERNAL and the reason ENGINE_KILLER after at most three
-lives of the engine, each innocent stream is complete and equal to the undisturbed one, and the server is up. Exit code
-1 if any run ends otherwise.
+For each kind of fault one server runs `--streams` innocent streams, and each run adds one faulty request. In each run
+the faulty request must fail with INTERNAL and the reason ENGINE_KILLER after at most three lives of the engine, each
+innocent stream must be complete and equal to the undisturbed one, and the server must be up. Exit code 1 otherwise.
 
-    crash-prefill   the engine is killed by the step that computes the prompt
+    crash-prefill   the step that computes the prompt kills the engine
     hang-prefill    the step that computes the prompt never ends
-    crash-decode    the engine is killed by each decode step after 100 tokens of the answer
+    crash-decode    each decode step after 100 tokens of the answer kills the engine
     hang-decode     each decode step after 100 tokens of the answer never ends
 
-As on a device, the fault comes when the step is waited for: the step before is applied, and a request with a fault in
-decode makes one token in each life.
-
-An engine that stands still is killed after 5 s. What follows `--` are settings of the server. With `serve` or `engine`
-in place of MODEL the program is the server with the faults, or its engine process.
+As on a device, the fault occurs when the step is collected: the step before has been applied, and a request with a
+fault in decode gets one token in each life. A hanging engine is killed after 5 s. FLAGS are settings of the server.
+With `serve` or `engine` in place of MODEL the program is the server with the faults, or its engine process.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from bench.serving.server import serving
 
 KINDS = ("crash-prefill", "hang-prefill", "crash-decode", "hang-decode")
 MARK = 511
-"""The second token of a faulty prompt; the third one is FIRST_KIND plus the index of the kind."""
+"""Second token of a faulty prompt; the third one is FIRST_KIND plus the index of the kind."""
 FIRST_KIND = 20
 DECODED = 100
 """Tokens before a fault in decode."""
@@ -50,7 +48,7 @@ MAX_LIVES = 3
 
 
 def serve(arguments: list[str]) -> int:
-    """`npuserve serve` with an engine that has the faults."""
+    """Run `npuserve serve` with an engine that has the faults."""
     from npuserve.service import logs, settings
     from npuserve.service.supervisor import supervisor
 
@@ -62,7 +60,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def engine() -> int:
-    """The engine process with the faults."""
+    """Run the engine process with the faults."""
     from npuserve.npu.execution.runner import Runner
     from npuserve.service.engine import process as engine_process
 
@@ -98,7 +96,7 @@ def engine() -> int:
 
 
 def innocents(count: int, tokens: int) -> list[Any]:
-    """Requests of all sorts, each of which makes more than two thirds of `tokens`."""
+    """Return varied requests, each of which generates more than two thirds of `tokens`."""
     wanted = asks(count, tokens)
     for number, ask in enumerate(wanted):
         ask.stopping.ignore_eos = True
@@ -108,7 +106,7 @@ def innocents(count: int, tokens: int) -> list[Any]:
 
 
 def run_once(server: Any, kind: str, wanted: Sequence[Any], alone: Sequence[Any]) -> dict[str, Any]:
-    """One faulty request among the innocent ones. wrong: what is not as promised; lives: engines that died."""
+    """Send one faulty request among the innocent ones; return "wrong", the violations, and "lives", engine deaths."""
     from google.rpc import error_details_pb2
     from grpc_status import rpc_status
 
@@ -160,7 +158,7 @@ def run_once(server: Any, kind: str, wanted: Sequence[Any], alone: Sequence[Any]
 
 def measure(kinds: Sequence[str], runs: int, streams: int, tokens: int, model: str = "",
             flags: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All runs, in order; a kind's runs end with the first that finds the server down."""
+    """Run all kinds in order; the first run that finds the server down is the last of its kind."""
     from npuserve.v1 import inference_service_pb2_grpc as rpc
 
     wanted, found = innocents(streams, tokens), []
@@ -184,7 +182,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=300, help="of the longest innocent answer")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of the longest innocent answer")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--json", type=Path)
     args, flags = arguments(parser)

@@ -1,13 +1,12 @@
-"""`kill -9` of the engine, again and again, under streams of all sorts: does any reader notice more than a pause?
+"""Streams during SIGKILLs of the engine: completeness, and length of the pauses.
 
-    python bench/reliability/kills.py [MODEL] [--kills 20] [--streams 64] [--gap 0.1,3] [--seed 1] [--json FILE] [-- FLAGS]
+    python bench/reliability/kills.py [MODEL] [--kills 20] [--streams 64] [--gap 0.1,3] [--seed 1] [--json FILE]
+        [-- FLAGS]
 
-Starts a server, has each of the mixed requests answered once undisturbed, and then asks all of them at the same time,
-over and over, while its engine is killed at random moments, also while it loads. Every stream must end complete, equal
-to the undisturbed one: text, ids, log-probabilities, finish, offsets. Exit code 1 if any does not. Printed: how long
-the streams that were under way paused, and what the engine's return took.
-
-What follows `--` are settings of the server. Kernels that are deterministic are needed: see docs/architecture.md.
+Each of the mixed requests is first answered undisturbed. Then all run concurrently, again and again, while the engine
+is killed at random moments, also while it loads. Every stream must be complete and equal to the undisturbed one: text,
+ids, log-probabilities, finish, offsets. Exit code 1 otherwise. Prints how long running streams paused, and how long
+engine starts took. FLAGS are settings of the server. The kernels must be deterministic: see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ SHARED = " ".join(STORIES[:6]) * 3
 
 
 def asks(count: int, tokens: int, seed: int = 1) -> list[pb.GenerateRequest]:
-    """Requests of all sorts: greedy and seeded, of shared and own prefixes, with penalties, stop strings, reports,
-    least lengths, and characters of several tokens."""
+    """Return varied requests: greedy and seeded, with shared and own prefixes, penalties, stop strings,
+    log-probabilities, minimum lengths, and characters of several tokens."""
     chance = random.Random(seed)
     made = []
     for number in range(count):
@@ -62,7 +61,7 @@ def asks(count: int, tokens: int, seed: int = 1) -> list[pb.GenerateRequest]:
         if number % 4 == 2:
             one.output.logprobs, one.output.prompt_logprobs = 2, 1
         if number % 8 == 3:
-            # Single bytes, which the tokenizer of the built-in model has below 300: broken and whole characters.
+            # Ids of single bytes in the built-in model's tokenizer: broken and whole characters.
             one.sampling.allowed_token_ids.extend(range(3, 259))
         if number % 8 == 5:
             one.stopping.stop.extend([" the end of", "Lily", "\n"])
@@ -73,12 +72,12 @@ def asks(count: int, tokens: int, seed: int = 1) -> list[pb.GenerateRequest]:
 
 
 BUFFERED = 0.25
-"""Seconds for which a client may still hear what a dead engine had sent."""
+"""Seconds for which messages sent before the engine's death may still arrive."""
 
 
 @dataclass
 class Answer:
-    """What a client has of a stream. times: when its messages came, with tokens."""
+    """Received part of a stream. times: arrival time of each message."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -88,7 +87,7 @@ class Answer:
     times: list[float] = field(default_factory=list)
 
     def add(self, part: pb.StreamGenerateResponse) -> None:
-        """AssertionError where a message is not what must follow."""
+        """Append a message. Raises AssertionError if it does not continue the stream."""
         assert self.finish is None, "a message after the finish"
         assert part.offset == len(self.ids), f"offset {part.offset} after {len(self.ids)} tokens"
         assert part.num_tokens == len(part.token_ids), f"{part.num_tokens} tokens are {len(part.token_ids)}"
@@ -100,7 +99,7 @@ class Answer:
         self.times.append(time.monotonic())
 
     def same(self, other: Answer) -> bool:
-        """All but what depends on company: times, and how much of the prompt was cached."""
+        """Return True if both are complete and equal, except for times and the number of cached prompt tokens."""
         mine, its = (pb.Finish() if one.finish is None else one.finish for one in (self, other))
         return (self.finish is not None and (self.text, self.ids) == (other.text, other.ids)
                 and (self.reports, self.prompt_reports) == (other.reports, other.prompt_reports)
@@ -123,8 +122,11 @@ def read(parts: Iterable[pb.StreamGenerateResponse]) -> Answer:
 
 
 class Killer:
-    """Kills the engine of the server at `target`, whose supervisor is process `pid`, `kills` times, `gaps` seconds
-    after it serves, every fourth time as long after it was killed, when it may still load. killed: when."""
+    """Thread function that kills a server's engine.
+
+    target: host:port. pid: process id of the supervisor. kills: number of kills. gaps: least and most seconds from
+    readiness to a kill; every fourth time from the last kill, so that the engine may still load. killed: times.
+    """
 
     def __init__(self, target: str, pid: int, kills: int, gaps: tuple[float, float], seed: int):
         self.killed: list[float] = []
@@ -158,7 +160,7 @@ def serves(health: health_pb2_grpc.HealthStub) -> bool:
 
 def disturbed(target: str, killer: Killer, wanted: Sequence[pb.GenerateRequest], alone: Sequence[Answer],
               ) -> tuple[list[str], list[Answer]]:
-    """All requests at the same time, each again and again until the last kill is over: (what went wrong, answers)."""
+    """Run all requests concurrently and repeatedly until the last kill; return (errors, answers)."""
     wrong: list[str] = []
     answers: list[Answer] = []
 
@@ -170,7 +172,7 @@ def disturbed(target: str, killer: Killer, wanted: Sequence[pb.GenerateRequest],
                 try:
                     answer = stream(stub, wanted[number])
                 except grpc.RpcError as error:
-                    # Not taken: there was no engine. Whatever was taken must end well.
+                    # Refused: there was no engine. Every accepted stream must be complete.
                     if error.code() is grpc.StatusCode.UNAVAILABLE and "restarting" in (error.details() or ""):
                         time.sleep(0.05)
                         continue
@@ -194,8 +196,8 @@ def disturbed(target: str, killer: Killer, wanted: Sequence[pb.GenerateRequest],
 
 
 def pauses(killed: Sequence[float], answers: Sequence[Answer]) -> list[float]:
-    """Seconds of the longest silence of each stream that was under way at a kill, of those that began at most
-    `BUFFERED` after it, unless another kill came first."""
+    """Return the longest gap, in seconds, of each stream that ran at a kill. Only gaps that began at most BUFFERED
+    after the kill and before the next one count."""
     found = []
     for answer in answers:
         for kill, after in zip(killed, [*killed[1:], float("inf")], strict=True):
@@ -239,8 +241,8 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=300, help="of the longest answers")
-    parser.add_argument("--gap", default="0.1,3", help="seconds that an engine serves, least and most")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of the longest answers")
+    parser.add_argument("--gap", default="0.1,3", help="least and most seconds that an engine serves")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args, flags = arguments(parser)

@@ -1,15 +1,15 @@
-"""Honest streams beside all attacks at once, and the same beside a busy loop that takes the attackers' CPU time.
+"""Streams of honest clients during all attacks at once, compared with a control under the same CPU load.
 
-    python bench/reliability/mixed_attacks.py [--minutes 30] [--control-minutes 10] [--streams 16] [--connections 32] [--json FILE]
-        [-- FLAGS]
+    python bench/reliability/mixed_attacks.py [--minutes 30] [--control-minutes 10] [--streams 16] [--connections 32]
+        [--json FILE] [-- FLAGS]
 
-The server has API keys. A process of honest clients, whose tenant is `client`, has so many streams under way all the
-time. The attackers are a process of lower priority: each of its connections sends, one call after the other, a random
-kind of ATTACKS in bench/reliability/attacks.py or of KINDS here, with the key of another tenant, or with none. Some connections are
-idle ones to the metrics port. The control is a server of its own with the same streams; in place of the attackers a
-process of the same priority burns as much CPU time a second as they did.
+The server has API keys. One process of honest clients, of the tenant `client`, keeps `--streams` streams running. The
+attackers are a process of lower priority. Each of its connections sends, one call after the other, a random kind of
+ATTACKS (attacks.py) or of KINDS, with the key of another tenant or with none. Some connections are idle ones to the
+metrics port. The control is another server with the same streams, beside a process of the attackers' priority that uses
+as much CPU time per second as they did.
 
-Every honest stream must end with the text that it had before, alone. Reported are the milliseconds between an honest
+Every honest stream must end with the text that it has without load. Reported are the milliseconds between an honest
 stream's messages, the ratio of their 99th percentiles, the statuses of hostile calls by kind, and the resident memory
 of the server's processes. Exit code 1 if a stream is lost or differs, if the ratio is above RATIO, or if a process
 grows by more than GROWTH_MIB between the first and the last third of the run.
@@ -56,20 +56,20 @@ PROMPTS = ("Once upon a time", "One day, a little girl named Lily", "The cat and
 NAMED = "the-same-id"
 SERVICE, ADMIN = "/npuserve.v1.InferenceService/", "/npuserve.v1.AdminService/"
 COMPRESSED = ("compressed", "tokenize", "detokenize")
-"""Attacks whose messages are compressed by hand."""
+"""Attacks that send an already compressed message."""
 IDLE_CONNECTIONS = 64
 Call = tuple[str, bytes]
 
 
 def urgent() -> Call:
-    """A stream that asks to be served before all others."""
+    """Return a call with the highest priority."""
     ask = pb.GenerateRequest(text="x")
     ask.scheduling.priority = -100
     return SERVICE + "Generate", ask.SerializeToString()
 
 
 def large_record() -> Call:
-    """A stream whose record, kept for ResumeStream, is as large as it can be made."""
+    """Return a call whose record for ResumeStream has the largest possible size."""
     ask = pb.GenerateRequest(text="x")
     ask.sampling.logit_bias.update(dict.fromkeys(range(1000), 1.0))
     ask.stopping.max_tokens = 1
@@ -77,14 +77,14 @@ def large_record() -> Call:
 
 
 def same_id() -> Call:
-    """A request under the id that honest clients use."""
+    """Return a call with the request id of the honest clients."""
     ask = pb.GenerateRequest(text="x", request_id=NAMED)
     ask.stopping.max_tokens = 1
     return SERVICE + "Generate", ask.SerializeToString()
 
 
 def abort() -> Call:
-    """The end of an honest client's request."""
+    """Return a call that aborts an honest client's request."""
     return ADMIN + "Abort", admin_pb2.AbortRequest(request_id=NAMED).SerializeToString()
 
 
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[], Call]] = {
 
 
 class Attackers:
-    """Hostile connections of one process. ends: kind and status -> calls."""
+    """Hostile connections of one process. ends: (kind and status) -> number of calls."""
 
     def __init__(self, target: str, key: str, connections: int, until: float):
         self.ends: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -122,7 +122,7 @@ class Attackers:
         await asyncio.gather(*(self._connection(number) for number in range(self._connections)))
 
     async def _connection(self, number: int) -> None:
-        """Send calls of random kinds; some without a key. Every connection is a new one after some of them."""
+        """Send calls of random kinds, some without a key; reconnect after some of them."""
         chance = random.Random(number)
         while time.monotonic() < self._until:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
@@ -162,7 +162,7 @@ class Attackers:
 
 
 async def idle_connections(host: str, port: int) -> None:
-    """Hold connections to the metrics port open, which send nothing; each is replaced once the server closes it."""
+    """Keep idle connections to the metrics port open; replace each one that the server closes."""
 
     async def one() -> None:
         while True:
@@ -176,8 +176,8 @@ async def idle_connections(host: str, port: int) -> None:
 
 
 def attackers(target: str, metrics: tuple[str, int], key: str, connections: int, pipe: Connection) -> None:
-    """Be the attackers' process: attack for the seconds that come through `pipe`, then send the CPU seconds used and
-    the statuses."""
+    """Run the attackers' process: receive the seconds through `pipe`, attack, and send the CPU seconds used and the
+    statuses."""
     os.nice(10)
 
     async def run(seconds: float) -> Attackers:
@@ -195,7 +195,7 @@ def attackers(target: str, metrics: tuple[str, int], key: str, connections: int,
 
 
 def burner(share: float, pipe: Connection) -> None:
-    """Be the control's process: use `share` CPU seconds a second, by as many threads of execution as that takes."""
+    """Run the control's process: use `share` CPU seconds per second, in as many processes as that needs."""
     os.nice(10)
     seconds = pipe.recv()
     children = [multiprocessing.get_context("spawn").Process(target=burn, args=(share / math.ceil(share), seconds))
@@ -208,7 +208,7 @@ def burner(share: float, pipe: Connection) -> None:
 
 
 def burn(share: float, seconds: float) -> None:
-    """Compute for `share` of every 20 ms of CPU time and rest."""
+    """Compute for `share` of every 20 ms, and sleep for the rest."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         busy = time.thread_time() + 0.02 * share
@@ -218,7 +218,7 @@ def burn(share: float, seconds: float) -> None:
 
 
 class Honest:
-    """Streams of the honest tenant. gaps: seconds between two messages of a stream."""
+    """Streams of the honest tenant. gaps: seconds between successive messages of a stream."""
 
     def __init__(self, target: str, key: str):
         self.gaps: list[float] = []
@@ -229,7 +229,7 @@ class Honest:
         self._whole: dict[int, str] = {}
 
     async def run(self, streams: int, pipe: Connection) -> None:
-        """Take each stream's text alone, say "ready", and stream for the seconds that come through `pipe`."""
+        """Record each stream's text without load, send "ready", and stream for the seconds received through `pipe`."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(self._target, options=options) as channel:
             stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -270,7 +270,7 @@ class Honest:
 
 
 def honest(target: str, key: str, streams: int, pipe: Connection) -> None:
-    """Be the honest clients' process: stream as `Honest.run` does, then send what was seen."""
+    """Run the honest clients' process: `Honest.run`, then send its results through `pipe`."""
     made = Honest(target, key)
     asyncio.run(made.run(streams, pipe))
     gaps = sorted(made.gaps)
@@ -288,7 +288,7 @@ def watch(server: Serving, stopped: threading.Event, sizes: list[dict[str, float
 def phase(
     server: Serving, key: str, streams: int, seconds: float, disturb: Callable[..., None], *args: Any
 ) -> dict[str, Any]:
-    """Run honest streams beside `disturb`, and return what both report, and the largest memory by thirds of it."""
+    """Run honest streams beside `disturb`; return the reports of both, and the largest memory in each third."""
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for target, arguments_ in (honest, (server.target, key, streams)), (disturb, args):
@@ -319,10 +319,10 @@ def phase(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="see the top of this file")
-    parser.add_argument("--minutes", type=float, default=30, help="of attacks (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30, help="minutes of attacks (default: %(default)s)")
     parser.add_argument("--control-minutes", type=float, default=10, help="(default: %(default)s)")
-    parser.add_argument("--streams", type=int, default=16, help="honest ones (default: %(default)s)")
-    parser.add_argument("--connections", type=int, default=32, help="hostile ones (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=16, help="honest streams (default: %(default)s)")
+    parser.add_argument("--connections", type=int, default=32, help="hostile connections (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     with prepared() as (folder, file, (hostile_key, key)):

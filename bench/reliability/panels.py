@@ -1,4 +1,4 @@
-"""The dashboards' panels, asked of a Prometheus and drawn: what Grafana would show, without one. Used by watched.py."""
+"""Dashboard panels without Grafana: queries sent to a Prometheus, and pictures of their results. Used by watched.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DASHBOARDS = Path(__file__).parents[2] / "helm/npuserve/dashboards"
 
 
 class QueryError(Exception):
-    """Prometheus refused a query; the message says why."""
+    """Refusal of a query by Prometheus; the message gives the reason."""
 
 
 def ask(base: str, path: str, **parameters: object) -> Any:
-    """The `data` of Prometheus' answer. Raises QueryError."""
+    """Return the `data` of Prometheus' reply. Raises QueryError."""
     url = f"{base}/api/v1/{path}?{urllib.parse.urlencode(parameters, doseq=True)}"
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -31,13 +31,13 @@ def ask(base: str, path: str, **parameters: object) -> Any:
 
 
 def values(base: str, query: str) -> list[tuple[dict[str, str], float]]:
-    """An instant query: (labels, value) of each series."""
+    """Return (labels, value) of each series of an instant query."""
     return [(series["metric"], float(series["value"][1])) for series in ask(base, "query", query=query)["result"]]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a panel. times: Unix seconds. Points without a number are left out."""
+    """One line of a panel. times: Unix seconds. Points without a number are omitted."""
 
     legend: str
     times: list[float]
@@ -46,7 +46,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """As in the dashboard, and what Prometheus had for it. empty: legends of the queries that had not one number."""
+    """Panel of a dashboard with its series. empty: legends of the queries without a single number."""
 
     dashboard: str
     title: str
@@ -62,7 +62,10 @@ def legend(template: str, labels: Mapping[str, str]) -> str:
 
 
 def fetch(base: str, begin: float, end: float, step: float, variables: Mapping[str, str]) -> list[Panel]:
-    """Every panel of every dashboard, over a range of Unix seconds. variables: Grafana's by name. Raises QueryError."""
+    """Return all panels of all dashboards over a range of Unix seconds.
+
+    variables: name -> value of Grafana's variables. Raises QueryError.
+    """
     found = []
     for file in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(file.read_text(encoding="utf-8"))["panels"]:
@@ -98,7 +101,7 @@ def _fetch(
 
 
 def draw(panels: list[Panel], begin: float, file: Path, title: str) -> None:
-    """A picture of these panels, two in a row. begin: Unix seconds, the zero of the time axis."""
+    """Draw the panels to `file`, two in a row. begin: zero of the time axis, in Unix seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -139,7 +142,7 @@ def _lines(axis: Any, panel: Panel, begin: float) -> None:
 
 
 def _heatmap(axis: Any, panel: Panel, begin: float) -> None:
-    """Of cumulative buckets: a cell is what lies between two bounds."""
+    """Draw cumulative buckets: a cell is the count between two bounds."""
     from matplotlib.colors import PowerNorm
 
     bounds = sorted((series for series in panel.series), key=lambda series: float(series.legend))

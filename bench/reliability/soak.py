@@ -1,20 +1,22 @@
-"""A long run in which everything goes wrong that may: is anything lost, does anything grow?
+"""Long run with cancels, lost connections, kills and bad requests: completeness of answers, leaks, growth of memory.
 
     python bench/reliability/soak.py [MODEL] [--minutes 60] [--trace FILE] [--gap 20,90] [--json FILE] [-- FLAGS]
 
-Starts a server with two front ends on 127.0.0.1 and sends it a trace's arrivals (`npuserve bench serve --trace`;
-without one, a Poisson process) through npuserve.client. Some requests are cancelled after some tokens, some streams
-are left and taken up by another client later, some have a deadline; and at random moments the engine or a front end is
-killed.
-Beside it bad requests are sent (bench/reliability/hostile.py), the server's health is checked, and files are counted.
+A server with two front ends receives a trace's arrivals (`npuserve bench serve --trace`; a Poisson process without a
+trace) through npuserve.client. Some requests are cancelled after some tokens, some streams are dropped and resumed by
+another client, and some have a deadline. At random moments the engine or a front end is killed. Meanwhile bad requests
+are sent (hostile.py), the server's health is checked, and open files are counted. Exit code 1 if one of these does not
+hold:
 
-Every request must end complete, or cancelled by its own client, or with a documented status. What is complete must
-equal the answer that the same request had before anything was disturbed, and what is not must be its beginning: half of
-the requests are greedy, half seeded. At the end nothing may run or hold a block, and the log may tell of no bug and no
-IntegrityError (the engine looks when it is idle). Resident memory's growth is the slope within the processes' lives.
-A bad request must get its documented status. The number of files must not grow, and 99 % of the health checks must
-take less than 50 ms, those after the kill of a front end excluded.
-Exit code 1 if something was lost, differs, is broken, or grows beyond its own noise.
+    requests    each is complete, or cancelled by its client, or has a documented status
+    text        a complete answer equals the undisturbed one, and an incomplete one is its beginning. Half of the
+                requests are greedy, half are seeded
+    end         nothing runs or holds a block, and the log has no bug and no IntegrityError (the engine checks its state
+                when it is idle)
+    memory      resident memory, by its slope within the processes' lives, grows no more than its noise allows
+    bad ones    each bad request gets its documented status
+    files       the number of open files does not grow
+    health      99 % of the checks take less than 50 ms, apart from those after the kill of a front end
 """
 
 from __future__ import annotations
@@ -48,24 +50,25 @@ from bench.reliability.hostile import BadRequests, FileCount, HealthProbe
 from bench.serving.server import arguments, children, report, serving
 
 POOL = 192
-"""Different requests. The trace's rows take one after the other."""
+"""Number of different requests; the trace's rows use them in turn."""
 CLIENTS = 6
 SAMPLE_SECONDS = 5.0
 YOUNG_SECONDS = 90.0
-"""Of a process's life that are not looked at: caches fill, and ended streams are kept for `resume_seconds`."""
+"""Samples in this time after a process's start do not count: caches fill, and ended streams are kept for
+`resume_seconds`."""
 SMALL = ["--frontends", "2", "--max-num-seqs", "16", "--max-queue", "64", "--kv-cache-memory", "64MiB"]
-"""The pool is soon full: until then the books of the prefix cache grow with each block that is first written."""
+"""A small KV cache, which is soon full; until then the prefix cache's tables grow with each new block."""
 TOLERATED = 32.0
-"""MiB that a process may grow by in the whole run, above its slope's noise: caches, records of ended streams."""
+"""Allowed growth of a process in the whole run, in MiB above the slope's noise: caches, records of streams."""
 HEALTH_MILLISECONDS = 50.0
 MORE_FILES = 8
-"""Files by which the largest count of the last third may exceed that of the first third."""
+"""Allowed excess of the largest file count in the last third over that in the first third."""
 BUGS = re.compile(r"internal error|IntegrityError|Traceback|giving up|no message; connecting")
 
 
 @dataclass
 class Tally:
-    """ends: how requests ended, by name. wrong: what must not be. resumed: streams that another client took up."""
+    """Results. ends: kind of end -> requests. wrong: violations. resumed: streams resumed by another client."""
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -75,7 +78,7 @@ class Tally:
 
 
 class Load:
-    """Sends requests of the pool and judges what comes."""
+    """Load of requests of the pool, whose answers are checked."""
 
     def __init__(self, target: str, pool: Sequence[pb.GenerateRequest], seed: int):
         self.tally = Tally()
@@ -85,7 +88,7 @@ class Load:
         self._whole: list[pb.GenerateResponse] = []
 
     async def undisturbed(self) -> None:
-        """Each answer as it should be."""
+        """Record the undisturbed answer of each request."""
         limit = asyncio.Semaphore(8)
 
         async def one(request: pb.GenerateRequest) -> pb.GenerateResponse:
@@ -95,7 +98,7 @@ class Load:
         self._whole = await asyncio.gather(*map(one, self._pool))
 
     async def run(self, arrivals: Sequence[Ask], seconds: float) -> None:
-        """The arrivals of so many seconds, again from the first where they are fewer. Returns when all have ended."""
+        """Send the arrivals for `seconds`, repeating a short trace; return when all requests have ended."""
         began, tasks, number = time.monotonic(), set[asyncio.Task[None]](), 0
         span = arrivals[-1].at + 1.0
         while (at := arrivals[number % len(arrivals)].at + number // len(arrivals) * span) < seconds:
@@ -142,7 +145,7 @@ class Load:
             tally.wrong.append(f"request {number}: {error}")
         except ClientError as error:
             end = error.code.name
-            # With a deadline there may be no time to try again: documented, and told at once.
+            # A request with a deadline may have no time for a retry: a documented status.
             if timeout is None or error.code is not grpc.StatusCode.UNAVAILABLE:
                 tally.wrong.append(f"request {number}: {error} {error.reason}")
         tally.calls += stream.attempts.calls
@@ -155,7 +158,7 @@ class Load:
 
 @dataclass
 class Killer:
-    """Kills the engine or a front end of a supervisor's, again and again. killed: (seconds of the run, kind)."""
+    """Kills the engine and front ends of a supervisor in turn. killed: (seconds since the start, kind)."""
 
     supervisor: int
     gaps: tuple[float, float]
@@ -168,14 +171,14 @@ class Killer:
             await asyncio.sleep(wait)
             kind = ("engine", "frontend")[len(self.killed) % 2]
             found = [pid for pid, name in children(self.supervisor).items() if name == kind]
-            if found:  # else it is being started
+            if found:  # otherwise the process is being restarted
                 os.kill(chance.choice(found), signal.SIGKILL)
                 self.killed.append((round(time.monotonic() - began, 1), kind))
 
 
 @dataclass
 class Memory:
-    """Resident MiB of a supervisor and its children, by kind and process: (age in seconds, MiB)."""
+    """Resident memory of a supervisor and its children. lives: (kind, pid) -> [(age in seconds, MiB)]."""
 
     supervisor: int
     lives: defaultdict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
@@ -191,8 +194,11 @@ class Memory:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def growth(self) -> dict[str, dict[str, float]]:
-        """Of each kind: the slope in MiB a minute over its lives, each about its own mean; noise: twice the standard
-        error, from the lives' halves, since samples that follow each other are alike; largest: MiB."""
+        """Return, for each kind of process, slope, noise and largest size.
+
+        The slope is in MiB a minute over the kind's lives, each about its own mean. The noise is twice the standard
+        error, from the lives' halves, since successive samples are correlated. The largest size is in MiB.
+        """
         found = {}
         for kind in sorted({kind for kind, _ in self.lives}):
             lives = [[(age / 60, size) for age, size in life if age > YOUNG_SECONDS]
@@ -210,7 +216,7 @@ class Memory:
 
 
 def resident(pid: int) -> float:
-    """MiB; 0 of a process that is gone."""
+    """Return the resident MiB of a process, 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     except (OSError, IndexError):
@@ -218,7 +224,7 @@ def resident(pid: int) -> float:
 
 
 def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Least squares, every life about its own mean."""
+    """Return the least-squares slope, with every life about its own mean."""
     over = under = 0.0
     for life in lives:
         x, y = (statistics.fmean(values) for values in zip(*life, strict=True))
@@ -228,7 +234,7 @@ def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> float:
 
 
 def requests(asks: Sequence[Ask], prompts: Prompts) -> list[pb.GenerateRequest]:
-    """Greedy and seeded in turn; every third begins as its neighbours do."""
+    """Return greedy and seeded requests in turn; every third one shares a prefix."""
     shared = prompts.token_ids(10**6, Ask(0.0, 64, 1))
     made = []
     for number, ask in enumerate(asks):
@@ -243,7 +249,7 @@ def requests(asks: Sequence[Ask], prompts: Prompts) -> list[pb.GenerateRequest]:
 
 
 async def settle(target: str) -> list[str]:
-    """What is left of the load once nobody asks any more."""
+    """Return what still runs or holds blocks after the load, as text."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         for _ in range(50):
@@ -293,17 +299,17 @@ async def soak(args: argparse.Namespace, target: str, supervisor: int) -> dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="", help="as of npuserve serve (default: the built-in model)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of the run (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, help="Azure or Mooncake")
+    parser.add_argument("model", nargs="?", default="", help="model to serve (default: the built-in model)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the run (default: %(default)s)")
+    parser.add_argument("--trace", type=Path, help="Azure or Mooncake trace")
     parser.add_argument("--time-scale", type=float, default=1.0, help="of the trace (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=6.0, help="requests a second without one (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=6.0, help="requests per second without a trace (default: %(default)s)")
     parser.add_argument("--max-prompt", type=int, default=192, help="tokens (default: %(default)s)")
     parser.add_argument("--max-output", type=int, default=160, help="tokens (default: %(default)s)")
-    parser.add_argument("--gap", default="20,90", help="seconds from one kill to the next (default: %(default)s)")
-    parser.add_argument("--bad-rate", type=float, default=4.0, help="bad requests a second (default: %(default)s)")
+    parser.add_argument("--gap", default="20,90", help="least and most seconds between kills (default: %(default)s)")
+    parser.add_argument("--bad-rate", type=float, default=4.0, help="bad requests per second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the verdict to FILE")
     args, flags = arguments(parser)
     with serving(args.model, [*SMALL, *flags]) as server:
         verdict = asyncio.run(soak(args, server.target, server.pid))

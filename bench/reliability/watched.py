@@ -1,19 +1,19 @@
-"""A real Prometheus watches a real server under load: are all metrics, panels and alerts what they say?
+"""Metrics, dashboards and alert rules, checked by a Prometheus that scrapes a server under load.
 
-    python bench/reliability/watched.py [MODEL] [--seconds 600] [--trace FILE] [--pictures FOLDER] [--json FILE] [-- FLAGS]
+    python bench/reliability/watched.py [MODEL] [--seconds 600] [--trace FILE] [--pictures FOLDER] [--json FILE]
+        [-- FLAGS]
 
-Starts `npuserve serve` with two front ends and a Prometheus (Debian's package, or --prometheus) that scrapes it and
-evaluates the chart's alert rules. The load is a trace's arrivals (see `npuserve bench serve --trace`), or a Poisson
-process of our own without one. Beside it, some clients misbehave: they leave in the middle, send what is wrong, use an
-id twice, and come all at once; and at half time the engine is killed. Then:
+Starts `npuserve serve` with two front ends, and a Prometheus (Debian's package, or --prometheus) that scrapes it and
+evaluates the chart's alert rules. The load is a trace's arrivals (`npuserve bench serve --trace`), or a Poisson process
+without a trace. Some clients disconnect in the middle, send invalid requests, reuse an id, or arrive in a burst. At
+half time the engine is killed. Exit code 1 if one of these does not hold:
 
-  - `promtool check metrics` reads the live page;
-  - every query of every panel of every dashboard is asked over the run, and one without a number is a failure,
-    but for those that need TLS, which the server of this run does not have;
-  - no counter may ever have gone back, though an engine died; no alert rule may fail;
-  - the kernels' time is compared with that of the steps they were timed in.
+  - `promtool check metrics` accepts the live page;
+  - every query of every panel of every dashboard has a number over the run, except those that need TLS;
+  - no counter decreases, also not by the engine's death, and no alert rule fails;
+  - the kernels' time fits the time of the steps in which they were timed.
 
-Exit code 1 if any of it fails. What follows `--` are settings of the server.
+FLAGS are settings of the server.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> str:
-    """The pattern's first group in a log."""
+    """Wait until a log matches the pattern, and return its first group."""
     while not (found := re.search(pattern, log.read_text())):
         if process.poll() is not None:
             raise SystemExit(log.read_text())
@@ -113,13 +113,13 @@ def workload(args: argparse.Namespace, context: int) -> list[Ask]:
     else:
         asks = poisson(int(4 * args.seconds), 4.0, 200, 100, 0)
     asks = fitted([one for one in asks if one.at < args.seconds], args.max_prompt, args.max_output, context)[0]
-    # Each begins with one of four instructions, as far as it is longer.
+    # Longer prompts begin with one of four instructions.
     return [replace(one, hashes=(number % 4, 4 + number), hash_tokens=INSTRUCTIONS)
             if one.prompt_tokens > INSTRUCTIONS else one for number, one in enumerate(asks)]
 
 
 async def misbehave(target: str, engine: int, seconds: float) -> None:
-    """What clients and machines do besides: each kind some times over the run, and once an engine's death."""
+    """Disturb the server: each kind of misbehaving client several times, and one kill of the engine."""
     def wanted(tokens: int, **fields: Any) -> pb.GenerateRequest:
         ids = prompt_pb2.TokenIds(ids=range(100, 150))
         return pb.GenerateRequest(
@@ -152,7 +152,7 @@ async def misbehave(target: str, engine: int, seconds: float) -> None:
 
 
 async def load_it(args: argparse.Namespace, target: str, engine: int) -> dict[str, Any]:
-    """The run. How its requests ended."""
+    """Run the load; return how its requests ended."""
     load = Load(target, 4, 0.0, 0)
     try:
         model = await load.model_info()
@@ -212,15 +212,15 @@ def judge(base: str, begin: float, end: float, interval: float, args: argparse.N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="as of npuserve serve (default: the built-in model)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of the run (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, help="Azure or Mooncake; none: four requests a second of our own")
+    parser.add_argument("model", nargs="?", help="model to serve (default: the built-in model)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="length of the run (default: %(default)s)")
+    parser.add_argument("--trace", type=Path, help="Azure or Mooncake trace (default: four requests per second)")
     parser.add_argument("--time-scale", type=float, default=1.0, help="of the trace (default: %(default)s)")
     parser.add_argument("--max-prompt", type=int, default=256, help="tokens (default: %(default)s)")
     parser.add_argument("--max-output", type=int, default=128, help="tokens (default: %(default)s)")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the main panels there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there too")
-    parser.add_argument("--prometheus", default="prometheus", help="the program (default: %(default)s)")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write pictures of the main panels to FOLDER")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the verdict to FILE")
+    parser.add_argument("--prometheus", default="prometheus", help="program to run (default: %(default)s)")
     args, flags = arguments(parser)
     if not shutil.which(args.prometheus):
         parser.error(f"there is no {args.prometheus}: apt-get install prometheus")

@@ -1,11 +1,17 @@
-"""Start-up and memory of a served model: time to the first health answer and to readiness, RSS of each process.
+"""Start-up time and memory of a served model.
 
     python bench/serving/footprint.py [MODEL] [npuserve serve flags]
 
-Prints one JSON object. `read_seconds` is what reading the weights' files takes by itself just before (page cache
-warm or cold as it is found, so run it twice). `check` is what `npuserve check` says, its `peak_bytes` of the engine
-process; `engine_peak_bytes` is what that came to (VmHWM) after a prompt as long as the context allows (at most 4096
-tokens) and a full batch.
+Prints one JSON object:
+
+    read_seconds           time to read the weight files once, just before the start. Run the program twice, so that
+                           the page cache is warm
+    first_health_seconds   from the start to the first answer of the health service
+    ready_seconds          from the start to readiness
+    processes              resident and peak bytes of each process
+    engine_peak_bytes      peak (VmHWM) of the engine after a prompt as long as the context, at most 4096 tokens, and a
+                           full batch
+    check                  output of `npuserve check --json`, whose peak_bytes predicts engine_peak_bytes
 """
 
 from __future__ import annotations

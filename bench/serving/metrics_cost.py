@@ -1,16 +1,16 @@
-"""What metrics cost: a server under load, whose metrics are switched on and off at random, some times a second.
+"""Cost of metrics: tokens per second of a server whose metrics are switched on and off several times a second.
 
     python bench/serving/metrics_cost.py [MODEL] [--streams 8] [--rounds 150] [--seconds 0.25] [--json FILE] [-- FLAGS]
 
-A real server and a closed loop of streams. A round is four windows, two with metrics and two without, in random order:
-a fixed order beats with whatever the server or the machine does periodically, and so favours one kind. Every window
-begins with the same signal to the same processes, whether the kind changes or not. `on` is the server as it comes:
-every metric, kernels timed at the default sampling. In `off` counting does nothing and no kernel is timed.
+The server runs under a closed loop of streams. A round is four windows, two with metrics and two without, in random
+order: a fixed order would favour one kind, because it beats with periodic work of the server or the machine. Every
+window begins with a signal to the processes, also where the kind does not change. In `on` windows every metric counts
+and kernels are timed at the default sampling. In `off` windows nothing counts and no kernel is timed.
 
-Printed are tokens per second and the server's processor time per token: medians, and the geometric mean of the rounds'
-ratios on / off with its 95 % interval (bootstrap). The control is the ratio of the two windows of one kind, which
-differ in nothing: a cost that is smaller than the control's distance from 1 is not resolved. The cost of a scrape of
-the page is measured afterwards. What follows `--` are settings of the server.
+Prints tokens per second and the server's CPU time per token: medians, and the geometric mean of the rounds' ratios
+on / off with its 95 % interval (bootstrap). The control is the ratio of the two windows of one kind; a cost smaller
+than the control's distance from 1 is not resolved. The cost of a scrape of the page is measured at the end. FLAGS are
+settings of the server.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from bench.serving.server import arguments
 PROMPT, OUTPUT = 32, 200
 WARM_UP = 3.0  # seconds
 SCRAPES = 50
-SETTLE = 0.02  # seconds of a window that do not count: what was under way when it began
+SETTLE = 0.02  # seconds at the begin of a window that do not count: work of the window before
 ON, OFF = signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -58,7 +58,7 @@ ON, OFF = signal.SIGUSR1, signal.SIGUSR2
 
 
 def child(module: str) -> None:
-    """A child of the supervisor that counts from ON and does not from OFF."""
+    """Run a child of the supervisor whose metrics count after the signal ON and stop after OFF."""
     from prometheus_client import Counter, Gauge, Histogram
 
     from npuserve.service import metrics
@@ -104,7 +104,7 @@ def serve(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """target: its address. metrics: its page's. supervisor, children: pids."""
+    """Running server. target: host:port. metrics: URL of the metrics page. supervisor, children: process ids."""
 
     target: str
     metrics: str
@@ -116,19 +116,19 @@ class Server:
             os.kill(pid, number)
 
     def cpu_seconds(self) -> float:
-        """Of all living threads of the children, so far."""
+        """Return the CPU seconds of all living threads of the children."""
         tasks = (task for pid in self.children for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
     def supervisor_seconds(self) -> float:
-        """Of all its threads, the ended ones too, in ticks of the clock: each scrape has a thread of its own."""
+        """Return the CPU seconds of the supervisor, in clock ticks. Ended threads count: each scrape has its own."""
         fields = Path(f"/proc/{self.supervisor}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def server(arguments: list[str]) -> Iterator[Server]:
-    """Ready."""
+    """Run a server and yield it once it is ready."""
     with tempfile.NamedTemporaryFile("w+") as log:
         command = [sys.executable, __file__, "serve", *arguments, "--port", "0", "--metrics-port", "0", "--log-format",
                    "text"]
@@ -144,7 +144,7 @@ def server(arguments: list[str]) -> Iterator[Server]:
                 ["ps", "-ww", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True)
             yield Server(found[1], found[2], process.pid, [int(pid) for pid in children.stdout.split()])
             if " INFO " not in (last := Path(log.name).read_text().splitlines()[-1]):
-                raise SystemExit(f"the server was in trouble: {last}")
+                raise SystemExit(f"the server logged an error: {last}")
         finally:
             process.terminate()
             process.wait()
@@ -155,7 +155,7 @@ def server(arguments: list[str]) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class Window:
-    """tokens that arrived, seconds that it lasted, cpu: processor seconds of the server."""
+    """One window. tokens: received. seconds: length. cpu: CPU seconds of the server."""
 
     tokens: int
     seconds: float
@@ -174,12 +174,12 @@ def rate(windows: Sequence[Window]) -> float:
 
 
 def cpu(windows: Sequence[Window]) -> float:
-    """Return microseconds of the server's processor time per token of the windows together."""
+    """Return microseconds of the server's CPU time per token of the windows together."""
     return 1e6 * sum(w.cpu for w in windows) / max(1, sum(w.tokens for w in windows))
 
 
 FIGURES: dict[str, tuple[Figure, str]] = {
-    "rate": (rate, "tokens/s"), "cpu": (cpu, "us of processor time a token")}
+    "rate": (rate, "tokens/s"), "cpu": (cpu, "us of CPU time per token")}
 
 
 def order(chance: random.Random) -> list[signal.Signals]:
@@ -246,11 +246,11 @@ def report(rounds: Sequence[Round]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="as of npuserve serve (default: the built-in model)")
-    parser.add_argument("--streams", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=150, help="of four windows (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.25, help="of a window (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the windows (default: %(default)s)")
+    parser.add_argument("model", nargs="?", help="model to serve (default: the built-in model)")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent streams (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=150, help="rounds of four windows (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.25, help="length of a window (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of the windows (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     with server([*([args.model] if args.model else []), *flags]) as one:
@@ -267,7 +267,7 @@ def main() -> None:
         (low, high), (least, most) = found["interval"], found["control_interval"]
         print(f"{unit}: on {found['on']:.5g}, off {found['off']:.5g}; on / off {found['ratio']:.4f} (95 %: {low:.4f} "
               f"to {high:.4f}); control {found['control']:.4f} ({least:.4f} to {most:.4f})")
-    print(f"a scrape: {1e3 * scrape:.1f} ms of processor time")
+    print(f"a scrape: {1e3 * scrape:.1f} ms of CPU time")
     if args.json:
         windows = [{kind: [asdict(window) for window in found[kind]] for kind in found} for found in rounds]
         args.json.write_text(json.dumps(

@@ -1,15 +1,18 @@
-"""A server that is asked for five times as much as it can do: does it still do what it can?
+"""Goodput of a server at several times its capacity.
 
     python bench/serving/overload.py MODEL --trace FILE [--seconds 25] [--times 5] [--rounds 1] [--json FILE] [-- FLAGS]
 
-Capacity is what a closed loop with as many clients as there are seats gets of a trace's requests. A second server's
-queue is then made so long that a place in it is worth half of the time to first token that users accept, and the same
-trace comes at once the capacity, and `--times` as much, in turn. Every client has a deadline: that time, and the time
-per token that users accept for each token of its answer.
+The capacity is measured first: requests per second of a trace in a closed loop with as many clients as the server has
+seats. A second server gets a queue in which a request waits at most WORTH of the accepted time to first token. It then
+receives the trace at the capacity and at `--times` the capacity, in turn. Every client sets a deadline: the accepted
+time to first token, plus the accepted time per token for each token of its answer.
 
-Goodput: whole answers a second that kept both. It must be at least 0.9 of that at once the capacity. Refusals are timed
-by the server, from the call's arrival to its status (its log), and are to take less than 10 ms at the 99th percentile.
-Tokens in vain are those computed for requests that ended without one. Exit code 1 if one of these is missed.
+Goodput is the number of complete answers per second that kept both times. Exit code 1 if one of these is missed:
+
+    goodput        under overload, at least 0.9 of the goodput at the capacity
+    refusals       less than 10 ms at the 99th percentile, from the call's arrival to its status, by the server's log
+
+Also reported: tokens in vain, which were computed for requests that ended without an answer.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the rep
 from bench.serving.server import Serving, arguments, report, serving
 
 TTFT, TPOT = 2.0, 0.2
-"""Seconds that users accept: the server's own defaults of target_ttft_seconds and target_itl_seconds."""
+"""Accepted seconds: the defaults of target_ttft_seconds and target_itl_seconds."""
 WORTH = 0.5
-"""Of TTFT that a request may wait in the queue: the rest is for its prompt and for what was estimated wrong."""
+"""Share of TTFT that a request may wait in the queue; the rest is for its prompt and for errors of the estimate."""
 GOODPUT, REFUSAL_SECONDS, VAIN = 0.9, 0.01, 0.001
 REFUSED = ("queue full", "deadline: in")
 
@@ -52,7 +55,7 @@ def good(outcomes: Sequence[Outcome]) -> int:
 async def run(
     server: Serving, asks: Sequence[Ask], concurrency: int, seconds: float, patient: bool = False
 ) -> tuple[list[Outcome], float]:
-    """What became of the requests, and how long that took. At the end no more are sent, and all may end."""
+    """Send the requests for `seconds`, wait until all have ended, and return their outcomes and the seconds taken."""
     load = Load(server.target, 4, 0.0, 1, (lambda ask: None) if patient else deadline)
     info = await load.model_info()
     fitting = fitted(asks, 0, 0, info.max_model_len)[0]
@@ -65,15 +68,14 @@ async def run(
 
 
 def arrivals(asks: Sequence[Ask], rate: float, seconds: float) -> list[Ask]:
-    """The trace's first requests, so much faster that they come at this rate, of so many seconds. A trace that has not
-    so many begins anew at its end."""
+    """Return the first requests of the trace, sped up to `rate` per second, for `seconds`. A short trace repeats."""
     count, length = max(2, round(rate * seconds)), asks[-1].at
     times = [asks[n % len(asks)].at + n // len(asks) * length for n in range(count)]
     return [replace(asks[n % len(asks)], at=at * seconds / times[-1]) for n, at in enumerate(times)]
 
 
 def refusals(server: Serving, before: int) -> list[float]:
-    """Seconds that each took, in the log from that line on, ascending."""
+    """Return the seconds that each refusal took, ascending, from line `before` of the log on."""
     return sorted(
         line["seconds"] for line in server.lines()[before:]
         if line.get("message") == "request" and str(line.get("error", "")).startswith(REFUSED))
@@ -110,7 +112,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     queue = max(1, round(capacity * TTFT * WORTH))
     rounds: dict[str, list[dict[str, Any]]] = {"once": [], "overload": []}
     with serving(args.model, [*seats, "--max-queue", str(queue), *flags]) as server:
-        asyncio.run(run(server, asks, args.seats, 5.0))  # paces are measured
+        asyncio.run(run(server, asks, args.seats, 5.0))  # so that the server has measured its pace
         for _ in range(args.rounds):
             for name, times in (("once", 1.0), ("overload", args.times)):
                 rounds[name].append(one(server, asks, times * capacity, args.seconds))
@@ -128,9 +130,9 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="see the top of this file")
     parser.add_argument("model")
-    parser.add_argument("--trace", type=Path, required=True, help="Azure's or Mooncake's, see npuserve bench serve")
-    parser.add_argument("--seconds", type=float, default=25, help="of each load (default: %(default)s)")
-    parser.add_argument("--times", type=float, default=5, help="the capacity (default: %(default)s)")
+    parser.add_argument("--trace", type=Path, required=True, help="Azure or Mooncake trace, see npuserve bench serve")
+    parser.add_argument("--seconds", type=float, default=25, help="length of each load (default: %(default)s)")
+    parser.add_argument("--times", type=float, default=5, help="multiple of the capacity (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
     parser.add_argument("--length-scale", type=float, default=0.25, help="of the trace (default: %(default)s)")

@@ -1,11 +1,12 @@
-"""What of the engine's own speed reaches the clients of a server on the same machine.
+"""Share of the engine's own speed that clients of a server on the same machine receive.
 
-    python bench/serving/served.py MODEL [--streams 1,8,32] [--prompt 128] [--output 64] [--requests 4] [--rounds 3] [-- FLAGS]
+    python bench/serving/served.py MODEL [--streams 1,8,32] [--prompt 128] [--output 64] [--requests 4] [--rounds 3]
+        [-- FLAGS]
 
-A closed loop: so many streams, each asking again as soon as it was answered, `--requests` times each. `engine` is
-scheduler and runner in a loop of their own, as the engine process has them, with nothing around them; `served` is
-`npuserve bench serve` against `npuserve serve`, all on these cores. In turn, each in a process of its own; output
-tokens/s, and the median ratio with its range. What follows `--` are settings of both.
+A closed loop: each of the streams sends `--requests` requests, one after the other. `engine` is scheduler and runner in
+a loop, as in the engine process, without anything around them. `served` is `npuserve bench serve` against `npuserve
+serve`, all on the same cores. The two alternate, each in a process of its own. Prints output tokens/s of both, and the
+median ratio with its range. FLAGS are settings of both.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from bench.serving.server import arguments
 
 
 def engine(model: str, serve: list[str], streams: int, prompt: int, output: int, requests: int) -> float:
-    """Output tokens per second of the engine alone."""
+    """Return output tokens per second of the engine alone."""
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
     config = settings.load(parser.parse_args([model, *serve]), os.environ)
@@ -82,7 +83,7 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
 
 @contextlib.contextmanager
 def server(model: str, serve: list[str]) -> Iterator[str]:
-    """Its address, once it is ready."""
+    """Run a server and yield its address once it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("w") as out:
@@ -103,7 +104,7 @@ def server(model: str, serve: list[str]) -> Iterator[str]:
 
 
 def served(address: str, streams: int, prompt: int, output: int, requests: int) -> float:
-    """Output tokens per second that a client receives."""
+    """Return output tokens per second that a client receives."""
 
     def run(count: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +127,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--alone", type=int, metavar="STREAMS", help=argparse.SUPPRESS)
     args, flags = arguments(parser)
-    serve = ["--no-prefix-cache", *flags]  # prompts that come again are computed again
+    serve = ["--no-prefix-cache", *flags]  # repeated prompts are computed again
     sizes = args.prompt, args.output, args.requests
     if args.alone:
         print(json.dumps(engine(args.model, serve, args.alone, *sizes)))

@@ -1,4 +1,4 @@
-"""What benchmarks of a server share: it is started, looked at, stopped; their arguments and figures."""
+"""A running server for benchmarks: start, metrics, log, child processes, stop; command-line arguments and reports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from typing import Any
 
 
 class Serving:
-    """target: host:port. pid: the supervisor's. processes: module name and number, as in frontend 0 -> pid, of its
-    children when it was ready."""
+    """A server that is ready.
+
+    target: host:port. pid: process id of the supervisor. processes: kind and number, as in "frontend 0" -> process id,
+    of the children at readiness.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path):
         self._log = log
@@ -38,12 +41,12 @@ class Serving:
 
     @property
     def metrics_address(self) -> tuple[str, int]:
-        """Host and port of its metrics page."""
+        """Host and port of the metrics page."""
         parts = urllib.parse.urlsplit(self._page)
         return parts.hostname or "", parts.port or 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Of its log, as far as they are JSON."""
+        """Return the lines of the log that are JSON objects."""
         found = []
         for line in self._log.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
@@ -55,7 +58,7 @@ class Serving:
         return self._log.read_text(errors="replace")
 
     def samples(self, name: str) -> dict[str, float]:
-        """Labels, as they are written -> value, of a metric."""
+        """Return labels, as written on the page -> value, of a metric."""
         with urllib.request.urlopen(self._page, timeout=10) as page:
             text = page.read().decode()
         return {labels or "": float(value)
@@ -65,13 +68,13 @@ class Serving:
         return sum(self.samples(name).values())
 
     def histogram(self, name: str) -> dict[float, float]:
-        """Upper bound -> samples up to it."""
+        """Return upper bound -> cumulative count of a histogram."""
         found = {float(re.findall(r'le="([^"]+)"', labels)[0]): count
                  for labels, count in self.samples(f"{name}_bucket").items()}
         return dict(sorted(found.items()))
 
     def rss(self) -> dict[str, float]:
-        """MiB of each process."""
+        """Return the resident MiB of each process."""
         page = os.sysconf("SC_PAGE_SIZE") / 2**20
         return {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
                 for name, pid in self.processes.items()}
@@ -85,7 +88,8 @@ def children(supervisor: int) -> dict[int, str]:
     listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(supervisor)],
                              capture_output=True, text=True, check=False).stdout
     return {int(match[1]): match[2] for match in re.finditer(
-        r"^\s*(\d+) [^Z\s]\S* .*(?: -m npuserve\.service\.| )(engine|frontend)(?:\.process)?(?: |$)", listing, re.MULTILINE)}
+        r"^\s*(\d+) [^Z\s]\S* .*(?: -m npuserve\.service\.| )(engine|frontend)(?:\.process)?(?: |$)", listing,
+        re.MULTILINE)}
 
 
 def engine_of(supervisor: int) -> int:
@@ -94,7 +98,7 @@ def engine_of(supervisor: int) -> int:
 
 
 def percentile(histogram: dict[float, float], share: float) -> float:
-    """The bound below which this share of the samples lies."""
+    """Return the upper bound of the bucket that holds the given share of the samples."""
     counts = list(histogram.values())
     return next((bound for bound, count in histogram.items() if count >= share * counts[-1]), float("inf"))
 
@@ -103,9 +107,9 @@ def percentile(histogram: dict[float, float], share: float) -> float:
 def serving(
     model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.service.cli")
 ) -> Iterator[Serving]:
-    """Run `npuserve serve` with JSON logs, once it is ready.
+    """Run `npuserve serve` with JSON logs, and yield it once it is ready.
 
-    program: what Python runs with the command `serve`.
+    program: arguments of Python that take the place of `-m npuserve.service.cli`.
     """
     with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:
         log = Path(folder, "log")
@@ -129,13 +133,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """The program's own, which stand before `--`, and what follows it: settings of the server."""
+    """Return the parsed arguments before `--`, and the arguments after it, which are settings of the server."""
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     return parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
 
 
 def report(figures: dict[str, Any], file: Path | None) -> None:
-    """Print figures but for those of single rounds, and write them all."""
+    """Print the figures without those of single rounds, and write all of them to `file` if given."""
     def text(shown: dict[str, Any]) -> str:
         return json.dumps(shown, indent=1, ensure_ascii=False)
 

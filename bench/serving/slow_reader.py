@@ -1,17 +1,17 @@
-"""One client that does not read and one that reads a byte a second, among 30 others: do these notice?
+"""Effect on 30 clients of one client that reads nothing and one that reads a byte a second.
 
     python bench/serving/slow_reader.py MODEL [--others 30] [--seconds 15] [--rounds 3] [--json FILE] [-- FLAGS]
 
-In turn: the others alone, and beside the two, in a closed loop each. Until the two are paused they are streams like all
-others; the others begin then (--max-buffered-tokens is 128, so that it is soon). What counts is the gap between tokens
-of the others: its 99th percentile beside the two must lie within the range that it has without them in the same run,
-widened by that range's own width, since a few rounds say little of a spread. The front end's resident memory may not
-grow by more than the buffers of two streams beyond what it grows without them: it keeps streams that have ended for
-`resume_seconds`, and fills up for so long. Exit code 1 otherwise.
+In turn: the others alone, and the others beside the two slow readers, in a closed loop. The others begin once the two
+are paused; --max-buffered-tokens is 128, so that this is soon. Exit code 1 if one of these is missed:
 
-The two are raw HTTP/2 with a window of 1 KiB and small socket buffers. The one that stalls answers nothing, not even a
-ping, so that the server would close its connection after some 50 s; the other one takes bytes as they come, one a
-second.
+    gap between tokens   99th percentile of the others beside the two: within the range of the rounds without them,
+                         widened by that range's width, since a few rounds say little about the spread
+    memory               resident memory of the front end grows by at most the buffers of two streams more than without
+                         them. It keeps ended streams for `resume_seconds`, and grows for that long in both cases
+
+The two are raw HTTP/2 with a window of 1 KiB and small socket buffers. The one that reads nothing does not answer
+pings, so that the server would close its connection after about 50 s.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from bench.serving.server import Serving, arguments, report, serving
 
 METHOD = "/npuserve.v1.InferenceService/StreamGenerate"
 GROWTH = 4.0
-"""MiB of the front end's resident memory."""
+"""Allowed growth of the front end's resident memory, in MiB."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """RFC 9113, section 4.1."""
+    """Return an HTTP/2 frame (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def headers(fields: dict[str, str]) -> bytes:
-    """Literal fields that are not indexed, with new names and without Huffman codes: RFC 7541, section 6.2.2."""
+    """Return a header block of literal fields without indexing and Huffman codes (RFC 7541, section 6.2.2)."""
     return b"".join(
         b"\x00" + b"".join(bytes([len(part)]) + part.encode() for part in field) for field in fields.items())
 
@@ -63,7 +63,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def raw_call(target: str, ask: pb.GenerateRequest) -> socket.socket:
-    """A connection on which one call was made, and nothing was read."""
+    """Return a connection on which one call was sent and nothing was read."""
     host, _, port = target.rpartition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -79,7 +79,7 @@ def raw_call(target: str, ask: pb.GenerateRequest) -> socket.socket:
 
 @contextlib.contextmanager
 def slow_readers(server: Serving, tokens: int) -> Iterator[None]:
-    """The two, while the block runs."""
+    """Run the two slow readers while the block runs."""
     ask = pb.GenerateRequest(text="Once upon a time")
     ask.stopping.max_tokens, ask.stopping.ignore_eos = tokens, True
     stalled, trickling = (raw_call(server.target, ask) for _ in range(2))
@@ -131,7 +131,7 @@ def window(server: Serving, args: argparse.Namespace, slow: bool) -> dict[str, A
 def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     with serving(args.model, ["--max-num-seqs", "64", "--max-buffered-tokens", "128", *flags]) as server:
-        window(server, args, slow=True)  # memory and caches are what they will be
+        window(server, args, slow=True)  # warms up memory and caches
         for _ in range(args.rounds):
             for slow in (False, True):
                 rounds.append(window(server, args, slow))
@@ -157,11 +157,11 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="see the top of this file")
-    parser.add_argument("model", help="with a context beyond --tokens")
+    parser.add_argument("model", help="model whose context is longer than --tokens")
     parser.add_argument("--others", type=int, default=30, help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=15, help="of a round's half (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=15, help="length of half a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=2000, help="that the slow readers ask for (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens of a slow reader (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     figures = measure(args, flags)

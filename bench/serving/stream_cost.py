@@ -1,16 +1,21 @@
-"""What streaming costs beside the device's work: microseconds of CPU per streamed token, and the throughput left.
+"""CPU time per streamed token, and throughput left by streaming beside the device's work.
 
-    python bench/serving/stream_cost.py [--steps 1,2,5] [--streams 1,8,32] [--seconds 3] [--rounds 3] [--busy] [--json FILE]
+    python bench/serving/stream_cost.py [--steps 1,2,5] [--streams 1,8,32] [--seconds 3] [--rounds 3] [--busy]
+        [--json FILE]
 
-A real server (supervisor, front end, engine process, sockets, gRPC) whose runner computes nothing: a step lasts a
-chosen time. Each stream is one request. CPU time is that of all threads of a process while the streams run. `engine` is
-the host side alone, since the runner sleeps. `client` is grpc.aio that only keeps the bytes, `bench` the load of
-`npuserve bench serve`. `bare` is a grpc.aio server that writes a message of the same size to the same client as fast as
-it can, `bare_paced` one that writes one to each stream at every step; both by message.
+A real server (supervisor, front end, engine process, sockets, gRPC) with a runner that computes nothing: a step lasts a
+chosen time. Each stream is one request. Reported are microseconds of CPU time per token of all threads of a process:
 
-`served` is tokens received per second beside those of the same runner called in a loop with nothing around it, in the
-same run. With --busy a step is work that two threads share instead of a sleep, so that whatever else runs on those
-cores slows it: what is served is then what a CPU engine with two threads would keep, and its own CPU time is not told.
+    engine      the host side only, since the runner sleeps
+    frontend    one front end
+    client      a grpc.aio client that only keeps the bytes
+    bench       the load of `npuserve bench serve`
+    bare        per message: a grpc.aio server that sends messages of the same size as fast as it can
+    bare_paced  per message: the same, with one message per stream and step
+
+`served` is tokens received per second, divided by tokens per second of the same runner called in a loop, in the same
+run. With --busy a step is work shared by two threads instead of a sleep, so that other work on those cores slows it:
+`served` is then what a CPU engine with two threads would keep, and the engine's CPU time is not reported.
 """
 
 from __future__ import annotations
@@ -24,7 +29,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -54,6 +58,7 @@ from npuserve.v1 import generate_pb2 as pb
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
+from bench.serving.server import children
 from tests.support.counting_runner import FakeRunner
 
 METHOD = "/npuserve.v1.InferenceService/StreamGenerate"
@@ -64,7 +69,7 @@ CHUNK = bytes(1 << 14)
 
 
 class BusyRunner(FakeRunner):
-    """A step is `chunks` of work that two threads claim one by one; steps are worked off in order."""
+    """Runner whose step is `chunks` pieces of work, which two threads claim one by one; steps run in order."""
 
     def __init__(self, chunks: int):
         super().__init__(VOCABULARY)
@@ -109,7 +114,7 @@ def runner_of(step_ms: float, chunks: int) -> FakeRunner:
 
 
 def steps_per_second(runner: FakeRunner, seconds: float) -> float:
-    """The runner alone, with two steps in flight as the engine has them."""
+    """Return steps per second of the runner alone, with two steps in flight."""
     began = time.perf_counter()
     flying = runner.launch(Step([]))
     for done in itertools.count(1):
@@ -121,7 +126,7 @@ def steps_per_second(runner: FakeRunner, seconds: float) -> float:
 
 
 def chunks_of(step_ms: float) -> int:
-    """How many chunks take `step_ms` on this machine now."""
+    """Return the number of chunks that take `step_ms` on this machine."""
     return max(1, round(1000 * steps_per_second(BusyRunner(1000), 0.5) * step_ms / 1000))
 
 
@@ -129,7 +134,7 @@ def chunks_of(step_ms: float) -> int:
 
 
 def engine(step_ms: float, chunks: int) -> None:
-    """What npuserve.service.engine.process does, with a runner of ours."""
+    """Run the engine process with a runner of this benchmark."""
     args = child.read_arguments(EngineArgs)
     logs.setup(args.config, "engine")
     child.listen()
@@ -157,7 +162,7 @@ def serve(step_ms: str, chunks: str) -> None:
 
 
 async def bare(size: int, step_ms: float) -> None:
-    """Streams messages of `size` bytes while a client reads: one after the other, or to all streams at each step."""
+    """Stream messages of `size` bytes while a client reads: without pause, or to all streams at each step."""
     message = bytes(size)
     tick = asyncio.Event()
 
@@ -187,7 +192,7 @@ async def bare(size: int, step_ms: float) -> None:
 
 
 async def client(target: str, streams: int, seconds: float) -> None:
-    """Thin: keeps the bytes, and looks into them when the window is over."""
+    """Receive streams as bytes, and count their tokens after the window."""
     request = pb.GenerateRequest()
     request.token_ids.ids.extend([300, 301, 302])
     request.stopping.ignore_eos = True
@@ -217,7 +222,7 @@ async def client(target: str, streams: int, seconds: float) -> None:
 
 
 async def bench(target: str, streams: int, seconds: float) -> None:
-    """The load of `npuserve bench serve --concurrency STREAMS`."""
+    """Run the load of `npuserve bench serve --concurrency STREAMS`."""
     load = Load(target, 1, 0.0, 0)
     stop = asyncio.Event()
     prompts = Prompts(VOCABULARY, (), 0)
@@ -240,7 +245,7 @@ async def bench(target: str, streams: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """One of the above, which ends with the block."""
+    """Run one of the processes above while the block runs."""
     command = [sys.executable, __file__, *map(str, arguments)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -257,22 +262,13 @@ def said(running: subprocess.Popen[str]) -> str:
     raise SystemExit("a process of the benchmark died")
 
 
-def children(pid: int) -> dict[str, int]:
-    """Role -> pid, of a supervisor's children."""
-    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)],
-                           capture_output=True, text=True, check=True)
-    patterns = {"frontend": r"service\.frontend", "engine": r"stream_cost\.py engine"}
-    return {role: int(text.split()[0]) for role, pattern in patterns.items()
-            for text in found.stdout.splitlines() if re.search(pattern, text)}
-
-
 def cpu_seconds(pid: int) -> float:
-    """Of all threads that live."""
+    """Return the CPU seconds of all living threads of a process."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def window(role: str, target: str, streams: int, seconds: float, pids: dict[str, int]) -> dict[str, float]:
-    """Loads a server. Tokens per second, and microseconds of CPU per token (or message, if none has tokens) by role."""
+    """Load a server; return tokens per second, and microseconds of CPU per token (or message) by process."""
     with process(role, target, streams, seconds) as running:
         pids = {**pids, role: running.pid}
         marks = []
@@ -288,12 +284,12 @@ def window(role: str, target: str, streams: int, seconds: float, pids: dict[str,
 
 
 def measure(step_ms: float, streams: int, seconds: float, busy: bool) -> dict[str, float]:
-    """One round of one case."""
+    """Measure one round of one case."""
     chunks = chunks_of(step_ms) if busy else 0
     own = streams * steps_per_second(runner_of(step_ms, chunks), min(1.0, seconds))
     with process("serve", step_ms, chunks) as server:
         target = said(server)
-        pids = children(server.pid)
+        pids = {kind: pid for pid, kind in children(server.pid).items()}
         thin = window("client", target, streams, seconds, pids)
         full = window("bench", target, streams, seconds, pids)
     figures = {**thin, "bench": full["bench"], "served": thin["per_second"] / own, "own": own,
@@ -310,11 +306,11 @@ COLUMNS = ("engine", "frontend", "client", "bench", "bare", "bare_paced", "token
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="see the top of this file")
-    parser.add_argument("--steps", default="1,2,5", help="milliseconds a step (default: %(default)s)")
+    parser.add_argument("--steps", default="1,2,5", help="milliseconds per step (default: %(default)s)")
     parser.add_argument("--streams", default="1,8,32", help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3, help="of a window (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median counts (default: %(default)s)")
-    parser.add_argument("--busy", action="store_true", help="a step is work of two threads, not a sleep")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, median reported (default: %(default)s)")
+    parser.add_argument("--busy", action="store_true", help="make a step the work of two threads instead of a sleep")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     cases = [(float(step), int(streams)) for step in args.steps.split(",") for streams in args.streams.split(",")]
