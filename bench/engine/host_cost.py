@@ -1,11 +1,10 @@
-"""What the host does for each step beside a device that takes no time: microseconds per running request.
+"""CPU time of the host side of a step, in microseconds per running request.
 
     python bench/engine/host_cost.py [--rows 1,32,256] [--context 1000] [--steps 200] [--json]
 
-The real scheduler and the real runner, whose work is enqueued nowhere: `schedule` plans a step, `launch` builds its
-batch and the plan of its sampling, `apply` takes in tokens that are made up. All rows decode, one step after the other
-while the one before is in flight, as the engine has them. `greedy` rows take their likeliest tokens; `sampled` ones
-have temperature, top_k and top_p.
+The scheduler and the runner are the real ones, but the runner's work is enqueued nowhere. `schedule` plans a step,
+`launch` builds its batch and its sampling plan, `apply` processes made-up tokens. All rows decode, with two steps in
+flight, as in the engine. `greedy` rows take the argmax; `sampled` rows have temperature, top_k and top_p.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class NoPending:
 
 
 class NoDevice(CpuBackend):
-    """Its queue forgets what is put into it."""
+    """CPU backend whose queue drops all work."""
 
     def enqueue(self, work: Callable[[], T]) -> Pending[T]:
         return NoPending()
@@ -57,7 +56,7 @@ def runner_of(rows: int, length: int) -> Runner:
 
 
 def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> dict[str, float]:
-    """Medians, in microseconds per row."""
+    """Return the median of each part, in microseconds per row."""
     length = context + steps + WARM_UP + 3
     blocks = BlockManager(rows * -(-length // BLOCK_SIZE), BLOCK_SIZE)
     scheduler = Scheduler(blocks, max_num_seqs=rows, max_num_batched_tokens=rows * context, max_queue=0,
@@ -67,7 +66,7 @@ def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> di
     runner = runner_of(rows, length)
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     flying: deque[tuple[Step, StepResult]] = deque()
-    first = scheduler.schedule(0.0)  # all prompts at once: nobody computes them
+    first = scheduler.schedule(0.0)  # all prompts in one step: nothing is computed
     for new in first.new:
         runner._sampler.add(new)
     scheduler.apply(first, StepResult({row.request_id: 5 for row in first.rows}, {}, {}, 0.0), 0.0)
@@ -91,9 +90,9 @@ def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description="see the top of this file")
     parser.add_argument("--rows", default="1,8,32,256", help="running requests (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=1000, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--context", type=int, default=1000, help="tokens of each request (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="measured steps (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     if not args.json:
         print(f"{'rows':>6}{'':>9}" + "".join(f"{name:>10}" for name in (*PARTS, "all")) + "   us per running request")

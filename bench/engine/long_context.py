@@ -1,21 +1,19 @@
-"""Stress for long contexts: prompts up to the model's limit, in chunks of several sizes, computed on the device and on
-the host (--prefill-device), with the tokens of all ways compared.
+"""Long prompts: latency and speed by chunk size, with prefill on the device and on the host (--prefill-device).
 
     python bench/engine/long_context.py [MODEL] --device npu --emulate --emulate-relax fp32 --dtype float32
     python bench/engine/long_context.py MODEL --device cpu --prompts 1024,8192 --chunks 128,512 --json
 
-Each way is a process of its own: scheduler, runner and device as the engine process has them, without the wire and
-without a prefix cache. For each prompt length it computes a prompt alone, then the same beside streams of short
-prompts.
+Each configuration runs in a process of its own: scheduler, runner and device as in the engine process, without gRPC and
+without a prefix cache. It computes a prompt of each length alone, then the same prompt beside streams of short prompts.
 
     ttft ms, prefill tok/s   of the prompt, alone
     decode tok/s             of its answer
-    gap before, p50, worst   ms between two tokens of a stream: before the prompt comes, and while it is computed
-    peak MiB                 of the process so far; an emulated device's memory is in it
-    tokens                   those of the first way, or where they first differ
+    gap before, p50, worst   ms between two tokens of a stream: before the prompt arrives, and during its prefill
+    peak MiB                 of the process so far, with the memory of an emulated device
+    tokens                   equal to those of the first configuration, or the first difference
 
-On a device that is the host's CPU there is one way for each chunk size. Ends with 1 if tokens differ in float32, where
-they must not: in half precision two backends may round a near tie to either side, which is told, and no more.
+A CPU device has one configuration per chunk size. Exit code 1 if tokens differ in float32. In half precision a
+difference is only reported, since two backends may round a near tie to either side.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
 
 STREAM_PROMPT, LEAD = 16, 8
-"""Tokens of a stream's prompt, and those that it gets before the long prompt comes."""
+"""Tokens of a stream's prompt, and its generated tokens before the long prompt arrives."""
 
 COLUMNS = (
     ("prefill_device", "prefill", 8, ""), ("chunk", "chunk", 6, ""), ("prompt", "prompt", 8, ""),
@@ -66,7 +64,7 @@ def counts(text: str) -> list[int]:
 
 
 class Loop:
-    """The engine's loop, and when each request got its tokens."""
+    """The engine's loop, with the time of each request's tokens."""
 
     def __init__(self, config: ServerConfig, runner: Runner):
         self.runner = runner
@@ -96,7 +94,7 @@ class Loop:
                 self.times[made.sequence.id] += [now] * len(made.token_ids)
 
     def until(self, sequence: Sequence, tokens: int) -> list[float]:
-        """When it got its tokens: so many, or all that it gets."""
+        """Run steps until the sequence has `tokens` tokens or has ended; return the times of its tokens."""
         while len(self.times[sequence.id]) < tokens and self.scheduler.has_work:
             self.step()
         return self.times[sequence.id]
@@ -107,7 +105,7 @@ class Loop:
 
 
 def measure(loop: Loop, length: int, answer: int, streams: int) -> dict[str, Any]:
-    """Prompts are a function of the length alone."""
+    """Measure one prompt length. Prompts depend on the length only."""
     r, vocabulary = random.Random(length), loop.runner.config.vocab_size
     prompt = r.choices(range(vocabulary), k=length)
     shorts = [r.choices(range(vocabulary), k=STREAM_PROMPT) for _ in range(streams)]
@@ -120,14 +118,14 @@ def measure(loop: Loop, length: int, answer: int, streams: int) -> dict[str, Any
         "decode_tokens_per_second": (answer - 1) / (times[-1] - times[0]) if answer > 1 else None,
         "token_ids": [alone.token_ids[length:]]}
     if streams:
-        room = loop.runner.max_model_len - STREAM_PROMPT
-        running = [loop.add(short, room) for short in shorts]
+        limit = loop.runner.max_model_len - STREAM_PROMPT
+        running = [loop.add(short, limit) for short in shorts]
         for stream in running:
             loop.until(stream, LEAD)
         came = time.perf_counter()
         beside = loop.add(prompt, answer)
         first = loop.until(beside, 1)[0]
-        for stream in running:  # the token that it waited for when the prompt was done counts
+        for stream in running:  # the gap that ends after the prompt counts, too
             loop.until(stream, sum(t <= first for t in loop.times[stream.id]) + 1)
         gaps = [(b, 1e3 * (b - a)) for s in running for a, b in pairwise(loop.times[s.id])]
         loop.until(beside, answer)
@@ -143,7 +141,7 @@ def measure(loop: Loop, length: int, answer: int, streams: int) -> dict[str, Any
 
 
 def one_way(args: argparse.Namespace, config: ServerConfig) -> int:
-    """A JSON object for each prompt length. Whatever else is printed, by a device's libraries, goes to stderr."""
+    """Print a JSON object for each prompt length. Output of a device's libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
@@ -154,7 +152,7 @@ def one_way(args: argparse.Namespace, config: ServerConfig) -> int:
     needed = args.streams * -(-runner.max_model_len // runner.block_size)
     for length in args.prompts or [limit // 4, limit // 2, limit]:
         if not 0 < length <= limit:
-            raise ConfigError(f"prompts: {length} is not in [1, {limit}], what the model takes beside --tokens")
+            raise ConfigError(f"prompts: {length} is not in [1, {limit}], the model's limit minus --tokens")
         blocks = needed + -(-(length + args.tokens) // runner.block_size)
         if blocks > runner.num_blocks:
             raise ConfigError(
@@ -165,7 +163,7 @@ def one_way(args: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def difference(one: list[list[int]], other: list[list[int]]) -> str:
-    """"" if the tokens are the same."""
+    """Return the first difference as text, "" if the tokens are equal."""
     for request, (a, b) in enumerate(zip(one, other, strict=True)):
         if a != b:
             place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -205,12 +203,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--prompts", type=counts, help="tokens of the long prompts, comma-separated (default: a quarter, half and all "
-                                       "of what the model takes)")
+                                       "of the model's limit)")
     add("--chunks", type=counts, default=[128, 512],
-        help="tokens of a step, in place of max_num_batched_tokens, comma-separated (default: 128,512)")
+        help="tokens of a step, as max_num_batched_tokens, comma-separated (default: 128,512)")
     add("--tokens", type=number(int, 1), default=16, help="tokens of an answer (default: %(default)s)")
     add("--streams", type=number(int, 0), default=2, help="streams beside the prompt (default: %(default)s)")
-    add("--json", action="store_true", help="print one JSON object a line")
+    add("--json", action="store_true", help="print one JSON object per line")
     add("--one-way", action="store_true", help=argparse.SUPPRESS)
     settings.add_arguments(parser)
     args = parser.parse_args()

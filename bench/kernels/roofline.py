@@ -1,11 +1,10 @@
-"""What a decode step of Qwen3-14B must at least move and compute on one Ascend A2, by kernel: a prediction.
+"""Predicted lower bound of a decode step of Qwen3-14B on one Ascend A2, by kernel.
 
     python bench/kernels/roofline.py [--model FOLDER] [--batch 1 16 64] [--context 1024] [--bandwidth 1.6e12]
-    python bench/kernels/roofline.py --write     makes docs/ascend-roofline.md anew
+    python bench/kernels/roofline.py --write     writes docs/ascend-roofline.md
 
-The decoder itself (npu/execution/decoder.py) runs on tensors without memory, and kernels/bench/costs.py has the cost of
-each call. Its time is the bytes by the bandwidth: no launch, no kernel below the memory's speed, nothing found in a
-cache.
+The decoder (npu/execution/decoder.py) runs on tensors without memory; kernels/bench/costs.py gives the cost of each
+call. The time is bytes divided by bandwidth: no launches, no kernel slower than the memory, no cache hits.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ PUBLISHED = (
     ("TPOT, prompt 3338, capacity 16", "bf16", 36.3, (1, 16), 3338),
     ("a step at batch 16", "bf16", 37.7, (16,), 1024),
     ("a token in A8W8", "w8a8", 42.0, (1,), 1024))
-"""Of pypto-serving, in ms: what, in which format, and the batches and context of the floor beside it (a context of 1024
-where none was published)."""
+"""Figures of pypto-serving: name, format, ms, and the batches and context of the floor to compare with. The context is
+1024 where none was published."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -54,7 +53,7 @@ def made(shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
 
 @dataclass(slots=True)
 class Ledger:
-    """Kernels that note their costs and return tensors of the right shape."""
+    """Kernels that record their costs and return tensors of the right shape."""
 
     costs: dict[str, list[Cost]] = field(default_factory=lambda: defaultdict(list))
 
@@ -100,7 +99,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A decode step's costs by kernel. weights, cache: bytes of `nbytes` that are weights, and keys and values."""
+    """Costs of a decode step by kernel. weights, cache: the bytes of weights, and of keys and values, in `nbytes`."""
 
     costs: dict[str, list[Cost]]
     weights: int
@@ -112,12 +111,12 @@ class Step:
 
     @property
     def operations(self) -> int:
-        """Of matrix products and attention."""
+        """Number of operations of matrix products and attention."""
         return sum(c.operations for calls in self.costs.values() for c in calls if c.kind != "fp32")
 
 
 def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Step:
-    """Of `rows` requests with `context` tokens each, this step's included; greedy."""
+    """Return the costs of a greedy step of `rows` requests with `context` tokens each, this step's included."""
     w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=("lm_head",))
     c, ledger = replace(config, quantization=w8a8 if quantized else None), Ledger()
     backend: Any = SimpleNamespace(device=torch.device("meta"), vocabulary_tile=BACKEND.vocabulary_tile,
@@ -146,7 +145,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def page(config: ModelConfig, batches: Sequence[int], context: int, bandwidth: float,
          published: Sequence[tuple[str, str, float, tuple[int, ...], int]] = PUBLISHED) -> str:
-    """Markdown."""
+    """Return the tables as Markdown."""
 
     def ms(nbytes: int) -> float:
         return nbytes / bandwidth * 1e3
@@ -178,19 +177,20 @@ def page(config: ModelConfig, batches: Sequence[int], context: int, bandwidth: f
 
 INTRODUCTION = """# A decode step of Qwen3-14B on Ascend A2: the floor
 
-Made by `python bench/kernels/roofline.py --write`; a test compares. **A prediction: nothing here was measured.** The decoder
-of `npu/execution/decoder.py` is walked kernel by kernel, each call counted by `kernels/bench/costs.py` (every byte read
-and written once), at a context of 1024 tokens and 1.6 TB/s, one card. The floor is the bytes by the bandwidth:
-launches, kernels below the memory's speed and idle time come on top; what an L2 cache keeps of activations comes off.
+Written by `python bench/kernels/roofline.py --write`; a test compares the two. **A prediction: nothing here was
+measured.** The decoder of `npu/execution/decoder.py` is traced kernel by kernel. `kernels/bench/costs.py` counts each
+call (every byte read and written once), at a context of 1024 tokens and 1.6 TB/s, on one card. The floor is the bytes
+divided by the bandwidth. Launches, kernels slower than the memory and idle time add to it; activations that stay in an
+L2 cache reduce it.
 
-bf16: 2 bytes a weight. w8a8: the decoder's projections in int8 with scales, activations quantized for each token by the
-kernel before the projection, or after attention within the projection's own; LM head, norms, keys and values stay bf16.
-Of the embedding table a step reads its rows' lines only, so a step reads less than the whole checkpoint (29.5 GB,
+bf16: 2 bytes per weight. w8a8: the decoder's projections in int8 with scales. Activations are quantized per token by
+the kernel before the projection, or after attention by the projection's own kernel. LM head, norms, keys and values
+stay in bf16. A step reads only its rows of the embedding table, so it reads less than the whole checkpoint (29.5 GB,
 18.5 ms).
 
-The last column of the first table is what the matrix units must reach for memory to be the limit: compare it with the
-card's peak. `linear_argmax` is the LM head with the greedy choice. Beside published figures stands the floor of a step
-at their batch and context, of batches of 1 and of 16 where up to 16 requests ran; 1 and 1024 where none was published.
+The last column of the first table is the speed that the matrix units need for memory to be the limit: compare it with
+the card's peak. `linear_argmax` is the LM head with the argmax. Published figures are compared with the floor of a step
+at their batch and context: batches of 1 and of 16 where up to 16 requests ran, 1 and 1024 where none was published.
 """
 
 
@@ -200,7 +200,7 @@ def default_page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a folder with config.json (default: Qwen3-14B's numbers)")
+    parser.add_argument("--model", type=Path, help="folder with config.json (default: Qwen3-14B's numbers)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each row (default: %(default)s)")
     parser.add_argument("--bandwidth", type=float, default=1.6e12, help="bytes/s (default: %(default)s)")

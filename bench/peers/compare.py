@@ -1,17 +1,17 @@
-"""npuserve and its peers in turn, on one machine, in one run.
+"""Speed of npuserve and its peers, alternating on one machine in one run.
 
     python bench/peers/compare.py MODEL --peer vllm PYTHON --peer transformers PYTHON --peer openvino PYTHON FOLDER \
         --peer llama_cpp PYTHON FILE.gguf [--ceiling] [--measures decode-1x512,...] [--rounds 5] [--json FILE]
     python bench/peers/compare.py --read FILE [FILE ...]
 
-PYTHON is the interpreter of the peer's own environment; a peer whose model is not MODEL names it. Each contestant is
-a process of `bench/peers/` that loads once and then waits; a round takes one sample of every measure from each in
-turn, all with the same prompts, beginning with another contestant each time. Measures, and when a sample counts:
-`bench/peers/harness.py`. Prompts are random ids, or with --texts those of a MT-Bench file.
+PYTHON is the interpreter of the peer's own environment; a peer whose model is not MODEL names it. Each contestant is a
+process of this folder that loads once and then waits. A round takes one sample of every measure from each contestant,
+with the same prompts, and begins with another contestant each time. harness.py defines the measures and the validity of
+a sample. Prompts are random ids, or with --texts those of a MT-Bench file.
 
-Prints a Markdown table: medians over the rounds in tokens per second, all rows together, and the median and range
-over the rounds of npuserve's ratio to the peer that is best at that measure. --json adds a line for each sample to
-FILE; --read makes the table from such files, of one run or of several.
+Prints a Markdown table: medians over the rounds in tokens per second of all rows together, and median and range over
+the rounds of npuserve's ratio to the best peer of that measure. --json appends a line for each sample to FILE; --read
+makes the table from such files, of one or several runs.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ OURS, CEILING = "npuserve", "ceiling"
 
 
 def absolute(path: str | Path) -> str:
-    """Links kept, since an environment's interpreter is one."""
+    """Return the absolute path without resolving links: an environment's interpreter is a link."""
     return os.path.abspath(path) if Path(path).exists() else str(path)
 
 
 class Contestant:
-    """A process of a peer's script."""
+    """Running process of a peer's script."""
 
     def __init__(self, script: str, python: str, model: str, options: list[str]) -> None:
-        """RuntimeError, with the end of what it said, where it does not come up."""
+        """Start the process. Raises RuntimeError, with the end of its output, if it does not start."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        # In a folder of nobody's: a peer that looks for an optional package must not find one of ours in its place.
+        # This folder as working directory: a peer's optional import must not find a folder of this repository.
         self._process = subprocess.Popen(
             [absolute(python), absolute(SCRIPTS / f"{script}_peer.py"), absolute(model), "--serve", *options],
             cwd=SCRIPTS, text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
@@ -55,9 +55,9 @@ class Contestant:
         self.who = self._answer()
 
     def ask(self, measure: str, prompts: list[list[int]]) -> dict[str, Any]:
-        """RuntimeError where it died."""
+        """Take one sample. Raises RuntimeError if the process died."""
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # the missing answer tells
+        with suppress(BrokenPipeError):  # the missing reply is the error
             self._process.stdin.write(json.dumps({"measure": measure, "prompts": prompts}) + "\n")
         return self._answer()
 
@@ -79,7 +79,7 @@ class Contestant:
 
 
 def text_ids(model: str, file: Path) -> list[int]:
-    """All first turns of a MT-Bench file, one after the other."""
+    """Return the ids of all first turns of a MT-Bench file, concatenated."""
     from tokenizers import Tokenizer
 
     turns = "\n\n".join(json.loads(line)["turns"][0] for line in file.read_text().splitlines())
@@ -87,7 +87,7 @@ def text_ids(model: str, file: Path) -> list[int]:
 
 
 def prompts_of(measure: Measure, vocabulary: int, text: list[int]) -> list[list[int]]:
-    """Rows of the text, from other places each time and repeated where it is short; or random ids."""
+    """Return rows of the text from random places, repeated if it is short; or random ids."""
     if not text:
         return measure.random_prompts(vocabulary)
     long = text * (measure.context // len(text) + 2)
@@ -96,7 +96,7 @@ def prompts_of(measure: Measure, vocabulary: int, text: list[int]) -> list[list[
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every sample, with its run, round, measure and contestant."""
+    """Yield every sample, with its run, round, measure and contestant."""
     options = ["--threads", str(args.threads), "--tokens", str(args.tokens)]
     vocabulary: int = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     text = text_ids(args.model, args.texts) if args.texts else []
@@ -127,7 +127,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(samples: Iterable[dict[str, Any]]) -> str:
-    """Markdown. † where a figure has a sample in which others were busy."""
+    """Return the table in Markdown; † marks a figure with a sample in which other processes were busy."""
     values: dict[str, dict[str, dict[tuple[str, int], float]]] = {}
     busy: set[tuple[str, str]] = set()
     versions = {}

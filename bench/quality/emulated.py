@@ -1,24 +1,24 @@
-"""A model on an emulated NPU beside the same model on the CPU, through `npuserve serve` and gRPC.
+"""A model on an emulated NPU compared with the same model on the CPU, through `npuserve serve` and gRPC.
 
     python bench/quality/emulated.py [MODEL ...] [--wide VOCABULARY] [--requests 12] [--answer 150] [--blocks 9] \
         [--parts tokens,forced,int8] [--timeout 900] [--json FILE]
 
-MODEL: folders; none is the built-in model. --wide: a model of two layers of Qwen3-14B's exact widths and random
-weights, with so many tokens in its vocabulary (151936 is Qwen3's), made in a folder of its own for the run.
+MODEL: folders (default: the built-in model). --wide: a model of two layers with Qwen3-14B's exact widths, random
+weights and a vocabulary of that size (151936 is Qwen3's), made in a temporary folder.
 
-`tokens`: greedy answers to prompts that arrive one after the other, in float32, which the emulator is told to accept
-(and heads of any size): they must be those of the CPU's server to the last one. The CPU has room for all; the emulated
-device computes 48 tokens a step, has few blocks, and finds prefixes: with a step launched before the last one is
-collected, and without.
+`tokens`: greedy answers in float32 to prompts that arrive one after the other. They must equal those of the CPU's
+server. The emulator is set to accept float32 and heads of any size. The CPU has enough blocks for all requests; the
+emulated device computes 48 tokens per step, has few blocks, and finds prefixes. It runs with two steps in flight, and
+with one.
 
-`forced`: plain stories (random ids where there is no tokenizer) and the CPU's answers to them, every position predicted
-in bfloat16 on the emulated device and in float32 on the CPU: the share of positions with the same likeliest token, and
-the largest difference of a logit; and the same of the CPU in bfloat16, which is the yardstick where a model is unsure.
+`forced`: every position of plain stories (random ids without a tokenizer) and of the CPU's answers is predicted in
+bfloat16 on the emulated device and in float32 on the CPU. Reported are the share of positions with equal argmax, and
+the largest difference of a logit. The same figures of the CPU in bfloat16 are the yardstick where a model is unsure.
 
-`int8`: the same of the model in W8A8, as `npuserve quantize --calibration none` makes it, int8 being of the device's
-levels on the CPU too; and beside the CPU in the same dtype, in bfloat16 and in float32. There only the order of sums
-differs, and which way a number goes that lies between two of int8, with all that follows from it: the CPU's kernels and
-its golden functions, which differ in no more, are the yardstick.
+`int8`: the same for the model in W8A8, made by `npuserve quantize --calibration none`, with the device's int8 levels on
+the CPU, too. It is also compared with the CPU in the same dtype, bfloat16 and float32. There only the order of sums
+differs, and the rounding of numbers between two int8 values. The CPU's kernels and its golden functions differ in the
+same way and are the yardstick.
 
 The emulated device proves calls and numbers, not speed. Needs torch_npu and a compiler, see docs/ascend.md.
 """
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
     from npuserve.service.cli.acceptance.tokens import Agreement
 
 BUDGET, SEATS = 48, 8
-"""Of the emulated server: tokens a step, requests at once."""
+"""Tokens per step and concurrent requests of the emulated server."""
 
 RELAX = "fp32,small_heads"
 QWEN3_14B = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
              "intermediate_size": 17408}
 LEAST_INT8 = 0.99
-"""Share of equal likeliest tokens in W8A8, both in float32; where the CPU's own two ways have less, their share but
-three standard deviations of so many positions."""
+"""Required share of equal argmax in W8A8, both in float32. If the CPU's kernels and golden functions have a lower
+share, it is their share minus three standard deviations for that number of positions."""
 
 
 def wide(folder: Path, vocabulary: int, layers: int = 2) -> Path:
-    """A Qwen3 of Qwen3-14B's widths in bfloat16, whose weights are random numbers of a trained model's size."""
+    """Write a Qwen3 with Qwen3-14B's widths in bfloat16; its random weights have a trained model's magnitude."""
     import torch
     from safetensors.torch import save_file
 
@@ -106,7 +106,7 @@ def wide(folder: Path, vocabulary: int, layers: int = 2) -> Path:
 
 
 def prompts(vocabulary: int, count: int, answer: int) -> list[list[int]]:
-    """Random ids. All come to the end of a block while they answer; every other one begins with the same block."""
+    """Return random ids. All answers cross the end of a block; every other prompt begins with the same block."""
     chance = random.Random(0)
 
     def ids(n: int) -> list[int]:
@@ -117,7 +117,7 @@ def prompts(vocabulary: int, count: int, answer: int) -> list[list[int]]:
 
 
 class Served:
-    """`npuserve serve` with these arguments, ready to answer."""
+    """Client of a running server. address: host:port. page: URL of its metrics."""
 
     def __init__(self, address: str, page: str):
         self._page = page
@@ -125,7 +125,7 @@ class Served:
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     def answer(self, prompt: Sequence[int], tokens: int, timeout: float) -> list[int]:
-        """Greedy ids, as a stream brings them."""
+        """Return the greedy ids of a streamed answer."""
         ask = generate_pb2.GenerateRequest()
         ask.token_ids.ids.extend(prompt)
         ask.sampling.temperature = 0.0
@@ -133,7 +133,7 @@ class Served:
         return [token for part in self._stub.StreamGenerate(ask, timeout=timeout) for token in part.token_ids]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples with these labels."""
+        """Return the sum of a metric's samples with these labels."""
         with urllib.request.urlopen(self._page) as page:
             samples = re.findall(rf"^npuserve_{name}(\{{.*\}})? (\S+)$", page.read().decode(), re.MULTILINE)
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
@@ -145,7 +145,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(folder: Path, *arguments: str, seconds: float = 600) -> Iterator[Served]:
-    """RuntimeError with the log of a server that does not come up, or does not end well."""
+    """Run `npuserve serve`. Raises RuntimeError, with the log, if it does not start or ends with an error."""
     with tempfile.TemporaryDirectory() as place:
         log = Path(place, "log")
         with log.open("w") as out:
@@ -169,11 +169,11 @@ def serving(folder: Path, *arguments: str, seconds: float = 600) -> Iterator[Ser
             process.terminate()
             code = process.wait()
         if code:
-            raise RuntimeError(f"it ended with {code}: {log.read_text()}")
+            raise RuntimeError(f"the server ended with code {code}: {log.read_text()}")
 
 
 def answers(served: Served, asked: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
-    """Of prompts that arrive one after the other, while those before are answered."""
+    """Return the answers to prompts that arrive 50 ms apart."""
 
     def ask(number: int) -> list[int]:
         time.sleep(0.05 * number)
@@ -185,7 +185,7 @@ def answers(served: Served, asked: Sequence[Sequence[int]], tokens: int, timeout
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of a server beside the CPU's: equal of so many tokens, and what happened meanwhile."""
+    """Comparison of a server's tokens with the CPU's. equal: of `tokens`. The other fields count events of the run."""
 
     equal: int
     tokens: int
@@ -205,7 +205,7 @@ def on_the_npu(
     folder: Path, asked: Sequence[Sequence[int]], tokens: int, timeout: float, expected: list[list[int]], blocks: int,
     *flags: str,
 ) -> Tokens:
-    """blocks: of its KV cache."""
+    """Answer on the emulated NPU, whose KV cache has `blocks` blocks, and compare with `expected`."""
     config = ModelConfig.from_folder(folder)
     block = 2 * config.num_layers * config.num_kv_heads * cached_head_dim(config.head_dim) * BLOCK * 4
     with serving(
@@ -227,7 +227,7 @@ def _room(asked: Sequence[Sequence[int]], tokens: int) -> tuple[str, ...]:
 
 
 def forced(folder: Path, file: Path) -> dict[str, Any]:
-    """Shares and differences of the sequences in `file`: [[prompt, answer], ...]."""
+    """Return shares of equal argmax and logit differences for the sequences in `file`: [[prompt, answer], ...]."""
     import gc
 
     from torch import Tensor
@@ -313,10 +313,10 @@ def main() -> int:
     parser.add_argument("--wide", type=int, metavar="VOCABULARY")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--answer", type=int, default=150)
-    parser.add_argument("--blocks", type=int, default=9, help="of the emulated device's KV cache")
+    parser.add_argument("--blocks", type=int, default=9, help="blocks of the emulated device's KV cache")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["tokens", "forced", "int8"])
-    parser.add_argument("--timeout", type=float, default=900, help="seconds that an answer may take")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each finding")
+    parser.add_argument("--timeout", type=float, default=900, help="maximum seconds of an answer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append each result to FILE")
     parser.add_argument("--forced", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.forced:

@@ -1,10 +1,10 @@
-"""The same W8A8 checkpoints computed here and by transformers with compressed-tensors, both in float32.
+"""W8A8 checkpoints computed by npuserve and by transformers with compressed-tensors, both in float32.
 
     python bench/quality/interoperation.py MODEL QUANTIZED [--tokens 1024]
 
-QUANTIZED: made of MODEL by `npuserve quantize`. A second checkpoint is made of MODEL by compressed-tensors itself,
-rounded to the nearest. Of each: the largest and the mean difference of a logit and the share of equal likeliest tokens,
-ours beside theirs, and for comparison theirs beside MODEL unquantized. Needs `pip install npuserve[test]`.
+QUANTIZED is made from MODEL by `npuserve quantize`. A second checkpoint is made from MODEL by compressed-tensors,
+rounded to nearest. Prints for each the largest and mean logit difference and the share of equal argmax: npuserve
+against transformers, and, for comparison, transformers against MODEL unquantized. Needs `pip install npuserve[test]`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What int8 costs: a model in several formats beside itself in float32, on texts that nobody calibrated with.
+"""Loss of quality by int8: a model in several formats compared with float32, on texts not used for calibration.
 
     python bench/quality/quality.py MODEL [--rounded FOLDER] [--balanced FOLDER] [--tokens 8192] [--json]
 
-Two texts: every other topic of Python's help, those that `npuserve quantize` leaves out, and sources of Python's
-standard library. Both are cut to sequences of --length tokens and predicted at each position by our runner on the CPU.
-Of each way: perplexity beside that of float32, the share of positions with float32's likeliest token, the mean KL
-divergence from float32 in nats, and the largest difference of a logit. --rounded and --balanced: checkpoints of
-`npuserve quantize`, with --calibration none and without; made on the fly where they are not given.
+The texts are every other topic of Python's help, which `npuserve quantize` does not use, and sources of Python's
+standard library. Both are cut into sequences of --length tokens; the runner predicts each position on the CPU. Prints
+for each format: perplexity and that of float32, the share of positions with float32's argmax, the mean KL divergence
+from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of `npuserve quantize`
+with and without --calibration none; they are made where not given.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "in
 
 @dataclass(frozen=True)
 class Way:
-    """checkpoint: which. dtype: of activations."""
+    """Format to measure. checkpoint: its name. dtype: of activations."""
 
     name: str
     checkpoint: str
@@ -63,7 +63,7 @@ WAYS = (
 
 @dataclass
 class Sums:
-    """Over the positions of one text."""
+    """Sums over the positions of one text."""
 
     loss: float = 0.0
     divergence: float = 0.0
@@ -73,7 +73,7 @@ class Sums:
     positions: int = 0
 
     def add(self, logits: Tensor, exact: Tensor, ids: Sequence[int]) -> None:
-        """logits, exact [T, V] float32: of the way and of float32."""
+        """Add positions. logits, exact: [T, V] float32, of the format and of float32."""
         target = torch.tensor(ids[1:])
         logs, exact_logs = logits.log_softmax(-1), exact.log_softmax(-1)
         self.loss -= float(logs[:-1].gather(1, target[:, None]).sum())
@@ -110,7 +110,7 @@ class Bench:
         yield from forced_logits(model, backend, sequences, self.budget, cache_dtype=cache)
 
     def keep_exact(self) -> None:
-        """float32's logits go to files, since they may be larger than memory."""
+        """Write float32's logits to files, since they may be larger than memory."""
         for text, sequences in self.texts.items():
             sums = self.exact[text] = Sums()
             for index, logits in enumerate(self.logits(Way("float32", "model", "float32"), sequences)):
@@ -128,7 +128,7 @@ class Bench:
 
 
 def held_out(folder: Path, tokens: int, length: int) -> dict[str, list[list[int]]]:
-    """Sequences of `length` ids of each text, `tokens` in all."""
+    """Return text name -> sequences of `length` ids, `tokens` ids in total."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer, "the model must have a tokenizer"
     sources = [inspect.getsource(__import__(name)) for name in MODULES]

@@ -1,12 +1,12 @@
-"""Teacher-forced agreement of a model in bfloat16 with transformers in float32, beside transformers in bfloat16.
+"""Teacher-forced agreement of a model in bfloat16 with transformers in float32 and in bfloat16.
 
     python bench/quality/teacher_forced.py MODEL [--texts FILE.jsonl] [--limit 40] [--tokens 160] [--budget 512]
 
-The texts are the `turns` of a MT-Bench file where one is given, else what is built in. Each is put through the chat
-template where the model has one, continued greedily by transformers in float32, and then every position of prompt
-and continuation is predicted by all three: the share of positions with the same likeliest token as float32, and the
-largest and the mean difference of logits. Ours runs as the server runs it: in chunks of --budget tokens, several
-texts in one step, a paged cache. Needs `pip install npuserve[transformers]`.
+The texts are the `turns` of a MT-Bench file if given, otherwise built-in ones. Each is formatted by the chat template
+if the model has one, and continued greedily by transformers in float32. Then all three predict every position of prompt
+and continuation. Prints the share of positions with float32's argmax, and the largest and mean logit difference.
+npuserve runs as in the server: chunks of --budget tokens, several texts per step, a paged cache. Needs
+`pip install npuserve[transformers]`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def texts_of(file: str | None, limit: int) -> list[str]:
 
 
 def served_logits(folder: Path, sequences: list[list[int]], dtype: str, budget: int) -> list[torch.Tensor]:
-    """[tokens, vocabulary] float32 of each sequence, computed as the engine does."""
+    """Return [tokens, vocabulary] float32 logits of each sequence, computed as in the engine."""
     backend, config = select("cpu"), ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, getattr(torch, dtype), backend, lambda *_: None)
     cos_sin = cos_sin_table(config.rope, config.head_dim, max(map(len, sequences)), backend.device)

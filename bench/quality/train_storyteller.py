@@ -6,8 +6,8 @@
     python -m bench.quality.train_storyteller evaluate --teacher FOLDER --model MODEL
 
 Needs `pip install npuserve[transformers]` and a teacher in Hugging Face format, such as karpathy/tinyllamas'
-stories15M. The student is defined by transformers' own Qwen3ForCausalLM, so that nothing of the server is used
-to make the weights that the server is tested with.
+stories15M. The student is transformers' Qwen3ForCausalLM, so that no code of the server makes the weights that it is
+tested with.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ HELD_OUT = 200
 
 
 def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed: int, opening: int = 0):
-    """Yield (text, ended) of `count` stories from the teacher, from its beginning-of-text token alone.
+    """Yield (text, ended) of `count` stories, sampled from the teacher's beginning-of-text token.
 
-    temperature: of the teacher's softmax, after the first `opening` tokens, which are drawn at temperature 1 so that
-    stories begin in many ways. `ended` is False where the story was cut off by the teacher's context.
+    temperature: of the teacher's softmax after the first `opening` tokens, which are drawn at temperature 1 for varied
+    beginnings. `ended` is False for a story cut off by the teacher's context.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,10 +64,10 @@ def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed
 
 
 def cached_step(model, rows: int, length: int):
-    """A Llama's decode step for `rows` sequences in lockstep: (ids [rows], position) -> logits [rows, vocabulary].
+    """Return a Llama's decode step for `rows` sequences: (ids [rows], position) -> logits [rows, vocabulary].
 
-    The cache is fp32 [rows, heads, length, head_dim] and is read only as far as it is filled, which is what makes
-    this several times faster here than generate() with a static cache.
+    The cache is fp32 [rows, heads, length, head_dim]. Only its filled part is read, which makes the step several times
+    faster than generate() with a static cache.
     """
     config, base = model.config, model.model
     heads, size = config.num_attention_heads, config.head_dim
@@ -114,7 +114,7 @@ def command_sample(args: argparse.Namespace) -> None:
 
 
 def make_tokenizer(texts: list[str], out: Path) -> None:
-    """Byte-level BPE of VOCABULARY entries, split as Qwen3 splits, saved as tokenizer.json and its config."""
+    """Train a byte-level BPE of VOCABULARY entries with Qwen3's pre-tokenizer, and save it."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     split = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -128,7 +128,7 @@ def make_tokenizer(texts: list[str], out: Path) -> None:
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    # A prompt begins as the stories do that the model was fitted on: after END.
+    # A prompt begins after END, as the stories of the training data do.
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -149,16 +149,16 @@ def make_student():
 
 
 def read_stories(file: str, tokenizer) -> list[list[int]]:
-    """The stories' ids; one starts after END as it does after nothing, since a first token needs one before it."""
+    """Return the stories' ids. END begins each story, since its first token needs one before it."""
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     encoded = tokenizer.encode_batch([row["text"] for row in rows])
     return [[0, *e.ids, 0] if row["ended"] else [0, *e.ids] for e, row in zip(encoded, rows, strict=True)]
 
 
 def pack(read, length: int, seed: int):
-    """Yield endless [length + 1] windows of whole stories one after the other, the last one cut off.
+    """Yield windows of [length + 1] ids without end: concatenated stories, the last one cut off.
 
-    read: gives the stories anew for each epoch, so that the file may grow meanwhile.
+    read: returns the stories of an epoch; it is called for each epoch, so that the file may grow.
     """
     generator = torch.Generator().manual_seed(seed)
     row: list[int] = []
@@ -172,7 +172,7 @@ def pack(read, length: int, seed: int):
 
 
 def command_fit(args: argparse.Namespace) -> None:
-    """Fit for a fixed number of minutes: Muon on the matrices, AdamW on the rest, a warm-up and a linear decay."""
+    """Train for a fixed number of minutes: Muon for the matrices, AdamW for the rest, warm-up and linear decay."""
     from tokenizers import Tokenizer
 
     out = Path(args.out)
@@ -229,9 +229,9 @@ def command_fit(args: argparse.Namespace) -> None:
 
 
 def save(model, out: Path, sharpness: float = 1.0) -> None:
-    """Weights in bf16, config and generation config, as a Hugging Face folder.
+    """Write weights in bf16, config and generation config, as a Hugging Face folder.
 
-    sharpness: multiplies the final norm and with it all logits, as dividing every temperature by it would.
+    sharpness: factor of the final norm, and so of all logits; the same as a temperature divided by it.
     """
     made = copy.deepcopy(model)
     with torch.no_grad():
@@ -243,7 +243,7 @@ def save(model, out: Path, sharpness: float = 1.0) -> None:
 
 
 def command_sharpen(args: argparse.Namespace) -> None:
-    """Write a model that is calmer than the one it was made from."""
+    """Write a model with scaled logits, which samples with less variation."""
     from transformers import AutoModelForCausalLM
 
     out = Path(args.out)
@@ -254,14 +254,14 @@ def command_sharpen(args: argparse.Namespace) -> None:
 
 
 def loops(text: str) -> bool:
-    """True if some run of 8 words occurs three times or more."""
+    """Return True if a sequence of 8 words occurs three times or more."""
     words = text.split()
     grams = [" ".join(words[i : i + 8]) for i in range(len(words) - 7)]
     return any(grams.count(g) >= 3 for g in set(grams))
 
 
 def command_evaluate(args: argparse.Namespace) -> None:
-    """Loss in nats per teacher token, of the teacher's own samples and of the student's, at one temperature."""
+    """Print the loss in nats per teacher token, of the teacher's and the student's samples, at one temperature."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval()
@@ -309,11 +309,11 @@ def main() -> None:
     fit = commands.add_parser("fit", help="train the student on sampled stories")
     fit.add_argument("--stories", required=True)
     fit.add_argument("--out", required=True)
-    fit.add_argument("--base", help="go on from this model")
-    fit.add_argument("--decay", type=float, default=0.5, help="share of the time at the end in which rates fall to 0")
+    fit.add_argument("--base", help="continue from this model")
+    fit.add_argument("--decay", type=float, default=0.5, help="final share of the time, of decay to 0")
     fit.add_argument("--minutes", type=float, default=60)
-    fit.add_argument("--rows", type=int, default=16, help="windows a step")
-    fit.add_argument("--length", type=int, default=400, help="tokens a window")
+    fit.add_argument("--rows", type=int, default=16, help="windows per step")
+    fit.add_argument("--length", type=int, default=400, help="tokens per window")
     fit.add_argument("--lr", type=float, default=3e-3)
     fit.add_argument("--muon-lr", type=float, default=0.02)
     fit.add_argument("--threads", type=int, default=2)

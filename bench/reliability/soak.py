@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the run (default: %(default)s)")
     parser.add_argument("--trace", type=Path, help="Azure or Mooncake trace")
     parser.add_argument("--time-scale", type=float, default=1.0, help="of the trace (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=6.0, help="requests per second without a trace (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=6.0, help="per second without a trace (default: %(default)s)")
     parser.add_argument("--max-prompt", type=int, default=192, help="tokens (default: %(default)s)")
     parser.add_argument("--max-output", type=int, default=160, help="tokens (default: %(default)s)")
     parser.add_argument("--gap", default="20,90", help="least and most seconds between kills (default: %(default)s)")

@@ -1,5 +1,4 @@
-"""The parts of bench/gpu/gpu.py. Each module of a part has `units(context)`: names, and what each runs, which yields rows.
+"""Parts of bench/gpu/gpu.py. Each part's module has `units(context)`, which yields (name, function that yields rows).
 
-A row is a dict: "table" is the heading that it goes under, "ok": False says that something is wrong, all else are
-columns.
+A row is a dict: "table" is its heading, "ok": False marks an error, all other items are columns.
 """

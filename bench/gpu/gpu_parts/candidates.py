@@ -1,4 +1,4 @@
-"""Each configuration that a kernel may be cut by: whether what it computes is right, which compiles it too."""
+"""Correctness of each configuration of the tunable kernels; this also compiles them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _unit(context: Context, shape: Shape) -> Callable[[], Iterator[dict[str, Any
             except Exception as failed:
                 if type(failed).__name__ not in ("OutOfResources", "PTXASError"):
                     raise
-                refused.append(label)  # more registers or shared memory than there are: no candidate here
+                refused.append(label)  # too many registers or too much shared memory for this GPU
                 continue
             worst = max(worst, error)
             wrong += [] if ok else [label]

@@ -26,7 +26,7 @@ from npuserve.npu.diagnostics.machine import takes_case
 
 
 def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]]:
-    """Kernel -> its cases at the run's shape, with so many rows, and with many in one prompt."""
+    """Return kernel -> cases at the run's shape: with each number of rows, and with many rows of one prompt."""
     shape = SHAPES[context.args.shape]
     rows = (1, 5) if context.toy else (1, 64) if context.quick else rows
     many = 9 if context.toy else 2048
@@ -69,7 +69,7 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
 
 
 def made_on(case: Case, device: torch.device) -> Case:
-    """The same, of a generator of the device: a CPU takes seconds for weights of this size."""
+    """Return the case with inputs generated on the device; a CPU takes seconds for weights of this size."""
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         with torch.device(device):

@@ -1,4 +1,4 @@
-"""Requests driven through a runner without a scheduler: decode rows first, then chunks, as far as a step goes."""
+"""Requests driven through a runner without a scheduler: decode rows first, then chunks up to the step's budget."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ids = count()
 
 @dataclass
 class Ask:
-    """A greedy request. blocks: its own. computed: tokens whose keys and values are in the cache already. tokens: the
-    prompt, and what has been sampled of the `want` tokens, PENDING for what is in flight."""
+    """A greedy request. blocks: its KV-cache blocks. computed: tokens whose keys and values are cached. tokens: the
+    prompt and the tokens sampled so far, of `want`; PENDING for tokens in flight."""
 
     prompt: list[int]
     want: int
@@ -35,7 +35,7 @@ class Ask:
 
     @property
     def launched(self) -> bool:
-        """All its tokens are sampled, or in flight."""
+        """True if all its tokens are sampled or in flight."""
         return len(self.tokens) - len(self.prompt) >= self.want
 
     @property
@@ -45,7 +45,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Collected:
-    """at: when, on the host's clock. rows: of the step."""
+    """A collected step. at: time of the host's clock. rows: of the step."""
 
     at: float
     rows: int
@@ -53,7 +53,7 @@ class Collected:
 
 
 class Driver:
-    """budget: tokens a step. depth: steps in flight."""
+    """Loop over steps. budget: tokens per step. depth: steps in flight."""
 
     def __init__(self, runner: Runner, asks: Sequence[Ask], budget: int, depth: int = 2):
         self._runner, self._asks, self._budget, self._depth = runner, asks, budget, depth
@@ -61,7 +61,7 @@ class Driver:
         self._flying: deque[tuple[list[Row], Launched]] = deque()
 
     def run(self) -> Iterator[Collected]:
-        """Each step as it is collected, to the end of all answers."""
+        """Yield each collected step until all answers are complete."""
         while True:
             while len(self._flying) < self._depth and (rows := self._plan()):
                 new = [NewRequest(ask.id, ask.prompt, [], SamplingParams(temperature=0.0))
@@ -80,23 +80,23 @@ class Driver:
         self._runner.collect(self._runner.launch(Step([], ended=sorted(self._met))))
 
     def _plan(self) -> list[Row]:
-        rows, room = [], self._budget
+        rows, left = [], self._budget
         waiting = [ask for ask in self._asks if not ask.launched]
         for ask in sorted(waiting, key=lambda ask: len(ask.tokens) - ask.computed > 1):
-            tokens = ask.tokens[ask.computed : ask.computed + room]
+            tokens = ask.tokens[ask.computed : ask.computed + left]
             if not tokens:
                 break
             end = ask.computed + len(tokens)
             samples = end == len(ask.tokens)
             rows.append(Row(ask.id, tokens, ask.computed, ask.blocks, samples))
-            ask.computed, room = end, room - len(tokens)
+            ask.computed, left = end, left - len(tokens)
             if samples:
                 ask.tokens.append(PENDING)
         return rows
 
 
 def blocks_of(rows: int, length: int, block_size: int) -> list[list[int]]:
-    """Of requests of so many tokens, each list by itself."""
+    """Return disjoint lists of blocks for `rows` requests of `length` tokens."""
     width = -(-length // block_size)
     return [list(range(row * width, (row + 1) * width)) for row in range(rows)]
 
@@ -105,7 +105,7 @@ def runner_of(
     backend: Backend, weights: ModelWeights, config: ModelConfig, rows: int, length: int, budget: int,
     buckets: Sequence[int] = (), longest: int = 0,
 ) -> Runner:
-    """For so many requests of `length` tokens, or one of `longest` instead. buckets: of captured decodes."""
+    """Return a runner for `rows` requests of `length` tokens, or one of `longest`. buckets: of captured decodes."""
     size = backend.block_size
     longest = max(longest, length)
     blocks = max(rows * -(-length // size), -(-longest // size))
@@ -115,5 +115,5 @@ def runner_of(
 
 
 def again(asks: Sequence[Ask], want: int) -> list[Ask]:
-    """The same requests before their first token, their prompts computed but for the last token."""
+    """Return the same requests before their first token; only the prompt's last token is not computed."""
     return [replace(ask, want=want, computed=len(ask.prompt) - 1, id=next(_ids), tokens=[]) for ask in asks]

@@ -1,4 +1,4 @@
-"""Each kernel alone at the shape of a whole model, on cold weights, beside the ceiling that binds it."""
+"""Each kernel alone at the shape of a whole model, with cold weights, compared with the ceiling that limits it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine, its software, and what it does at most in this run."""
+"""The machine, its software, and its ceilings in this run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel of the device beside its golden function in float64, on fresh inputs; outputs are poisoned."""
+"""Every kernel of the device compared with its golden function in float64, on fresh inputs; outputs are poisoned."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
 
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Rows: of captured steps, so that what those need is compiled by then."""
+"""Rows of captured steps; these are tested first, so that their kernels are compiled."""
 
 
 MOST = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""Relative errors: some roundings of a dtype. What leaves out one number of a thousand comes to more."""
+"""Maximum relative error: a few roundings of the dtype. A kernel that skips one number of a thousand exceeds it."""
 
 QUANTIZED_MOST = 2e-2
-"""Of results in int8, where a half rounds either way."""
+"""Maximum relative error of int8 results, where a half rounds either way."""
 
 
 class Poisoned(TorchDispatchMode):
-    """Memory that torch gives out unwritten holds what no kernel may leave there."""
+    """Mode that fills memory from torch.empty with values that no kernel may leave there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -75,13 +75,13 @@ def _unit(context: Context, kernel: Kernel[..., Any], dtype: torch.dtype, cases:
 
 
 def judge(context: Context, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype) -> tuple[float, bool]:
-    """The relative error, and whether the case is right."""
+    """Return the relative error, and True if the case is correct."""
     oracle = Chosen(kernel, case, dtype, seed=context.args.seed, device=context.backend.device)
     return judged_by(oracle, context, context.backend.kernels)
 
 
 def judged_by(oracle: Chosen, context: Context, label: str) -> tuple[float, bool]:
-    """The relative error of the implementation of that label, and whether it is right."""
+    """Return the relative error of an implementation, and True if it is correct."""
 
     def compute() -> Accuracy:
         with torch.inference_mode(), Poisoned():
@@ -97,7 +97,7 @@ def judged_by(oracle: Chosen, context: Context, label: str) -> tuple[float, bool
 
 
 class Chosen(Oracle):
-    """Also of the ids that a rounded product chooses: whether what was chosen is as likely as the likeliest."""
+    """Oracle that accepts another argmax of a rounded product if its value is as high as the largest."""
 
     def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype, **where: Any):
         super().__init__(kernel, case, dtype, **where)
@@ -105,7 +105,7 @@ class Chosen(Oracle):
 
     @property
     def most(self) -> float:
-        """The largest relative error that is right."""
+        """Maximum relative error of a correct result."""
         rounded = any(tensor.dtype in QUANTIZED for tensor in self._expected)
         return max(MOST[self.dtype], self.case.tolerance, QUANTIZED_MOST if rounded else 0.0)
 
@@ -124,7 +124,7 @@ class Chosen(Oracle):
 
 
 def _takes(context: Context, kernel: Kernel[..., Any], dtype: torch.dtype) -> bool:
-    """A kernel of float32 alone is judged in that."""
+    """Return True if the kernel is tested in this dtype; a float32-only kernel is tested in float32."""
     name = str(dtype).removeprefix("torch.")
     try:
         if context.backend.resolve_dtype(name, name) != name:

@@ -1,4 +1,4 @@
-"""transformers with a static cache, its decode step in a CUDA graph, at the same shape, in turn with ours."""
+"""transformers with a static cache, its decode step in a CUDA graph, at the same shape, alternating with npuserve."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _batch(context: Context, rows: int) -> Iterator[dict[str, Any]]:
 
 
 def _model(context: Context) -> Any:
-    """Random weights, on the device."""
+    """Return the model with random weights on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     facts = json_of(context.args.shape)
@@ -48,20 +48,20 @@ def _model(context: Context) -> Any:
 
 
 class Decoder:
-    """Decode steps of rows that have a context of `length` tokens, all in static memory. graph: as one dispatch."""
+    """Decode steps in static memory, of rows with a context of `length` tokens. graph: capture the step."""
 
     @torch.inference_mode()
-    def __init__(self, model: Any, rows: int, length: int, room: int, graph: bool):
+    def __init__(self, model: Any, rows: int, length: int, capacity: int, graph: bool):
         from transformers import StaticCache
 
         self._model, self._length = model, length
         device = model.device
-        self._cache = StaticCache(config=model.config, max_cache_len=room)
+        self._cache = StaticCache(config=model.config, max_cache_len=capacity)
         self.prompt = torch.randint(model.config.vocab_size, (rows, length), device=device)
         out = model(self.prompt, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._ids = out.logits[:, -1:].argmax(dim=-1)
         self._position = torch.full((1, 1), length, device=device)
-        self._places = torch.arange(room, device=device)
+        self._places = torch.arange(capacity, device=device)
         self._step: Callable[[], object] = self._decode
         if graph:
             self._step = self._captured()
@@ -88,13 +88,13 @@ class Decoder:
 
     @torch.inference_mode()
     def seconds(self, count: int) -> float:
-        """Of a step, the mean of so many, from the end of the prompt."""
+        """Return the mean seconds of a step over `count` steps after the prompt."""
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._length)
         self._position.fill_(self._length)
         for _ in range(steps.WARM_UP):
             self._step()
-        self._ids.tolist()  # waits
+        self._ids.tolist()  # waits for the device
         began = time.perf_counter()
         for _ in range(count):
             self._step()

@@ -1,4 +1,4 @@
-"""What a trace of torch's profiler says: how long the device was idle, in which kernels it was not, and who waited."""
+"""Analysis of a trace of torch's profiler: idle time of the device, kernels, and calls that waited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "steady steps"
-"""The range in a trace that counts: the profiler waits for the device by itself at its ends."""
+"""Name of the range that is analysed; at the trace's ends the profiler itself waits for the device."""
 
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 HOST = {"cuda_runtime", "cuda_driver"}
@@ -21,15 +21,15 @@ FORBIDDEN = (
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaMallocAsync", "cudaFree", "cudaHostAlloc",
     "cudaMallocHost", "cudaMemcpy", "cudaMemset", "cuStreamSynchronize", "cuCtxSynchronize", "cuMemAlloc", "cuMemFree",
     "cuMemCreate", "cuMemMap", "cuMemcpy", "cuModuleLoadData")
-"""What a step must not call once all is warm. The host waits for its ids by cudaEventSynchronize or cudaEventQuery."""
+"""Forbidden calls of a warm step. The host waits for its ids by cudaEventSynchronize or cudaEventQuery."""
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """spans: when the device was at work, [(from, to)] in seconds, none meeting another. forbidden: calls that were
-    made and must not be, with their number. calls: (name, seconds) of each kernel and copy."""
+    """Summary of a trace. spans: busy times of the device, [(from, to)] in seconds, disjoint. forbidden: forbidden
+    calls with their number. calls: (name, seconds) of each kernel and copy."""
 
     spans: list[tuple[float, float]]
     forbidden: list[str]
@@ -37,17 +37,16 @@ class Profile:
 
     @property
     def span(self) -> float:
-        """Seconds from the first work to the end of the last."""
+        """Seconds from the first work's begin to the last one's end."""
         return self.spans[-1][1] - self.spans[0][0]
 
     @property
     def idle(self) -> float:
-        """Share of them without any work, the gaps between a step's kernels counted too."""
+        """Share of the span without work, including gaps between a step's kernels."""
         return 1 - sum(end - begin for begin, end in self.spans) / self.span
 
     def idle_between(self, steps: int) -> float:
-        """Share of the longest gaps, as many as there are between so many steps: where the device waits for the host,
-        these are it."""
+        """Return the share of the `steps` - 1 longest gaps, which are waits for the host if the device waits for it."""
         gaps = sorted((after[0] - before[1] for before, after in zip(self.spans, self.spans[1:], strict=False)),
                       reverse=True)
         return sum(gaps[: steps - 1]) / self.span
@@ -57,7 +56,7 @@ class Profile:
         return len(self.calls)
 
     def table(self) -> list[tuple[str, int, float]]:
-        """(name, calls, seconds), the longest first."""
+        """Return (name, calls, seconds), the longest first."""
         found: dict[str, list[float]] = defaultdict(list)
         for name, seconds in self.calls:
             found[name].append(seconds)
@@ -65,7 +64,7 @@ class Profile:
 
 
 def traced(run: Callable[[], object], device: bool, keep: Path | None = None) -> list[Event]:
-    """The events of `run`. device: with those of a GPU. keep: where the trace goes, compressed, if anywhere."""
+    """Return the events of `run`. device: trace the GPU, too. keep: file for the compressed trace."""
     import torch
     from torch.profiler import ProfilerActivity, record_function
 
@@ -84,7 +83,7 @@ def traced(run: Callable[[], object], device: bool, keep: Path | None = None) ->
 
 
 def read(events: Sequence[Event]) -> Profile:
-    """ValueError for a trace without the mark, or without work of the device in it."""
+    """Return the summary of a trace. Raises ValueError if it has no marked range, or no device work in it."""
     whole = [event for event in events if event.get("ph") == "X"]
     marks = [event for event in whole if event["name"] == MARK and event.get("cat") == "user_annotation"]
     if not marks:

@@ -1,4 +1,4 @@
-"""`npuserve serve` through gRPC beside the engine's own speed, by bench/serving/served.py, on models of random weights."""
+"""`npuserve serve` through gRPC and the engine's own speed, by bench/serving/served.py, with random weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "serving" / "served.py"
 NEEDED = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.protobuf", "msgspec", "prometheus_client",
           "rich", "jinja2", "tokenizers", "huggingface_hub")
 WHOLE_SECONDS = 240
-"""A budget from which on Qwen3-14B is served too: 30 GB are written, and read twice."""
+"""Budget from which Qwen3-14B is served, too: 30 GB are written, and read twice."""
 
 TITLE = "Served through gRPC"
 
@@ -38,9 +38,9 @@ def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
         return
     streams, prompt, output, requests = ((2,), 4, 2, 1) if context.toy else ((64, 256), 128, 64, 2)
     with tempfile.TemporaryDirectory() as place:
-        room = 2 << 20 if context.toy else 4 << 30 if shape == "qwen3-0.6b" else 34 << 30
-        if shutil.disk_usage(place).free < room:
-            yield {"table": TITLE, "model": shape, "said": f"not run: no {room >> 30} GiB of disk"}
+        needed = 2 << 20 if context.toy else 4 << 30 if shape == "qwen3-0.6b" else 34 << 30
+        if shutil.disk_usage(place).free < needed:
+            yield {"table": TITLE, "model": shape, "said": f"not run: no {needed >> 30} GiB of disk"}
             return
         folder = random_folder(shape, Path(place, shape), context.backend, context.args.seed)
         context.release()
@@ -51,7 +51,7 @@ def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
         command = [sys.executable, str(SCRIPT), str(folder), "--streams", ",".join(map(str, streams)), "--prompt",
                    str(prompt), "--output", str(output), "--requests", str(requests), "--rounds", "1", "--", *flags]
         done = subprocess.run(command, capture_output=True, text=True,
-                              env=os.environ | {"PYTHONSAFEPATH": "1"})  # no `cuda` of that folder
+                              env=os.environ | {"PYTHONSAFEPATH": "1"})  # no module of that folder hides a package
     if done.returncode:
         raise RuntimeError(f"bench/serving/served.py: {(done.stderr + done.stdout).strip()[-3000:]}")
     for found in re.finditer(r"(\d+) streams: engine (\d+), served (\d+) tokens/s, ratio ([\d.]+)", done.stdout):

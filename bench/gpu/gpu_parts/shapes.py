@@ -1,4 +1,4 @@
-"""Models of exact shapes whose weights are random numbers, made where the model is to run."""
+"""Models of exact shapes with random weights, made on the device that runs them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SHAPES: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": False},
 }
 PIECE = 1 << 26
-"""Numbers that are made at a time."""
+"""Random numbers generated at a time."""
 
 
 def json_of(shape: str, quantized: bool = False) -> dict[str, Any]:
-    """A config.json."""
+    """Return the content of config.json."""
     found = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
@@ -46,7 +46,7 @@ def config_of(shape: str, quantized: bool = False, head: HeadDtype = "auto") -> 
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, backend: Backend, seed: int) -> ModelWeights:
-    """On the backend's device; nothing else of their size is anywhere."""
+    """Return weights generated on the backend's device, without a second copy."""
     made = allocate(config, dtype, backend)
     generator = torch.Generator(backend.device).manual_seed(seed)
     targets = {name: target for name, target in made.targets.items() if target.required}
@@ -64,12 +64,12 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, backend: Backend, se
 
 def random_rows(name: str, target: Target, targets: dict[str, Target], rows: int, generator: torch.Generator
                 ) -> torch.Tensor:
-    """Of a tensor of a checkpoint: of such sizes that the numbers between layers stay about 1."""
+    """Return rows of a checkpoint's tensor, of a magnitude that keeps activations between layers at about 1."""
     shape, device = (rows, *target.shapes[0][1:]), generator.device
     if target.dtypes is INT8:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
     numbers = torch.randn(shape, device=device, generator=generator)
-    if name.endswith("_scale"):  # int8 of one likelihood each has a deviation of 73
+    if name.endswith("_scale"):  # uniform int8 values have a standard deviation of 73
         inputs = targets[name.removesuffix("_scale")].shapes[0][-1]
         return (1 + 0.1 * numbers.clamp(-3, 3)) * (inputs**-0.5 / 73)
     if len(shape) == 1:
@@ -78,7 +78,7 @@ def random_rows(name: str, target: Target, targets: dict[str, Target], rows: int
 
 
 def random_folder(shape: str, folder: Path, backend: Backend, seed: int, shard: int = 4 << 30) -> Path:
-    """A checkpoint in bfloat16 with a tokenizer of its vocabulary, in files of about `shard` bytes."""
+    """Write a bfloat16 checkpoint with a tokenizer of its vocabulary, in files of about `shard` bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(json_of(shape)))
     generator = torch.Generator(backend.device).manual_seed(seed)
@@ -106,7 +106,7 @@ def random_folder(shape: str, folder: Path, backend: Backend, seed: int, shard: 
 
 
 def _names(shape: str) -> dict[str, Target]:
-    """The tensors of a checkpoint. Nothing is taken for them."""
+    """Return the tensors of a checkpoint, without memory."""
     backend = CpuBackend(native=False)
     backend.device = torch.device("meta")
     return allocate(config_of(shape), torch.bfloat16, backend).targets

@@ -1,4 +1,4 @@
-"""What stands in for msgspec where it is not installed, as far as npuserve.npu uses it: structs are dataclasses."""
+"""Stub of msgspec for machines without it, with the parts that npuserve.npu uses: structs are dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Struct:
-    """Not frozen, since such a dataclass takes long to make."""
+    """Base of structs. They are not frozen, since frozen dataclasses are slow to construct."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         for name in inspect.get_annotations(cls):

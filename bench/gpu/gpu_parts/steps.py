@@ -1,4 +1,4 @@
-"""The engine's step at the shape of a whole model, in bf16 and W8A8: runner and kernels without scheduler or wire."""
+"""The engine's step at the shape of a whole model, in bf16 and W8A8: runner and kernels without scheduler and gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.weights import ModelWeights
 
 KINDS = {"bf16": (False, "auto"), "W8A8": (True, "auto"), "W8A8 and head": (True, "int8")}
-"""What is int8: the layers' products, and the LM head."""
+"""Name -> (layers in int8, dtype of the LM head)."""
 
 EAGER_ROWS = 64
 WARM_UP = 5
@@ -31,8 +31,8 @@ WARM_UP = 5
 
 @dataclass
 class Loaded:
-    """asks: requests, whose prompts are in the cache once it is `filled`. budget: tokens a step. seconds: it took to
-    make."""
+    """Loaded model. asks: requests; their prompts are in the cache once `filled`. budget: tokens per step. seconds: of
+    loading."""
 
     runner: Runner
     config: ModelConfig
@@ -55,8 +55,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Of steps in which all rows decode. seconds: from one collected step to the next, the mean and the median. device:
-    those that the device spent on them, of the mean. tokens: each row's."""
+    """Steps in which all rows decode. seconds: mean and median from one collected step to the next. device: mean
+    seconds of the device. tokens: of each row."""
 
     mean: float
     median: float
@@ -65,7 +65,7 @@ class Decoded:
 
 
 def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """(batches, context, prompts, decode steps)."""
+    """Return (batches, context, prompts, decode steps)."""
     if context.toy:
         return (1, 2), 10, (12,), 3
     if context.quick:
@@ -101,7 +101,7 @@ def _unit(context: Context, kind: str, part: Callable[[Load], Iterator[dict[str,
 
 
 def load(context: Context, kind: str, most: int = 0) -> Loaded:
-    """most: requests; 0 for as many as the largest batch that memory has room for."""
+    """Load a model for `most` requests; 0: the largest batch that fits the memory."""
     batches, length, prompts, steps = sizes(context)
     backend = context.backend
     began = time.perf_counter()
@@ -110,19 +110,19 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     dtype = torch.bfloat16
     weights = random_weights(config, dtype, backend, context.args.seed)
     longest, budget = max(prompts) + 1, min(8192, max(prompts))
-    room = length + WARM_UP + steps + 2
-    per_row = config.num_layers * 2 * config.kv_size * 2 * (room + backend.block_size)
+    capacity = length + WARM_UP + steps + 2
+    per_row = config.num_layers * 2 * config.kv_size * 2 * (capacity + backend.block_size)
     fitting = [n for n in batches if n * per_row < 0.8 * backend.memory_available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
-    runner = runner_of(backend, weights, config, rows, room, budget, [n for n in batches if n <= rows], longest)
+    runner = runner_of(backend, weights, config, rows, capacity, budget, [n for n in batches if n <= rows], longest)
     chance = random.Random(context.args.seed)
-    blocks = blocks_of(rows, room, runner.block_size)
+    blocks = blocks_of(rows, capacity, runner.block_size)
     asks = [Ask([chance.randrange(config.vocab_size) for _ in range(length)], 1, own) for own in blocks]
     return Loaded(runner, config, weights, backend, asks, budget, time.perf_counter() - began)
 
 
 def decode(loaded: Loaded, rows: int, steps: int, depth: int = 2) -> Decoded:
-    """From the end of the same prompts each time."""
+    """Decode `steps` steps of `rows` requests, always from the end of the same prompts."""
     loaded.fill()
     asks = again(loaded.asks[:rows], WARM_UP + steps)
     found = list(Driver(loaded.runner, asks, max(loaded.budget, rows), depth).run())[WARM_UP - 1 :]
@@ -163,11 +163,11 @@ def _prefill(context: Context, loaded: Loaded, prompts: Sequence[int]) -> Iterat
         operations = prefill_operations(loaded.config, tokens)
         yield {"table": "Prefill of one prompt", "prompt": tokens, "ms": taken * 1e3, "tokens/s": tokens / taken,
                "TFLOP/s": operations / taken / 1e12, "share of the matrix peak": operations / taken / peak}
-    loaded.filled = False  # the prompts' keys and values lie where those of the requests were
+    loaded.filled = False  # the prompts overwrote the requests' keys and values
 
 
 def prefill_operations(config: ModelConfig, tokens: int) -> float:
-    """Of the layers' linear products and of causal attention; the LM head's one row is not counted."""
+    """Return the operations of the layers' GEMMs and of causal attention, without the LM head's one row."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
     return 2.0 * (config.num_parameters - tables) * tokens + attention
@@ -185,15 +185,15 @@ def _overlap(loaded: Loaded, batches: Sequence[int], steps: int) -> Iterator[dic
 
 
 def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Kernel by kernel: a runner of the same weights on a backend that captures nothing."""
+    """Decode without captures: a runner of the same weights on a backend that captures nothing."""
     backend = copy(loaded.backend)
     backend.capture = lambda *_, **__: None  # type: ignore[method-assign]
     rows = max([n for n in batches if n <= min(EAGER_ROWS, len(loaded.asks))])
-    room = length + WARM_UP + steps + 2
+    capacity = length + WARM_UP + steps + 2
     budget = max(rows, min(loaded.budget, 2048))
-    runner = runner_of(backend, loaded.weights, loaded.config, rows, room, budget)
+    runner = runner_of(backend, loaded.weights, loaded.config, rows, capacity, budget)
     asks = [Ask(ask.prompt, 1, own) for ask, own in zip(
-        loaded.asks[:rows], blocks_of(rows, room, runner.block_size), strict=True)]
+        loaded.asks[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
     theirs = Loaded(runner, loaded.config, loaded.weights, backend, asks, budget, 0.0)
     for batch in [n for n in batches if n <= rows]:
         single, replayed = decode(theirs, batch, steps), decode(loaded, batch, steps)
@@ -204,7 +204,7 @@ def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> I
 
 
 def _profile(context: Context, loaded: Loaded, kind: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Of ten steps. Nothing may wait for the device in them but the host for its ids, and nothing be allocated."""
+    """Profile ten steps. Only the host may wait, for its ids, and nothing may be allocated."""
     steps = 3 if context.toy else 10
     for rows in [n for n in batches if n in (batches[0], 64) and n <= len(loaded.asks)] or batches[:1]:
         loaded.fill()

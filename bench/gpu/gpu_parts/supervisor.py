@@ -1,4 +1,4 @@
-"""Runs the parts in processes of their own, ends those that hang, and keeps the report up to date. Imports no torch."""
+"""Parent process of the parts: runs child processes, kills hanging ones, and updates the report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 30.0
-"""Seconds beyond its budget after which a part's process is ended: what runs then has hung, or was never to end."""
+"""Seconds beyond a part's budget after which its process is killed, because it hangs."""
 
 Row = dict[str, Any]
 
 
 START = 90.0
-"""Seconds in which a process must come to its first part: it imports torch, and opens the device."""
+"""Maximum seconds from a process's start to its first part: it imports torch and opens the device."""
 
 
 _GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 
 PARALLEL = {"numbers", "candidates"}
-"""Parts that time nothing, and compile kernels one after the other: several processes share them."""
+"""Parts without timings that compile many kernels; several processes share them."""
 
 
 @dataclass
 class Report:
-    """What came of the run so far, and its two files. notes: (part, unit, what happened to it). Several threads fill
-    it."""
+    """Results so far, and the two files written from them. notes: (part, unit, event). Thread-safe."""
 
     folder: Path
     arguments: dict[str, Any]
@@ -49,7 +48,7 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """Rows and units that say so."""
+        """Rows and units with errors."""
         return [*(f"{row['part']}: {line(row)}" for row in self.rows if row.get("ok") is False),
                 *(f"{part}/{unit}: {said.strip().splitlines()[-1]}" for part, unit, said in self.notes
                   if not said.startswith("left out"))]
@@ -69,7 +68,7 @@ class Report:
 
 
 def run(args: argparse.Namespace, command: list[str], environment: dict[str, str]) -> int:
-    """1 where anything is wrong."""
+    """Run all parts; return 1 if anything is wrong, otherwise 0."""
     shown = {name: value for name, value in vars(args).items() if name not in ("worker", "budget")}
     report = Report(args.out.resolve(), json.loads(json.dumps(shown, default=str)))
     print(f"seed {args.seed}", flush=True)
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace, command: list[str], environment: dict[str, str
 
 def _parts(args: argparse.Namespace, command: list[str], environment: dict[str, str], report: Report, left: list[str],
            shard: list[int], ends: float) -> None:
-    """Process after process, until nothing is left. shard: which of how many that share the parts."""
+    """Run processes until no part is left. shard: (number, count) of the processes that share the parts."""
     done: list[str] = []
     while left:
         before = len(done), len(left)
@@ -100,7 +99,7 @@ def _parts(args: argparse.Namespace, command: list[str], environment: dict[str, 
 
 def _worker(args: argparse.Namespace, command: list[str], environment: dict[str, str], report: Report,
             left: list[str], done: list[str], shard: list[int], ends: float) -> None:
-    """One process, for the parts that are left, until it ends; what it does is taken off `left`, or noted in `done`."""
+    """Run one process for the parts in `left`; remove finished parts from it, and add finished units to `done`."""
     order = json.dumps({"parts": left, "done": done, "seconds": ends - time.monotonic(), "out": str(report.folder),
                         "shard": shard})
     process = subprocess.Popen([*command, "--worker", order], stdout=subprocess.PIPE, env=environment, text=True,
@@ -146,7 +145,7 @@ def _worker(args: argparse.Namespace, command: list[str], environment: dict[str,
             report.write()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the server that it may have started
+            os.killpg(process.pid, signal.SIGKILL)  # including a server that it started
         process.wait()
 
 
@@ -158,7 +157,7 @@ def _read(process: subprocess.Popen[str], put: Callable[[dict[str, Any] | None],
 
 
 def line(row: Row) -> str:
-    """For people, in one line."""
+    """Return a row as one readable line."""
     return ", ".join(f"{name} {cell(value)}" for name, value in row.items() if name not in ("table", "part"))
 
 
@@ -175,13 +174,14 @@ def markdown(report: Report) -> str:
     tables: dict[str, list[Row]] = {}
     for row in report.rows:
         tables.setdefault(row.get("table", row["part"]), []).append(row)
-    said = ["### On a GPU: `bench/gpu/gpu.py`", "", f"Seed {report.arguments['seed']}, shape {report.arguments['shape']}."]
+    seed, shape = report.arguments["seed"], report.arguments["shape"]
+    said = ["### On a GPU: `bench/gpu/gpu.py`", "", f"Seed {seed}, shape {shape}."]
     for title, rows in tables.items():
         columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("table", "part")))
         said += ["", f"#### {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         said += ["| " + " | ".join(cell(row.get(name)).replace("|", "/") for name in columns) + " |" for row in rows]
     if report.notes:
-        said += ["", "#### Not as it should be, or left out", ""]
+        said += ["", "#### Failed or left out", ""]
         said += [f"- {part}, {unit}: {text.strip().splitlines()[-1]}" for part, unit, text in report.notes]
     said += ["", "Seconds: " + ", ".join(f"{part} {seconds}" for part, seconds in report.seconds.items()), ""]
     return "\n".join(said)

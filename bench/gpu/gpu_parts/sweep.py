@@ -1,4 +1,4 @@
-"""Configurations timed beside what the tables choose now, and the best of each shape as an entry of those tables."""
+"""Timing of the configurations and of the ones that the tables choose now; the best of each shape as a table entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npuserve.kernels.bench import measure
 from npuserve.kernels.bench.measure import Bench
 
 AGAIN = 3
-"""So many of the fastest are timed once more, beside what is chosen now."""
+"""Number of the fastest configurations that are timed again, with the chosen one."""
 
 
 def units(context: Context) -> Units:

@@ -1,4 +1,4 @@
-"""Greedy answers in float32 through the runner beside those of transformers on the same device."""
+"""Greedy answers in float32 through the runner compared with those of transformers on the same device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = ("Once upon a time", "The little dog was sad because", "Lily and Tom w
            "One day a girl found a key under the old tree and wanted to know what it was for. She", "A bird",
            "In the morning the sun", "Mom said to the boy that he", "There was a cat who liked to sleep all day")
 BUDGET = 48
-"""Tokens a step, so that prompts go in chunks beside rows that decode."""
+"""Tokens per step, so that prompts run in chunks beside decode rows."""
 
 
 def units(context: Context) -> Units:
@@ -33,7 +33,7 @@ def _unit(context: Context, folder: Path, name: str) -> Callable[[], Iterator[di
         count = 16 if context.quick else 64
         config = ModelConfig.from_folder(folder)
         prompts = _prompts(folder, config.vocab_size, random.Random(context.args.seed))
-        if context.toy:  # the interpreter takes seconds a step
+        if context.toy:  # the interpreter takes seconds per step
             prompts, count = [prompt[:6] for prompt in prompts[:2]], 5
         ours, captured = _ours(context, folder, config, prompts, count)
         theirs, gaps = _theirs(context, folder, prompts, count)
@@ -49,7 +49,7 @@ def _unit(context: Context, folder: Path, name: str) -> Callable[[], Iterator[di
 
 
 def _prompts(folder: Path, vocabulary: int, chance: random.Random) -> list[list[int]]:
-    """Of text where there is a tokenizer; else, and where it finds too little, random ids."""
+    """Return prompts of text if there is a tokenizer, and random ids for the rest."""
     found: list[list[int]] = []
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
@@ -61,7 +61,7 @@ def _prompts(folder: Path, vocabulary: int, chance: random.Random) -> list[list[
 
 def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[list[int]], count: int
           ) -> tuple[list[list[int]], int]:
-    """The answers, and how many decode tokens were captured."""
+    """Return the answers, and the number of captured decode tokens."""
     backend = context.backend
     weights = load_weights(folder, config, torch.float32, backend, lambda *_: None)
     length = max(map(len, prompts)) + count
@@ -76,7 +76,7 @@ def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[lis
 @torch.inference_mode()
 def _theirs(context: Context, folder: Path, prompts: list[list[int]], count: int
             ) -> tuple[list[list[int]], list[list[float]]]:
-    """The answers, and of each token by how much its logit is above the next."""
+    """Return the answers, and the gap of each token's logit to the second largest."""
     from transformers import AutoModelForCausalLM
 
     device = context.backend.device

@@ -1,4 +1,4 @@
-"""The configurations by which kernels may be cut on CUDA, each as an implementation, by the shape that they are for."""
+"""Configurations of the tunable CUDA kernels, each as an implementation, by the shape that they are for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL
 
 CHOSEN = "chosen"
-"""The label of what the tables choose now; the others are the configurations as Python writes them."""
+"""Label of the configuration that the tables choose; the labels of the others are their repr."""
 
 ROWS = {16: 1, 32: 32, 64: 64, 128: 128, 256: 256, 512: 2048}
-"""Bucket of rows -> the rows that it is measured at."""
+"""Bucket of rows -> the number of rows at which it is measured."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """kernel: with an implementation for each configuration. key: as the kernels' tables have it."""
+    """A shape. kernel: with an implementation for each configuration. key: of the kernels' tables."""
 
     name: str
     key: str
@@ -34,7 +34,7 @@ class Shape:
 
 
 def shapes(context: Context) -> Iterator[Shape]:
-    """The most frequent first; none where the kernels are not those in Triton."""
+    """Yield the shapes, the most frequent first; none if the kernels are not in Triton."""
     if context.backend.kernels != LABEL:
         return
     for int8 in (False, True):
@@ -76,7 +76,7 @@ def _products(context: Context, int8: bool, bucket: int, rows: int) -> Iterator[
 
 
 def _product(kind: str, tiles: Any, int8: bool) -> Callable[..., Any]:
-    """tiles: None for the library."""
+    """Return an implementation with these tiles; None: the library's GEMM."""
     from npuserve.kernels.triton import launch_linear as launch
 
     def call(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The process that runs parts: one JSON object a line on stdout for what begins, each row, what fails and what ends."""
+"""Process that runs parts: prints one JSON object per line for each start, row, failure and end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ T = TypeVar("T")
 Units = Iterator[tuple[str, Callable[[], Iterator[dict[str, Any]]]]]
 
 LOST = 4
-"""Exit code: the device does no more for this process."""
+"""Exit code of a process that lost the device."""
 
 
 @dataclass
 class Context:
-    """What parts share. toy: nothing is as large as it is on a GPU."""
+    """State shared by parts. toy: all sizes are small, for runs without a GPU."""
 
     args: argparse.Namespace
     backend: Backend
@@ -50,11 +50,11 @@ class Context:
 
     @property
     def gpu(self) -> bool:
-        """Whether there is one, with clocks, streams and profiles of its own."""
+        """True for a real GPU, with clocks, streams and profiles."""
         return self.backend.device.type == "cuda"
 
     def ceilings(self) -> tuple[Ceilings, dict[str, float]]:
-        """Of this process, and the best of several passes: read_gbs, copy_gbs, bf16_gflops, int8_gops, fp32_gflops."""
+        """Return the ceilings, and the best passes: read_gbs, copy_gbs, bf16_gflops, int8_gops, fp32_gflops."""
         if self._ceilings is None:
             from npuserve.kernels.bench import ceilings
 
@@ -68,7 +68,7 @@ class Context:
         return self._ceilings
 
     def only(self, key: Any, make: Callable[[], T]) -> T:
-        """What was made for that key, which is kept until another is asked for: models are large."""
+        """Return make() for a key. Only the last key's object is kept, since models are large."""
         if key not in self._kept:
             self.release()
             self._kept[key] = make()
@@ -86,15 +86,15 @@ class Context:
 
 def run(args: argparse.Namespace, parts: list[str], done: list[str], seconds: float, out: str, shard: list[int]
         ) -> int:
-    """shard: of the units those whose number is the first of it modulo the second."""
-    # What libraries print must not mix with the answers.
+    """Run parts. shard: (i, n) for the units whose number is i modulo n."""
+    # Output of libraries must not mix with the JSON lines.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def tell(event: str, **facts: Any) -> None:
         try:
             print(json.dumps({"event": event, **facts}), file=answers, flush=True)
-        except BrokenPipeError:  # nobody is there any more
+        except BrokenPipeError:  # the parent has ended
             os._exit(1)
 
     ends = time.monotonic() + seconds
@@ -146,7 +146,7 @@ def start(args: argparse.Namespace, out: Path) -> Context:
 
 
 def lost(error: Exception) -> bool:
-    """Whether what the process has on the device is gone."""
+    """Return True if the process lost its device memory."""
     from npuserve.npu.backends import fault
     from npuserve.npu.backends.base import Fault
 
