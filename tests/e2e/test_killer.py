@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
                       for kind in ("crash-prefill", "crash-decode", "hang-decode"))])
 def test_killer_among_innocents_is_found_within_three_lives(kind: str, pytestconfig: pytest.Config) -> None:
     streams = 32 if pytestconfig.getoption("--full") else 12
-    (one,) = bench("reliability.killer").measure([kind], runs=1, streams=streams, tokens=300, flags=("--dtype", "float32"))
+    killer = bench("reliability.killer")
+    (one,) = killer.measure([kind], runs=1, streams=streams, tokens=300, flags=("--dtype", "float32"))
     assert one["wrong"] == []
     assert (one["status"], one["lives"]) == ("INTERNAL ENGINE_KILLER", 3)
