@@ -1,4 +1,4 @@
-"""Child processes of a served model, and waiting for a condition."""
+"""Child processes of a real server, and waiting for a condition."""
 
 from __future__ import annotations
 

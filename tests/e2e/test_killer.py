@@ -1,7 +1,7 @@
-"""A request that kills its engine, in each phase and by crash and by hang: one run of bench/reliability/killer.py each.
+"""A request that kills its engine, by crash and by hang, in each phase: one run of bench/reliability/killer.py each.
 
-By default one kind runs; test_deaths.py has a crash in decode, and
-tests/service/scheduling/test_quarantine.py has all of them.
+By default one kind runs. test_deaths.py has a crash in decode, and tests/service/scheduling/test_quarantine.py has all
+kinds without processes.
 """
 
 from __future__ import annotations

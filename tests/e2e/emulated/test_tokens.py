@@ -77,7 +77,7 @@ def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
     assert found["equal_argmax"] >= min(0.995, found["of_the_cpu"] - 0.005)
 
 
-def test_the_wide_model_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wide_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from npuserve.npu.execution.runner import load_runner
 
     emulated = bench("quality.emulated")
