@@ -24,12 +24,12 @@ def test_metrics_cost_windows_come_in_random_order_and_equal_number(script: Modu
     orders = [tuple(script.order(chance)) for _ in range(600)]
     assert all(kinds.count(script.ON) == kinds.count(script.OFF) == 2 for kinds in orders)
     assert len(set(orders)) == 6
-    for place in range(4):  # no kind has a place of its own
+    for place in range(4):  # no kind prefers a place
         assert 0.4 < sum(kinds[place] == script.ON for kinds in orders) / len(orders) < 0.6
 
 
 def made(script: ModuleType, rounds: int, cost: float, period: float) -> list[object]:
-    """Rounds of a server that is slower by `cost` with metrics, and by half in one of four windows of a period."""
+    """Return rounds of a server slower by `cost` with metrics, and half as fast in a quarter of each period."""
     chance, found, at = random.Random(2), [], 0.0
     for _ in range(rounds):
         windows = {"on": [], "off": []}
