@@ -26,7 +26,7 @@ def test_each_test_is_there() -> None:
 
 
 def test_each_benchmark_is_there() -> None:
-    named = set(re.findall(r"`(bench/\w+\.py)`", TEXT))
+    named = set(re.findall(r"`(bench/\w+/\w+\.py)`", TEXT))
     assert "bench/reliability/soak.py" in named
     assert not [file for file in named if not (ROOT / file).exists()]
 
@@ -36,7 +36,7 @@ def test_each_promise_has_a_test_or_a_figure() -> None:
     rows = [line for line in promises.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not re.match(r"\| (promise|what) \|", row)]
     assert len(rows) > 20
-    assert not [row for row in rows if not re.search(r"`(tests/\S+::\w+|bench/\w+\.py)`", row)]
+    assert not [row for row in rows if not re.search(r"`(tests/\S+::\w+|bench/\w+/\w+\.py)`", row)]
 
 
 def numbers(text: str) -> list[float]:

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 def default_texts() -> list[str]:
     """Of what comes with every Python, the help on the language: every other topic. The others are there to measure by
-    (bench/quality.py)."""
+    (bench/quality/quality.py)."""
     return topics()[::2]
 
 

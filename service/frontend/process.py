@@ -338,7 +338,7 @@ def _start_poller() -> None:
     """Start gRPC's own thread, which hears that a message was written, so that it takes no processor from others.
 
     Each write wakes it. By default it would then interrupt our thread, which has the other streams' messages still to
-    write: that is a quarter of what a message costs (bench/stream_cost.py). As a batch thread it takes an idle
+    write: that is a quarter of what a message costs (bench/serving/stream_cost.py). As a batch thread it takes an idle
     processor or waits its turn, and its slice is longer than ours, which is the usual one: with a shorter one the core
     would come sooner, and go as soon. gRPC offers no setting for it, but a thread inherits the policy and the slice of
     who starts it.
