@@ -55,16 +55,17 @@ def test_any_fields_at_all(server: Target, name: str) -> None:
     server.settle()
 
 
-def test_broken_protobuf_and_broken_http(server: Target) -> None:
+def test_broken_protobuf_and_broken_http(server: Target, pytestconfig: pytest.Config) -> None:
+    messages = 3000 if pytestconfig.getoption("--full") else 1200
     noise = Noise(20, sorted(METHODS), bodies())
     server.check()
-    _, codes = burst(server, noise, STREAMING, 3000)
+    _, codes = burst(server, noise, STREAMING, messages)
     assert not codes.keys() - CODES - {"UNREAD"}
     assert codes["UNREAD"] > 100
     assert codes["OK"] > 10
     server.settle()
     before = server.resident()
-    burst(server, noise, STREAMING, 1000)
+    burst(server, noise, STREAMING, messages // 3)
     server.settle()
     after = server.resident()
     for name, (size, files) in before.items():

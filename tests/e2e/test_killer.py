@@ -1,7 +1,7 @@
 """A request that kills its engine, by crash and by hang, in each phase: one run of bench/reliability/killer.py each.
 
-By default one kind runs. test_deaths.py has a crash in decode, and tests/service/scheduling/test_quarantine.py has all
-kinds without processes.
+They run with --full. By default test_deaths.py has a crash in decode among other streams, test_edge.py has the end of a
+hanging engine, and tests/service/scheduling/test_quarantine.py has all kinds without processes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from tests.support.benches import bench
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("kind", [
-    "hang-prefill", *(pytest.param(kind, marks=pytest.mark.full)
-                      for kind in ("crash-prefill", "crash-decode", "hang-decode"))])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["hang-prefill", "crash-prefill", "crash-decode", "hang-decode"])
 def test_killer_among_innocents_is_found_within_three_lives(kind: str, pytestconfig: pytest.Config) -> None:
     streams = 32 if pytestconfig.getoption("--full") else 12
     killer = bench("reliability.killer")
