@@ -1,10 +1,10 @@
-"""Write an SBOM (CycloneDX 1.6 in JSON) of an image's Python environment, or add one to a wheel as PEP 770 says:
+"""Generator of an SBOM (CycloneDX 1.6 in JSON) of an image's Python environment, or in a wheel as in PEP 770:
 
     python docker/sbom.py SITE_PACKAGES FILE.json
     python docker/sbom.py npuserve-VERSION-….whl
 
-Needs cyclonedx-python-lib and packaging, in an environment beside the image's. Packages of the base image's system are
-not in it. A wheel's SBOM names the compiled library; its dependencies are the wheel's own metadata.
+Needs cyclonedx-python-lib and packaging, in an environment beside the image's. System packages of the base image are
+not included. A wheel's SBOM lists the compiled library; its dependencies are those of the wheel's metadata.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def component(package: Distribution) -> Component:
 
 
 def of_environment(folder: Path) -> Bom:
-    """Return the SBOM of a folder of installed packages, npuserve among them, and of what requires what."""
+    """Return the SBOM of a folder of installed packages, including npuserve, with their dependencies."""
     packages = {canonicalize_name(package.name): package for package in distributions(path=[str(folder)])}
     components = {name: component(package) for name, package in packages.items()}
     if NAME not in components:
@@ -50,7 +50,7 @@ def of_environment(folder: Path) -> Bom:
     bom.metadata.component = components[NAME]
     for name, package in packages.items():
         asked = map(Requirement, package.requires or [])
-        # Whatever the markers say: a package that is there and is required is one of its dependencies.
+        # Markers are ignored: an installed package that is required is a dependency.
         needed = sorted({canonicalize_name(made.name) for made in asked} & components.keys() - {name})
         bom.register_dependency(components[name], [components[other] for other in needed])
     return bom

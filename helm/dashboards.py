@@ -1,10 +1,10 @@
-"""The Grafana dashboards of the chart, panel by panel; writes npuserve/dashboards/*.json.
+"""Generator of the chart's Grafana dashboards, npuserve/dashboards/*.json, panel by panel.
 
     python helm/dashboards.py [--check]
 
-Each panel is a line or two: its title, its queries by legend, its unit and what it tells. `--check` writes nothing and
-fails if the files are not what this makes. SELECT stands in every query, so that the variables at the top of a
-dashboard choose the servers; the instances offered are those of the chosen models.
+Each panel is a line or two: title, queries by legend, unit and description. `--check` writes nothing and fails if a
+file is out of date. Every query contains SELECT, so that the variables at the top of a dashboard choose the servers;
+the offered instances are those of the chosen models.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ NOW, LAST, BEFORE = "[$__rate_interval]", "[$baseline]", "[$baseline] offset $ba
 
 
 def of(metric: str, *where: str) -> str:
-    """A metric of the chosen servers. where: further matchers."""
+    """Return a selector of a metric for the chosen servers. where: further matchers."""
     return f"npuserve_{metric}{{{', '.join((SELECT, *where))}}}"
 
 
 def total(metric: str, by: str = "", *where: str, how: str = "sum") -> str:
-    """A gauge over the chosen servers."""
+    """Return a gauge aggregated over the chosen servers."""
     return f"{how}{f' by ({by})' if by else ''} ({of(metric, *where)})"
 
 
 def rate(metric: str, by: str = "", *where: str, over: str = NOW) -> str:
-    """Of a counter, per second, over the chosen servers."""
+    """Return the rate per second of a counter over the chosen servers."""
     return f"sum{f' by ({by})' if by else ''} (rate({of(metric, *where)}{over}))"
 
 
@@ -53,7 +53,7 @@ def quantiles(histogram: str, *qs: float) -> dict[str, str]:
 
 
 def share(part: str, whole: str) -> str:
-    """Nothing where there is nothing of the whole."""
+    """Return a ratio, without a value where the denominator is 0."""
     return f"{part} / (({whole}) > 0)"
 
 
@@ -92,7 +92,7 @@ REQUESTS = [
 
 
 def saturation(state: str) -> str:
-    """Return the share of a server's limit that its running or waiting requests take, by instance."""
+    """Return the share of a server's limit used by its running or waiting requests, by instance."""
     limit = total("requests_limit", "instance", f'state="{state}"', how="max")
     return share(total(f"requests_{state}", "instance"), limit)
 
@@ -105,7 +105,7 @@ SATURATION = [
 EXPIRY = "tls_certificate_expiry_timestamp_seconds"
 GENERATION = 'rpc=~"Generate|StreamGenerate|ResumeStream"'
 ERRORS = (GENERATION, 'code=~"UNKNOWN|INTERNAL|UNAVAILABLE|DATA_LOSS"')
-"""The server's own errors; the alert NpuserveErrorRate counts the same."""
+"""Errors of the server itself; the alert NpuserveErrorRate counts the same."""
 ERROR_SHARE = share(rate("requests_total", "", *ERRORS), rate("requests_total", "", GENERATION))
 
 SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see: traffic, errors, latencies, queue.", [

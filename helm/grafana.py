@@ -1,19 +1,22 @@
-"""Panels, rows and dashboards, and their JSON as Grafana imports it."""
+"""Panels, rows and dashboards, and their JSON for Grafana's import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 41  # of Grafana 12; older ones read it too
+SCHEMA_VERSION = 41  # of Grafana 12; older versions read it, too
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, ORANGE, RED = "green", "orange", "red"
 WIDTH = 24
 
 @dataclass(frozen=True)
 class Panel:
-    """queries: legend -> PromQL; a legend may be {{label}}. thresholds: colour -> from which value on. stack: none,
-    normal or percent. lines: legends that are drawn as dashed red lines, such as targets."""
+    """Panel of a dashboard.
+
+    queries: legend -> PromQL; a legend may contain {{label}}. thresholds: colour -> lower bound. stack: none, normal or
+    percent. lines: legends drawn as dashed red lines, such as targets.
+    """
 
     title: str
     queries: dict[str, str]
@@ -65,7 +68,7 @@ def variable(said: dict[str, Any]) -> dict[str, Any]:
         options = [{"text": value, "value": value, "selected": value == first} for value in said["values"]]
         return made | {"query": ",".join(said["values"]), "options": options, "current": {**options[0]}}
     every = {"text": ["All"], "value": ["$__all"], "selected": True}
-    # A server outside of Kubernetes has no namespace, which .* matches too.
+    # A server outside of Kubernetes has no namespace; .* matches that, too.
     every_value = {"allValue": ".*"} if said["name"] == "namespace" else {}
     return made | every_value | {
         "datasource": DATASOURCE, "query": {"query": said["of"], "refId": said["name"], "qryType": 1},
@@ -138,7 +141,7 @@ def options(panel: Panel) -> dict[str, Any]:
 
 
 def panels_json(rows: list[Row]) -> list[dict[str, Any]]:
-    """Rows one below the other; in each, panels from left to right, in lines of one height."""
+    """Lay out rows from top to bottom, and each row's panels from left to right in lines of one height."""
     made: list[dict[str, Any]] = []
     y = 0
     for row in rows:

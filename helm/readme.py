@@ -1,4 +1,4 @@
-"""Write helm/npuserve/README.md: its table of values comes from the comments in values.yaml.
+"""Generator of helm/npuserve/README.md, whose table of values comes from the comments in values.yaml.
 
     python helm/readme.py [--check]      --check: write nothing, fail if the file is out of date
 """
@@ -40,7 +40,7 @@ goes on top of one of them. Build the image as [docker/README.md](../../docker/R
 """
 
 
-# Maps that are shown as one value.
+# Maps shown as one value.
 WHOLE = re.compile(r"(pod)?[sS]ecurityContext|resources\.\w+|dashboards\.labels|probes\.(readiness|liveness)")
 
 

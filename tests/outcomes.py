@@ -1,11 +1,11 @@
-"""Which tests ran and which were skipped, over several runs of pytest; fails where a check did not run.
+"""Account of the tests that ran and were skipped in several runs of pytest; fails if a check did not run.
 
 With TEST_OUTCOMES=FILE in the environment, each run of pytest appends the outcome of its tests to FILE. Then
 
     python -m tests.outcomes FILE
 
-prints every reason of a skip with the number of tests, and exits with 1 if a test was skipped in every run for a
-reason that is not in ALLOWED, or if FILE has no test that passed.
+prints every reason of a skip with the number of tests. It exits with 1 if a test was skipped in every run for a reason
+that is not in ALLOWED, or if no test in FILE passed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_NAMED = 10
 
 ALLOWED = {
     r"NPUSERVE_TEST_MODELS is not set|no folder \S+ under NPUSERVE_TEST_MODELS":
-        "published checkpoints come from no package registry; the built-in and generated models are checked alike",
+        "published checkpoints are in no package registry; the same tests run on built-in and generated models",
     r"there is a GPU": "the test is about machines without one",
     r"a CANN is installed here": "the test is about machines without one",
-    r"needs Linux 6\.12 on x86_64 or aarch64": "older kernels have no slices to request",
+    r"needs Linux 6\.12 on x86_64 or aarch64": "older kernels cannot set the time slice",
     r"no mount namespaces here: .*": "a container without the right to unshare",
     r"no right to make a namespace of processes": "the same",
     r"core files have a place elsewhere": "a setting of the kernel",
@@ -36,7 +36,7 @@ ALLOWED = {
     r"this processor has no AMX": "the test runs the tiles of AMX; every other instruction set is tested",
     r"this system makes no large pages of a file in memory": "a setting of the kernel",
 }
-"""Regular expression of a whole reason -> why the skip is accepted. Never a tool that can be installed."""
+"""Regular expression of the full reason -> why the skip is accepted. A missing tool is never accepted."""
 if sys.version_info < (3, 11):
     ALLOWED |= {
         r"could not import 'grafana_foundation_sdk.*": "the package needs Python 3.11",
@@ -45,14 +45,14 @@ if sys.version_info < (3, 11):
 
 
 class Outcome(NamedTuple):
-    """test: node id, of a module where the module is skipped as a whole. reason: of a skip, empty for a pass."""
+    """Outcome of a test. test: node id, that of the module for a skipped module. reason: of a skip, "" for a pass."""
 
     test: str
     reason: str
 
 
 class Recorder:
-    """Plugin of pytest that appends outcomes to a file. Under pytest-xdist it belongs in the controller alone."""
+    """Plugin of pytest that appends outcomes to a file. With pytest-xdist, register it in the controller only."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -79,7 +79,7 @@ def reason_of(longrepr: object) -> str:
 
 
 def never_run(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
-    """Return reason -> tests, of the tests that were skipped in every run. Of several reasons an allowed one counts."""
+    """Return reason -> tests skipped in every run. If a test has several reasons, an allowed one counts."""
     found = list(outcomes)
     passed = {test for test, reason in found if not reason}
     passed |= {test.partition("::")[0] for test in passed}

@@ -1,9 +1,8 @@
-"""Which of the collected tests run: enough for each change by default, all with `pytest --full`.
+"""Selection of tests: by default enough for each change, with `pytest --full` all.
 
-By default a test function with two parameters or more runs only as many of its cases as it takes for every pair of
-values of two parameters to be in one of them (pairwise testing: most defects need no more than two values at once;
-Kuhn, Wallace and Gallo 2004). A test or a case marked `full` does not run at all. What the command line names by `::`
-runs whole.
+By default a test function with two or more parameters runs only as many cases as needed for every pair of values of two
+parameters to occur in one of them (pairwise testing: most defects need at most two values at once; Kuhn, Wallace and
+Gallo 2004). Tests and cases marked `full` do not run. A test named by `::` on the command line runs all its cases.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="every combination of parameters, and tests marked full")
+    parser.addoption("--full", action="store_true", help="run every combination of parameters, and tests marked full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what belongs to the full run alone."""
+    """Deselect tests and cases that only the full run has."""
     if config.getoption("--full"):
         return
     named = {argument.rpartition("::")[2] for argument in config.args if "::" in argument}
@@ -42,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of one test, some that hold every pair of values which all of them hold; in their order."""
+    """Return a subset of one test's cases, in their order, that contains every pair of values of the full set."""
     pairs = {item: _pairs(item) for item in items}
     missing = set().union(*pairs.values())
     if not missing:
@@ -61,5 +60,5 @@ def _function(item: pytest.Item) -> str:
 
 def _pairs(item: pytest.Item) -> set[Pair]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    # The cases of a test share the objects that are their values.
+    # Equal values of a test's cases are the same objects.
     return set(combinations(((name, id(params[name])) for name in sorted(params)), 2))

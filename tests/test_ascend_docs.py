@@ -1,4 +1,4 @@
-"""Names and numbers of docs/ascend.md against the code; its sentences are free."""
+"""Names and numbers in docs/ascend.md equal those of the code."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_ascend_docs_settings_exist(section: str) -> None:
     assert named <= set(ServerConfig.__struct_fields__)
 
 
-def test_ascend_docs_faults_are_all_there() -> None:
+def test_ascend_docs_list_all_faults() -> None:
     table = {cells[0].strip("`") for cells in rows("When the device fails")}
     assert {fault.value for fault in Fault} <= table
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_ascend_docs_codes_are_sorted_as_the_code_does(fault: Fault) -> None:
+def test_ascend_docs_codes_have_the_faults_of_the_code(fault: Fault) -> None:
     (cells,) = [cells for cells in rows("When the device fails") if cells[0] == f"`{fault.value}`"]
     codes = [int(code.replace("x", "5")) for code in re.findall(r"\b\d[\dx]{5}\b", cells[1])]
     assert codes

@@ -1,4 +1,4 @@
-"""Names and numbers of docs/cuda.md against the code; its sentences are free."""
+"""Names and numbers in docs/cuda.md equal those of the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_cuda_docs_settings_exist() -> None:
     assert set(named) <= set(ServerConfig.__struct_fields__)
 
 
-def test_cuda_docs_faults_are_all_there() -> None:
+def test_cuda_docs_list_all_faults() -> None:
     assert {cells[0].strip("`") for cells in rows("When the GPU fails", PAGE)} >= {fault.value for fault in Fault}
 
 

@@ -1,4 +1,4 @@
-"""CI's account of skipped tests: tests/outcomes.py, and that .ci/run installs what the tests need."""
+"""Account of skipped tests by tests/outcomes.py; .ci/run installs all tools that tests need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_expected_failure():
 
 
 def recorded(folder: Path, *arguments: str, **files: str) -> Path:
-    """The file of outcomes of a real run of pytest on `files`."""
+    """Run pytest on `files` and return the file of outcomes."""
     (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
@@ -99,7 +99,7 @@ def test_ci_names_no_package_registry() -> None:
 
 
 def test_ci_ends_with_the_account_of_skips() -> None:
-    """No step of .ci/run goes on without its tool, and the outcomes of every run of pytest are judged."""
+    """No step of .ci/run is skipped without its tool, and the outcomes of every run of pytest are checked."""
     run = re.sub(r"^\s*#.*\n", "", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
     assert "|| echo" not in run
     assert run.index(f"export {outcomes.VARIABLE}\n") < run.index("pytest")

@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree: wheel, sdist and editable install."""
+"""Installed files equal the tree's: wheel, sdist and editable install."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Where packages may be; everything else (tests, bench, docs, helm) is not installed.
+# Folders of packages; everything else (tests, bench, docs, helm) is not installed.
 SOURCES = {"client": "npuserve.client", "service": "npuserve.service", "npu": "npuserve.npu",
            "kernels": "npuserve.kernels", "protos/npuserve/v1": "npuserve.v1"}
 
@@ -42,7 +42,7 @@ LIBRARY = "npuserve/kernels/native/libnpuserve.so"
 
 
 def shipped() -> dict[str, Path]:
-    """Path in the wheel -> file, of every file in the package folders but the native library and what it is made of."""
+    """Return path in the wheel -> file, of all package files except the native library and its sources."""
     files = {"npuserve/__init__.py": ROOT / "src" / "npuserve" / "__init__.py"}
     for folder, package in SOURCES.items():
         for file in (ROOT / folder).rglob("*"):
@@ -57,7 +57,7 @@ def digest(data: bytes) -> str:
 
 
 def packages() -> dict[str, Path]:
-    """Name -> folder, of each package that setuptools finds in src."""
+    """Return name -> folder of each package that setuptools finds in src."""
     from setuptools import find_packages
 
     return {name: (ROOT / "src" / name.replace(".", "/")).resolve() for name in find_packages(str(ROOT / "src"))}
@@ -73,7 +73,7 @@ def test_packages_found_are_the_folders_with_python_files():
 
 
 def test_the_tests_run_on_this_tree():
-    """The editable install maps every package to its folder here; a plain one would be tested in its place."""
+    """The editable install maps every package to its folder here; otherwise another copy would be tested."""
     for package, folder in packages().items():
         file = importlib.import_module(package).__file__
         assert file is not None
@@ -86,7 +86,7 @@ def copy_tree(target: Path, *without: str) -> Path:
 
 
 def build(tree: Path, kind: str, out: Path, **variables: str) -> tuple[Path, str]:
-    """(what is built, what the build said)."""
+    """Build a wheel or sdist; return (file, output)."""
     out.mkdir(exist_ok=True)
     code = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, env={**os.environ, **variables},
@@ -97,7 +97,7 @@ def build(tree: Path, kind: str, out: Path, **variables: str) -> tuple[Path, str
 
 @pytest.fixture(scope="module")
 def pure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
-    """(wheel, sdist, what the wheel's build said) where there is no compiler."""
+    """Build without a compiler; yield (wheel, sdist, output of the wheel's build)."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("pure")
     tree = copy_tree(folder / "tree", "*.so")
@@ -108,7 +108,7 @@ def pure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
 
 @pytest.fixture(scope="module")
 def setup_py() -> ModuleType:
-    """setup.py, which sets up nothing when it is imported."""
+    """Module setup.py, which does nothing when imported."""
     pytest.importorskip("setuptools", minversion="77")
     spec = importlib.util.spec_from_file_location("npuserve_setup", ROOT / "setup.py")
     assert spec is not None
@@ -120,7 +120,7 @@ def setup_py() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def library(setup_py: ModuleType) -> Path:
-    """That of the tree, made by the editable install."""
+    """Native library of the tree, built by the editable install."""
     file = ROOT / "kernels" / "native" / "libnpuserve.so"
     if not file.exists():
         pytest.skip("the native kernels are not built; with a C++17 compiler `pip install -e .` builds them")
@@ -130,14 +130,14 @@ def library(setup_py: ModuleType) -> Path:
 
 @pytest.fixture(scope="module")
 def built(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The wheel with the native kernels. A build takes those of the tree when they are of the same sources."""
+    """Wheel with the native kernels; a build reuses the tree's library if its sources are the same."""
     folder = tmp_path_factory.mktemp("built")
     yield build(copy_tree(folder / "tree"), "wheel", folder, CXX="no-compiler-is-needed")[0]
     shutil.rmtree(folder)
 
 
 def contents(wheel: Path) -> dict[str, str]:
-    """Path -> digest, of all but the list of the same."""
+    """Return path -> digest of all files of a wheel except RECORD."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: digest(archive.read(name)) for name in archive.namelist() if not name.endswith("/RECORD")}
 
@@ -155,7 +155,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def install(wheel: Path, home: Path) -> tuple[Path, Path]:
-    """A new environment with the wheel, and the dependencies of this one: (its folder of programs, its packages)."""
+    """Install the wheel into a new environment that uses this one's dependencies; return (bin, site-packages)."""
     pytest.importorskip("pip")
     venv.create(home, with_pip=False)
     pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index"]
@@ -178,7 +178,7 @@ def test_the_wheel_holds_the_packages_and_the_native_kernels(built: Path, librar
     assert contents(built)[LIBRARY] == digest(library.read_bytes())
 
 
-def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(pure: tuple[Path, Path, str]):
+def test_without_a_compiler_the_wheel_is_pure_with_a_warning(pure: tuple[Path, Path, str]):
     wheel, _, said = pure
     check_contents(wheel)
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -274,7 +274,7 @@ def compiler(setup_py: ModuleType) -> list[str]:
 
 
 def old_compiler(folder: Path, compiler: list[str], flag: str) -> str:
-    """A compiler that does not know the flag, as $CXX names it."""
+    """Return a command for $CXX that rejects the flag."""
     program = folder / "old compiler"
     program.write_text(f"""#!/bin/sh
         case "$*" in *{flag}*) echo "error: unrecognized command-line option" >&2; exit 1;; esac
@@ -286,7 +286,7 @@ def old_compiler(folder: Path, compiler: list[str], flag: str) -> str:
 
 @pytest.fixture
 def pieces(tmp_path: Path) -> Path:
-    """A folder of sources that compile in no time."""
+    """Folder of small sources, which compile fast."""
     folder = tmp_path / "pieces"
     folder.mkdir()
     for name, text in PIECES.items():
@@ -366,7 +366,7 @@ def test_a_library_is_current_until_a_source_changes(setup_py: ModuleType, piece
 
 
 @pytest.mark.usefixtures("compiler")
-def test_build_with_kept_objects_compiles_what_changed_alone(
+def test_build_with_kept_objects_compiles_only_changes(
     setup_py: ModuleType, pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("NATIVE_OBJECTS", str(tmp_path / "objects"))
@@ -395,7 +395,7 @@ def test_build_with_kept_objects_compiles_what_changed_alone(
     ("int broken", "error: expected"),
     ("int missing(); namespace NPUSERVE_ISA { int number() { return missing(); } }", "undefined"),
 ], ids=["syntax", "link"])
-def test_sources_that_do_not_build_are_told(setup_py: ModuleType, pieces: Path, tmp_path: Path, text: str, said: str):
+def test_build_failure_is_reported(setup_py: ModuleType, pieces: Path, tmp_path: Path, text: str, said: str):
     (pieces / "group.cpp").write_text(text)
     with pytest.raises(setup_py.BuildError, match=said):
         setup_py.build(tmp_path / "lib.so", pieces)

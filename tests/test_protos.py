@@ -1,4 +1,4 @@
-"""The protos' own text: what generated code of other languages depends on."""
+"""Options and reserved fields of the protos, on which generated code of other languages depends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = sorted((PROTOS / "npuserve/v1").glob("*.proto"))
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_file_options_name_the_packages_of_go_and_java(file: Path) -> None:
-    """They are part of users' imports and never change; `buf breaking` compares with the commit before only."""
+    """The names are part of users' imports and never change; `buf breaking` compares with the last commit only."""
     options = import_module(f"npuserve.v1.{file.stem}_pb2").DESCRIPTOR.GetOptions()
     assert options.go_package == "npuserve.dev/npuserve/v1;npuservev1"
     assert (options.java_package, options.java_multiple_files) == ("dev.npuserve.v1", True)

@@ -1,4 +1,4 @@
-"""Claims of README.md that are easily false: what has run, and what it needs."""
+"""Facts in README.md: devices that have run it, and requirements."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_readme_second_sentence_names_the_devices_that_never_ran() -> None:
 
 
 def test_readme_platforms_are_those_of_torch() -> None:
-    """torch's wheels are manylinux_2_28: glibc alone, of that version or newer."""
+    """torch's wheels are manylinux_2_28: glibc 2.28 or newer, no musl."""
     section = TEXT.split("\n## Try it\n")[1].split("\n## ")[0]
     assert {"glibc", "musl", "2.28"} <= set(re.findall(r"\d\.\d+|\w+", section))

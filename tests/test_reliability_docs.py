@@ -28,8 +28,8 @@ def test_reliability_tests_exist() -> None:
 
 
 def test_reliability_benchmarks_exist() -> None:
-    named = set(re.findall(r"`(bench/\w+\.py)`", TEXT))
-    assert "bench/soak.py" in named
+    named = set(re.findall(r"`(bench/\w+/\w+\.py)`", TEXT))
+    assert "bench/reliability/soak.py" in named
     assert not [file for file in named if not (ROOT / file).exists()]
 
 
@@ -38,7 +38,7 @@ def test_reliability_promises_have_test_or_benchmark() -> None:
     rows = [line for line in promises.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not re.match(r"\| (promise|what) \|", row)]
     assert len(rows) > 20
-    assert not [row for row in rows if not re.search(r"`(tests/\S+::\w+|bench/\w+\.py)`", row)]
+    assert not [row for row in rows if not re.search(r"`(tests/\S+::\w+|bench/\w+/\w+\.py)`", row)]
 
 
 def numbers(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""The floor of a decode step, against sums made another way, and its page."""
+"""The floor of a decode step compared with independent sums, and its page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def roofline() -> ModuleType:
-    return bench("roofline")
+    return bench("kernels.roofline")
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1024), (16, 3338), (64, 1)])
@@ -28,16 +28,16 @@ def test_a_step_reads_each_weight_and_each_key_once(roofline: ModuleType, rows: 
     outputs = c.num_layers * (c.q_size + 2 * c.kv_size + 2 * c.hidden_size + 2 * c.intermediate_size)
     assert narrow.weights == projections + 8 * outputs + 2 * head  # each row has a scale and a sum
     assert plain.cache == narrow.cache == rows * context * c.num_layers * 2 * c.kv_size * 2
-    # What is left is norms, scales, and activations in and out of each kernel.
+    # The rest is norms, scales, and activations in and out of each kernel.
     for step in (plain, narrow):
         assert 0 < step.nbytes - step.weights - step.cache < 0.03e9 * rows + 0.02e9
-    # A product and its sum for each weight, and for each key and value in each query head.
+    # A multiply-add for each weight, and for each key and value in each query head.
     operations = 2 * rows * (projections + head + c.num_layers * 2 * context * c.q_size)
     assert plain.operations == operations
     assert narrow.operations == operations
 
 
-def test_the_checkpoint_is_the_one_that_is_meant(roofline: ModuleType) -> None:
+def test_checkpoint_has_the_published_size(roofline: ModuleType) -> None:
     assert 2 * ModelConfig.from_dict(roofline.QWEN3_14B).num_parameters == pytest.approx(29.5e9, rel=0.002)
 
 
@@ -49,5 +49,5 @@ def test_every_kernel_of_the_decoder_is_in_the_table(roofline: ModuleType) -> No
     assert "A prediction" in page
 
 
-def test_the_page_is_what_the_script_makes(roofline: ModuleType) -> None:
-    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/roofline.py --write"
+def test_page_is_up_to_date(roofline: ModuleType) -> None:
+    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/kernels/roofline.py --write"

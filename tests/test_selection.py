@@ -29,7 +29,7 @@ def test_some(a): pass
 
 
 def cases(folder: Path, *arguments: str) -> list[str]:
-    """The names of the tests of TESTS that pytest collects with these arguments."""
+    """Return the tests of TESTS that pytest collects with these arguments."""
 
     found: list[str] = []
 

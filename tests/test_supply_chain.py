@@ -1,4 +1,4 @@
-"""Dependency updates, the static analyser's settings, and how .ci/supply_chain reads what pip-audit says."""
+"""Dependency updates, settings of the static analyser, and .ci/supply_chain's reading of pip-audit."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_supply_chain_known_vulnerability_fails(tmp_path: Path) -> None:
     assert "NOT CHECKED: the vulnerability service does not know 1 of 3 packages: other" in said
 
 
-def test_supply_chain_service_that_knows_no_package_says_so(tmp_path: Path) -> None:
-    """A mirror of the index without its vulnerabilities; pip-audit's exit code is then 0."""
+def test_supply_chain_service_without_data_is_reported(tmp_path: Path) -> None:
+    """For a mirror without vulnerability data pip-audit's exit code is 0."""
     code, said = supply_chain(tmp_path, out=json.dumps({"dependencies": [UNKNOWN]}))
     assert code == 0
     assert "NOT CHECKED: " in said
     assert "\n0 packages checked" in said
 
 
-def test_supply_chain_unreachable_service_says_so(tmp_path: Path) -> None:
+def test_supply_chain_unreachable_service_is_reported(tmp_path: Path) -> None:
     code, said = supply_chain(tmp_path, err=OFFLINE, code=1)
     assert code == 0
     assert said.startswith("NOT CHECKED: the vulnerability service cannot be reached: ")

@@ -1,9 +1,8 @@
-"""Not a contestant but the machine: tokens per second of a model that did nothing but read, and multiply, at the
-machine's limit at that moment. See harness.py.
+"""Ceiling of the machine: tokens per second of a model that only reads and multiplies at the machine's current limits.
 
-A step takes as long as the longer of two things: reading all weights once, of an embedding apart from the LM head
-nothing, and the keys and values of all rows; the multiplications of its linear layers and of causal attention, of the
-LM head for those rows alone that sample. Both in bfloat16. Needs npuserve.
+A step takes the longer of two times. Reading: all weights once, the keys and values of all rows, and nothing of an
+embedding that is separate from the LM head. Multiplying: the linear layers, causal attention, and the LM head for rows
+that sample. Both in bfloat16. Needs npuserve. See harness.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PASSES = 5
 
 
 def work(config: dict[str, Any], measure: harness.Measure) -> tuple[float, float]:
-    """Bytes and operations of a step of the measure, a product and its sum being two."""
+    """Return bytes and operations of a step of the measure; a multiply-add is two operations."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head

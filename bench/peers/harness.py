@@ -1,20 +1,20 @@
-"""What every contestant's script shares: the command line, the measures, and how they are timed.
+"""Command line, measures and timing of every contestant's script.
 
     PYTHON bench/peers/SCRIPT.py MODEL [--measures decode-1x512,prefill-512] [--repeats 3] [--threads 2]
 
-prints one JSON object a line for each measure: `value`, tokens per second, is the median of `samples`. Needs the
-standard library alone, since each contestant runs in an environment of its own. Measures:
+Prints one JSON object per line and measure: `value`, tokens per second, is the median of `samples`. Needs only the
+standard library, since each contestant runs in an environment of its own. Measures:
 
-    decode-ROWSxCONTEXT   prompts of CONTEXT tokens; tokens per second of all rows together, over `--tokens` steps in
-                          which every row gets one, after WARM_UP such steps
+    decode-ROWSxCONTEXT   prompts of CONTEXT tokens; tokens per second of all rows together, over `--tokens` steps that
+                          give every row one token, after WARM_UP such steps
     prefill-TOKENS        one prompt; its tokens per second until the first new token is known
 
-Greedy, without prefix cache, the end-of-text token ignored, loading and a first run of each measure left out.
-`others` is the processor time that everybody else took during the timed steps, in cores. A sample counts when that
-is at most QUIET; else it is taken anew, up to TRIES times, and then the quietest stands, its `others` beside it.
+Greedy, without prefix cache; the end-of-text token is ignored; loading and a first run of each measure do not count.
+`others` is the CPU time of all other processes during the timed steps, in cores. A sample is valid if that is at most
+QUIET. Otherwise it is taken again, up to TRIES times; then the quietest one counts, and its `others` is reported.
 
-With --serve the measures come as JSON lines on stdin instead, `{"measure": ..., "prompts": [[id, ...], ...]}`, one
-sample each, after one line when the model is loaded.
+With --serve the measures are JSON lines on stdin, `{"measure": ..., "prompts": [[id, ...], ...]}`, one sample each,
+after one line on stdout once the model is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRIES = 6
 WAIT_SECONDS = 20.0
 
 Sample = dict[str, float]
-"""value, tokens per second; others, cores; and what else a contestant has to say."""
+"""value: tokens per second. others: cores. Further items depend on the contestant."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -52,7 +52,7 @@ class Measure:
 
     @classmethod
     def parse(cls, name: str) -> Measure:
-        """ValueError if it is none."""
+        """Return the measure of this name. Raises ValueError if there is none."""
         if match := re.fullmatch(r"decode-([1-9]\d*)x([1-9]\d*)", name):
             return cls(int(match[1]), int(match[2]), True)
         if match := re.fullmatch(r"prefill-([1-9]\d*)", name):
@@ -65,9 +65,10 @@ class Measure:
 
 @dataclass
 class Clock:
-    """Times of a run's ticks, and what the machine's processors did between the first and the last that count.
+    """Times of a run's ticks, and the CPU time of other processes in the timed part.
 
-    first: number of the tick at which the timed part begins; -1: it begins now."""
+    first: number of the tick at which the timed part begins; -1: now.
+    """
 
     first: int
     stamps: list[float] = field(default_factory=list)
@@ -86,21 +87,22 @@ class Clock:
             self.begin()
 
     def end(self) -> tuple[float, float]:
-        """Seconds of the timed part, and the cores that others used during it."""
+        """Return the seconds of the timed part, and the cores that other processes used in it."""
         others, elapsed = others_seconds() - self.busy, time.perf_counter() - self.began
         return self.stamps[-1] - self.began, max(others, 0.0) / elapsed
 
 
 def others_seconds() -> float:
-    """Processor seconds since the start of the machine that neither this process nor its descendants took.
+    """Return the CPU seconds since boot of all processes except this one and its descendants.
 
-    Time that the host took away from a virtual machine counts as others'."""
+    Time stolen by the host of a virtual machine is included.
+    """
     user, nice, system, _, _, irq, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     parents, used = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                # The command's name, in parentheses, may hold spaces.
+                # The command's name, in parentheses, may contain spaces.
                 parts = (folder / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
@@ -112,7 +114,7 @@ def others_seconds() -> float:
 
 
 def wait_for_quiet() -> None:
-    """Until others leave the processors alone for a moment, or WAIT_SECONDS."""
+    """Wait until other processes are idle for a moment, at most WAIT_SECONDS."""
     until = time.perf_counter() + WAIT_SECONDS
     while time.perf_counter() < until:
         before, began = others_seconds(), time.perf_counter()
@@ -122,7 +124,7 @@ def wait_for_quiet() -> None:
 
 
 class Contestant(ABC):
-    """What is measured; made once a process, from the command line."""
+    """Subject of the measures; one per process, made from the command line."""
 
     name: str
     version: str
@@ -132,12 +134,12 @@ class Contestant(ABC):
 
 
 class Generator(Contestant):
-    """A contestant that generates tokens."""
+    """Contestant that generates tokens."""
 
     @abstractmethod
     def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
-        """Continues the prompts, of one length, together. Calls tick when every row has its first new token, and
-        after each of `steps` steps that give each row another."""
+        """Continue the prompts, all of one length, as one batch. Call `tick` when every row has its first new token,
+        and after each of `steps` steps that give each row one token."""
 
     def sample(self, measure: Measure, prompts: list[list[int]], tokens: int) -> Sample:
         clock = Clock(WARM_UP if measure.decode else -1)
@@ -148,19 +150,19 @@ class Generator(Contestant):
 
 def main(make: Callable[[argparse.Namespace], Contestant],
          prepare: Callable[[argparse.Namespace], None] = lambda _: None) -> None:
-    """A contestant's script. prepare: called before all else, such as for the environment of the process."""
+    """Run a contestant's script. prepare: called first, for example to set the environment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--measures", default=",".join(MEASURES))
-    parser.add_argument("--tokens", type=int, default=32, help="decode steps that are timed (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, help="timed decode steps (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--length", type=int, default=8448, help="longest row to make room for (default: %(default)s)")
-    parser.add_argument("--vocabulary", type=int, help="random ids are below it (default: that of MODEL/config.json)")
-    parser.add_argument("--serve", action="store_true", help="take measures from stdin")
+    parser.add_argument("--length", type=int, default=8448, help="maximum tokens of a row (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=int, help="upper bound of random ids (default: that of MODEL/config.json)")
+    parser.add_argument("--serve", action="store_true", help="read measures from stdin")
     args = parser.parse_args()
     prepare(args)
-    # What libraries print must not mix with the answers.
+    # Output of libraries must not mix with the JSON lines.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     began = time.perf_counter()

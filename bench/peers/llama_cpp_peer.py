@@ -11,7 +11,7 @@ import harness
 import llama_cpp as c
 import numpy as np
 
-STEP = 256  # to which llama.cpp rounds a sequence's room up
+STEP = 256  # llama.cpp rounds a sequence's capacity up to a multiple
 
 
 class LlamaCpp(harness.Generator):
@@ -27,11 +27,11 @@ class LlamaCpp(harness.Generator):
         args.vocabulary = args.vocabulary or self.vocabulary
 
     @cache  # noqa: B019 (one peer a process)
-    def context(self, rows: int, room: int) -> Any:
-        """For so many sequences of at most `room` tokens each."""
+    def context(self, rows: int, capacity: int) -> Any:
+        """Return a context for `rows` sequences of at most `capacity` tokens each."""
         params = c.llama_context_default_params()
-        params.n_seq_max, params.n_ctx = rows, rows * room
-        params.n_batch = rows * room
+        params.n_seq_max, params.n_ctx = rows, rows * capacity
+        params.n_batch = rows * capacity
         params.n_threads = params.n_threads_batch = self.threads
         params.no_perf = True
         return c.llama_init_from_model(self.model, params)
@@ -54,7 +54,7 @@ class LlamaCpp(harness.Generator):
             c.llama_batch_free(batch)
 
     def decode(self, context: Any, batch: Any, inputs: Iterable[tuple[int, int, int, bool]]) -> list[int]:
-        """One batch of (row, token, position, whether its next token is wanted); those tokens."""
+        """Decode one batch of (row, token, position, sample the next token); return the sampled tokens."""
         wanted = []
         for number, (row, token, place, ends) in enumerate(inputs):
             batch.token[number], batch.pos[number] = token, place

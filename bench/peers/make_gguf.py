@@ -1,8 +1,8 @@
-"""Writes a Hugging Face folder's weights as a GGUF file in bfloat16, for llama.cpp. Token ids only: no tokenizer.
+"""Conversion of a Hugging Face folder's weights to a GGUF file in bfloat16, for llama.cpp, without a tokenizer.
 
     PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0]
 
-With q8_0 all matrices are int8 in blocks of 32 that share a scale, as llama-quantize makes them. Qwen3 and Llama
+With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. Supports Qwen3 and Llama
 architectures with one safetensors file. Needs the packages gguf and numpy.
 """
 
@@ -27,7 +27,7 @@ TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "o
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
-    """Each tensor's bfloat16 numbers as uint16, in the tensor's shape."""
+    """Return each tensor's bfloat16 values as uint16, in the tensor's shape."""
     with file.open("rb") as data:
         header = json.loads(data.read(size := int.from_bytes(data.read(8), "little")))
     numbers, tensors = np.memmap(file, np.uint8, "r", 8 + size), {}
@@ -41,8 +41,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k in the order of llama.cpp's Llama, whose rotation takes neighbours where Hugging Face's takes
-    halves."""
+    """Return rows of q or k in the order of llama.cpp's Llama: it rotates neighbours, Hugging Face rotates halves."""
     rows, columns = weight.shape
     ordered: np.ndarray = weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(weight.shape)
     return ordered

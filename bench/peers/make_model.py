@@ -1,11 +1,11 @@
-"""Makes a Hugging Face folder with random weights in bfloat16, for benchmarks in which only the shape counts.
+"""Generation of a Hugging Face folder with random bfloat16 weights, for benchmarks in which only the shape counts.
 
     python bench/peers/make_model.py qwen3-0.6b FOLDER --tokenizer QWEN3_FOLDER
     python bench/peers/make_model.py m42 FOLDER
 
-Shapes: Qwen3-0.6B's own, and a model of 42 million parameters (with its embedding; 25 without) on which everything
-around the kernels shows. Norms are 1, all else is drawn from N(0, 0.02). Without --tokenizer a byte-level BPE of
-exactly the shape's vocabulary is made: the bytes, then pairs of them.
+Shapes: Qwen3-0.6B's, and a model of 42 million parameters with its embedding, 25 million without, which makes the cost
+around the kernels visible. Norms are 1, all other weights are from N(0, 0.02). Without --tokenizer a byte-level BPE of
+exactly the shape's vocabulary is made: the bytes, then pairs of bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def config_of(shape: dict[str, int]) -> dict[str, Any]:
 
 
 def weights_of(shape: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint, bfloat16, linear ones [out, in]."""
+    """Return every tensor of the checkpoint in bfloat16; linear weights are [out, in]."""
     random = torch.Generator().manual_seed(seed)
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
@@ -64,7 +64,7 @@ def weights_of(shape: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """A byte-level BPE of exactly `size` ids, the last of them the end of text."""
+    """Write a byte-level BPE of exactly `size` ids; the last one is the end of text."""
     end = "<|endoftext|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = list(itertools.islice(itertools.product(alphabet, alphabet), size - len(alphabet) - 1))
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer's files are copied")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = SHAPES[args.shape]

@@ -1,4 +1,4 @@
-"""npuserve's own step, scheduler and runner as the engine process has them. See harness.py."""
+"""npuserve's step, with scheduler and runner as in the engine process. See harness.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Npuserve(harness.Generator):
             max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds)
 
     def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
-        # The first of the rows decode while the others are still being prefilled.
+        # The first rows decode during the prefill of the others.
         spare = sum(map(len, prompts)) // (self.budget - len(prompts)) + len(prompts) + 1
         now = time.monotonic()
         ids = [self.scheduler.add(Request("", prompt, spare + steps, now, SamplingParams(temperature=0.0)),
@@ -56,9 +56,7 @@ class Npuserve(harness.Generator):
             self.step()
 
     def step(self) -> int:
-        """Launches what there is to launch, as the engine does, and collects the step that was launched first.
-
-        Returns the rows that got a token."""
+        """Launch up to two steps, as the engine does; collect the oldest, and return its number of tokens."""
         while len(self.flying) < 2:
             step = self.scheduler.schedule(time.monotonic()).step
             if not step.rows:

@@ -1,5 +1,7 @@
-"""OpenVINO GenAI's continuous batching, executed in bfloat16, or in float32 where the processor has no products of
-bfloat16, since it does nothing else there; MODEL is an export of optimum-cli. See harness.py."""
+"""OpenVINO GenAI's continuous batching; MODEL is an export of optimum-cli. See harness.py.
+
+Executed in bfloat16, or in float32 on a processor without bfloat16 products, where OpenVINO computes in nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class OpenVino(harness.Generator):
 
     def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
         config = genai.GenerationConfig(max_new_tokens=steps + 1, ignore_eos=True, do_sample=False)
-        # Dropping a handle cancels its request.
+        # A request is cancelled when its handle is garbage-collected.
         handles = [self.pipeline.add_request(next(self.numbers), ov.Tensor(np.array([prompt], np.int64)), config)
                    for prompt in prompts]
         waiting = handles

@@ -1,4 +1,4 @@
-"""transformers' own generate, in bfloat16. See harness.py."""
+"""transformers' generate in bfloat16. See harness.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 
 
 class Tick(StoppingCriteria):
-    """Never stops; is asked after each token."""
+    """Criterion that never stops and calls `tick` after each token."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self.tick = tick

@@ -1,4 +1,4 @@
-"""vLLM for CPUs in one process, which small models and several rows favour. See vllm_peer.py."""
+"""vLLM for CPUs in one process, which is faster for small models and several rows. See vllm_peer.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import vllm_peer
 
 
 def prepare(args: argparse.Namespace) -> None:
-    # OpenMP's settings are those that vLLM gives its worker.
+    # The same OpenMP settings as vLLM's worker has.
     vllm_peer.prepare(
         args, VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS=str(args.threads), KMP_BLOCKTIME="5", KMP_TPAUSE="0",
         KMP_AFFINITY=f"granularity=fine,explicit,proclist=[{vllm_peer.cores(args)}]")

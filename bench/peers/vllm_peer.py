@@ -1,7 +1,7 @@
-"""vLLM for CPUs, in bfloat16, its engine stepped directly; engine and worker are processes, as it starts them.
+"""vLLM for CPUs in bfloat16; its engine is stepped directly, with engine and worker in processes of their own.
 
-See harness.py. Its libraries must be loaded before Python's own: libiomp5.so, which its package brings, and
-libtcmalloc_minimal.so.4, both in the environment's `lib` folder (install.sh puts them there).
+Two libraries must be preloaded, both in the environment's `lib` folder (install.sh puts them there): libiomp5.so, from
+vLLM's package, and libtcmalloc_minimal.so.4. See harness.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cores(args: argparse.Namespace) -> str:
 
 
 def prepare(args: argparse.Namespace, **more: str) -> None:
-    """Starts the process anew where it does not have the environment that vLLM asks for, and `more`."""
+    """Restart the process with the environment variables that vLLM needs, and `more`, unless they are set."""
     libraries = [Path(sys.prefix, "lib", name) for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     for library in libraries:
         if not library.exists():

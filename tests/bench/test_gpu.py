@@ -1,4 +1,4 @@
-"""bench/gpu.py without a GPU: all its parts on a toy shape, and that what is wrong is said to be wrong."""
+"""bench/gpu/gpu.py without a GPU: all parts on a toy shape, and detection of errors."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ built = pytest.mark.skipif(not native.available(), reason="the native kernels ar
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return bench("gpu")
+    return bench("gpu.gpu")
 
 
 @pytest.fixture(scope="module")
 def part() -> Iterator[Callable[[str], ModuleType]]:
-    """A module of bench/gpu_parts by its name."""
-    sys.path.append(str(BENCH))
+    """Function that returns a module of bench/gpu/gpu_parts by name."""
+    sys.path.append(str(BENCH / "gpu"))
     yield lambda name: importlib.import_module(f"gpu_parts.{name}")
-    sys.path.remove(str(BENCH))
+    sys.path.remove(str(BENCH / "gpu"))
 
 
 def run(out: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, the report, and all that was printed."""
-    done = subprocess.run([sys.executable, str(BENCH / "gpu.py"), "--out", str(out), "--quick", *arguments],
+    """Run the program; return exit code, report and output."""
+    done = subprocess.run([sys.executable, str(BENCH / "gpu" / "gpu.py"), "--out", str(out), "--quick", *arguments],
                           capture_output=True, text=True, env=os.environ | environment)
     report = out / "cuda.json"
     return done.returncode, json.loads(report.read_text()) if report.is_file() else {}, done.stdout + done.stderr
@@ -66,7 +66,7 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
     numbers = [row for row in report["rows"] if row["part"] == "numbers"]
     assert {row["kernel"] for row in numbers} == {name for name, k in KERNELS.items() if "cpu" in k.implementations}
     assert all(row["ok"] and row["largest relative error"] < 0.02 for row in numbers)
-    assert len({(row["table"], row["kernel"], row["dtype"]) for row in numbers}) == len(numbers)  # each shard its own
+    assert len({(row["table"], row["kernel"], row["dtype"]) for row in numbers}) == len(numbers)  # no repeats
     kinds = {row["numbers"] for row in report["rows"] if row["part"] == "steps"}
     assert kinds == {"bf16", "W8A8", "W8A8 and head"}
     assert all(row["served / engine"] > 0 for row in report["rows"] if row["part"] == "served")
@@ -76,8 +76,8 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
 
 
 @built
-def test_before_the_server_nothing_of_the_wire_is_needed(tmp_path: Path) -> None:
-    """As on a machine that has torch, triton and transformers alone."""
+def test_parts_before_the_server_need_no_grpc(tmp_path: Path) -> None:
+    """A machine with only torch, triton and transformers."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.machinery as m\n"
         "found = m.PathFinder.find_spec\n"
@@ -98,7 +98,7 @@ def test_before_the_server_nothing_of_the_wire_is_needed(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_emulated(tmp_path: Path) -> None:
-    # The interpreter takes minutes on a machine that does other work beside.
+    # The interpreter takes minutes on a busy machine.
     budgets = ("--budget", "tokens=500", "--budget", "candidates=300", "--seconds", "850")
     code, report, said = run(tmp_path, "--emulate", "--parts", "machine,tokens,candidates", *budgets)
     assert (code, report["wrong"]) == (0, []), said
@@ -108,7 +108,7 @@ def test_emulated(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_no_gpu_is_an_error(tmp_path: Path) -> None:
     code, report, said = run(tmp_path)
     assert code == 2
     assert not report
@@ -120,8 +120,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     (["--parts", "machine,lunch"], "--parts: 'lunch' is not one of numbers,"),
     (["--budget", "steps=long"], "--budget: 'steps=long' is not PART=SECONDS"),
 ])
-def test_nonsense_is_named(script: ModuleType, arguments: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
-                           ) -> None:
+def test_invalid_argument_is_named(
+    script: ModuleType, arguments: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         script.arguments(arguments)
     assert wrong in capsys.readouterr().err
@@ -144,7 +145,7 @@ def off(gate_up: Tensor) -> Tensor:
 
 
 def unwritten(gate_up: Tensor) -> Tensor:
-    """All but the last number of the last row."""
+    """Return all but the last number of the last row."""
     made = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
     made[:-1] = swiglu.golden(gate_up)[:-1]
     made[-1, :-1] = swiglu.golden(gate_up)[-1, :-1]
@@ -192,7 +193,7 @@ for part in order["parts"]:
 """
 
 
-def test_the_rest_goes_on_where_a_process_ends_or_hangs(
+def test_remaining_units_run_after_a_process_ends_or_hangs(
     part: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = part("supervisor")
@@ -210,7 +211,7 @@ def test_the_rest_goes_on_where_a_process_ends_or_hangs(
     assert len(report["wrong"]) == 2
 
 
-def test_a_process_that_never_begins_is_given_up(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_a_process_that_never_starts_is_given_up(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
     args = argparse.Namespace(parts=["machine", "peer"], budgets={"machine": 9, "peer": 9}, seconds=100.0, out=tmp_path,
                               seed=1, shape="toy", shards=1)
     assert part("supervisor").run(args, [sys.executable, "-c", "raise SystemExit(1)"], dict(os.environ)) == 1
@@ -226,14 +227,14 @@ def event(name: str, category: str, ts: float, dur: float) -> dict[str, Any]:
 
 
 def trace(profile: ModuleType, *more: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two steps of two kernels, 10 us each, 1 us apart, 4 us between the steps; two overlap."""
+    """Return a trace: two steps of two 10 us kernels, 1 us apart, 4 us between the steps; two overlap."""
     kernels = [event("a", "kernel", 100, 10), event("b", "kernel", 111, 10), event("a", "kernel", 125, 10),
                event("b", "kernel", 136, 10), event("copy", "gpu_memcpy", 130, 5)]
     return [{"ph": "M", "name": "process_name"}, event(profile.MARK, "user_annotation", 90, 60),
             event(profile.MARK, "gpu_user_annotation", 100, 40), event("a", "kernel", 50, 10), *kernels, *more]
 
 
-def test_a_trace_says_when_the_device_was_idle(part: Callable[[str], ModuleType]) -> None:
+def test_trace_gives_idle_time_of_the_device(part: Callable[[str], ModuleType]) -> None:
     profile = part("profile")
     found = profile.read(trace(profile, event("cudaGraphLaunch", "cuda_runtime", 95, 2),
                                event("cudaEventSynchronize", "cuda_runtime", 99, 2),
@@ -253,7 +254,7 @@ def test_waits_and_allocations_are_found(part: Callable[[str], ModuleType], name
     assert found.forbidden == [f"{name.partition('_v')[0]} 1 times"]
 
 
-def test_a_trace_without_the_device_is_none(part: Callable[[str], ModuleType]) -> None:
+def test_trace_without_device_work_is_an_error(part: Callable[[str], ModuleType]) -> None:
     profile = part("profile")
     with pytest.raises(ValueError, match="no range"):
         profile.read([])
@@ -264,8 +265,8 @@ def test_a_trace_without_the_device_is_none(part: Callable[[str], ModuleType]) -
 # The peer
 
 
-def test_the_peer_computes_what_it_generates(part: Callable[[str], ModuleType]) -> None:
-    """Decode steps in static memory give the tokens of transformers' own loop."""
+def test_peer_generates_the_tokens_of_transformers(part: Callable[[str], ModuleType]) -> None:
+    """Decode steps in static memory give the tokens of transformers' generate."""
     backend = CpuBackend(native=False)
     context = part("worker").Context(argparse.Namespace(shape="toy"), backend, machine_of(backend), Path())
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""bench/metrics_cost.py: its windows and figures, and a short run."""
+"""bench/serving/metrics_cost.py: its windows and figures, and a short run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.benches import BENCH, bench
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return bench("metrics_cost")
+    return bench("serving.metrics_cost")
 
 
 def test_metrics_cost_windows_come_in_random_order_and_equal_number(script: ModuleType) -> None:
@@ -24,12 +24,12 @@ def test_metrics_cost_windows_come_in_random_order_and_equal_number(script: Modu
     orders = [tuple(script.order(chance)) for _ in range(600)]
     assert all(kinds.count(script.ON) == kinds.count(script.OFF) == 2 for kinds in orders)
     assert len(set(orders)) == 6
-    for place in range(4):  # no kind has a place of its own
+    for place in range(4):  # no kind prefers a place
         assert 0.4 < sum(kinds[place] == script.ON for kinds in orders) / len(orders) < 0.6
 
 
 def made(script: ModuleType, rounds: int, cost: float, period: float) -> list[object]:
-    """Rounds of a server that is slower by `cost` with metrics, and by half in one of four windows of a period."""
+    """Return rounds of a server slower by `cost` with metrics, and half as fast in a quarter of each period."""
     chance, found, at = random.Random(2), [], 0.0
     for _ in range(rounds):
         windows = {"on": [], "off": []}
@@ -59,8 +59,8 @@ def test_metrics_cost_leaves_out_a_round_with_an_empty_window(script: ModuleType
 @pytest.mark.slow
 def test_metrics_cost_runs(tmp_path: Path) -> None:
     file = tmp_path / "cost.json"
-    done = subprocess.run([sys.executable, BENCH / "metrics_cost.py", "--rounds", "2", "--seconds", "0.1", "--streams",
-                           "2", "--json", file], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, BENCH / "serving" / "metrics_cost.py", "--rounds", "2", "--seconds", "0.1",
+                           "--streams", "2", "--json", file], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert {kind: len(windows) for kind, windows in found["rounds"][0].items()} == {"on": 2, "off": 2}

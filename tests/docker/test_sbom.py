@@ -1,4 +1,4 @@
-"""The SBOMs that docker/sbom.py writes, against CycloneDX's JSON schema and against what they describe."""
+"""SBOMs written by docker/sbom.py, checked against CycloneDX's JSON schema and the described packages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def install(folder: Path, name: str, version: str, *metadata: str) -> None:
     (made / "METADATA").write_text("\n".join(lines))
 
 
-def test_schema_refuses_what_is_no_sbom() -> None:
+def test_schema_refuses_an_invalid_sbom() -> None:
     with pytest.raises(AssertionError, match="bomFormat"):
         check_schema("{}")
 

@@ -1,16 +1,16 @@
-"""`npuserve serve` that starts its engine again at once and as often as it takes, and whose engine dies of one token.
+"""`npuserve serve` with an engine that fails as tests demand, and that restarts at once and without limit.
 
     python -m tests.e2e.brittle serve [SETTINGS]     the supervisor
     python -m tests.e2e.brittle engine               its engine process
 
-The engine kills itself when it is to compute what a request with the token POISON in its prompt has after its first
-SPARED tokens. While the file exists that the environment variable SLOW names, each step takes as many seconds more as
-the file says, SLOW_SECONDS if it is empty. RATES names a file of the rates, as JSON, that an engine measures of its CPU
-kernels in place of this machine's.
+A request with the token POISON in its prompt kills the engine after its first SPARED tokens. Environment variables name
+files:
 
-At each start, the engine reads the file that the environment variable LOAD names, if there is one: "hang" never ends
-the load, "slow:SECONDS" delays it, "memory" fails it as a lack of memory does, "helper" starts a process that has the
-engine's stdout open, and "orphan" starts one whose parent ends at once. Both write their process ids to FILE.pid.
+    SLOW    while it exists, each step takes longer by the seconds in the file, SLOW_SECONDS if it is empty
+    RATES   rates of CPU kernels, as JSON, that the engine uses instead of measuring them
+    LOAD    fault of the next load of the model: "hang" never ends it, "slow:SECONDS" delays it, "memory" fails it for
+            lack of memory, "helper" starts a process that has the engine's stdout open, and "orphan" starts one whose
+            parent ends at once. The last two write their process ids to FILE.pid
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOW_SECONDS = 0.1
 RATES = "BRITTLE_RATES"
 LOAD = "BRITTLE_LOAD"
 LOAD_LIMIT = "BRITTLE_LOAD_LIMIT"
-"""Seconds: the least limit of a second load, and the time between log lines on a load."""
+"""Seconds: the minimum limit of a second load, and the time between log lines on a load."""
 PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 
@@ -88,7 +88,7 @@ def engine() -> int:
 
 
 def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
-    """Do at a load what the file says."""
+    """Execute the fault of a load."""
     if kind in ("hang", "slow"):
         time.sleep(float(seconds))
     elif kind == "memory":

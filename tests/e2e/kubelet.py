@@ -1,7 +1,7 @@
-"""A kubelet for one container, as far as a pod's life goes: environment, probes, preStop, SIGTERM, grace, SIGKILL.
+"""A kubelet for one container: environment, probes, preStop, SIGTERM, grace period, SIGKILL.
 
-It takes a pod as the chart renders it. Volumes are folders under one root, which takes the place of `/` in whatever
-names a mounted path; nothing else of the pod is changed.
+The pod is as rendered by the chart. Volumes are folders under a root folder, which replaces `/` in all mounted paths;
+nothing else of the pod is changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 Object = dict[str, Any]
-# Mounts under / keep their own flags, so each is made read-only; the volumes are one mount that stays as it is.
+# Each mount under / has flags of its own and is made read-only, except for the one mount of the volumes.
 READ_ONLY = """
 mount --bind "$0" "$0"
 while read -r _ _ _ _ at _; do
@@ -37,7 +37,7 @@ ENTRYPOINTS = {"npuserve": [sys.executable, "-m", "npuserve.service.cli"]}
 
 
 def entrypoint(dockerfile: Path) -> list[str]:
-    """An image's, its program that of this tree."""
+    """Return the entrypoint of an image, with the program of this tree."""
     found = re.search(r"^ENTRYPOINT (\[.*\])$", dockerfile.read_text(), re.MULTILINE)
     assert found is not None
     program, *arguments = json.loads(found.group(1))
@@ -45,13 +45,13 @@ def entrypoint(dockerfile: Path) -> list[str]:
 
 
 def cores(quantity: str | int | float) -> int:
-    """A CPU quantity as resourceFieldRef gives it: whole cores, rounded up."""
+    """Return a CPU quantity as resourceFieldRef does: whole cores, rounded up."""
     text = str(quantity)
     return math.ceil(float(text[:-1]) / 1000 if text.endswith("m") else float(text))
 
 
 class Container:
-    """The pod's one container, from `start` to `terminate`. `config`: files of its ConfigMap, by name."""
+    """The pod's one container. config: file name -> content of its ConfigMap."""
 
     def __init__(self, spec: Object, config: dict[str, str], image_entrypoint: list[str], root: Path):
         (self.spec,) = spec["containers"]
@@ -69,7 +69,7 @@ class Container:
         self._log = (root / "log").open("w+")
 
     def start(self, read_only: bool = False) -> None:
-        """read_only: in a mount namespace where only the volumes can be written, as readOnlyRootFilesystem has it."""
+        """Start the container. read_only: only the volumes are writable, as with readOnlyRootFilesystem."""
         if read_only:
             self._command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, str(self._root),
                              *self._command]
@@ -81,7 +81,7 @@ class Container:
         return (self._root / "log").read_text()
 
     def probe(self, name: str) -> bool:
-        """One attempt, on a connection of its own as the kubelet's are. name: startup, readiness, liveness."""
+        """Probe once, on a new connection as the kubelet does. name: startup, readiness, liveness."""
         asked = self.spec[f"{name}Probe"]
         target, own = f"127.0.0.1:{asked['grpc']['port']}", [("grpc.use_local_subchannel_pool", 1)]
         with grpc.insecure_channel(target, own) as channel:
@@ -93,7 +93,7 @@ class Container:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def succeed(self, name: str, every: float) -> None:
-        """Probes until it succeeds. every: seconds, fewer than the pod's for the test's sake, but no more in all."""
+        """Probe until success, in at most the pod's total time. every: seconds between probes."""
         asked = self.spec[f"{name}Probe"]
         deadline = time.monotonic() + asked["periodSeconds"] * asked["failureThreshold"]
         while not self.probe(name):
@@ -102,7 +102,7 @@ class Container:
             time.sleep(every)
 
     def terminate(self, before_signal: Callable[[], None]) -> tuple[int, bool]:
-        """preStop, SIGTERM, and SIGKILL when the grace is over: (exit code, whether it had to be killed)."""
+        """Run preStop, send SIGTERM, and SIGKILL after the grace period; return (exit code, was killed)."""
         over = threading.Timer(self.grace, self.process.kill)
         over.start()
         subprocess.run(self.spec["lifecycle"]["preStop"]["exec"]["command"], check=True)

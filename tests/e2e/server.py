@@ -1,4 +1,4 @@
-"""A served model in processes of its own, as an operator starts it, and a client to ask it."""
+"""A real server in processes of its own, and helpers that send requests to it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 
 class Server:
-    """`npuserve serve` on free ports; killed at the end if it does not stop by itself. program: in place of `npuserve
-    serve`, what Python is to run. before: what the command line begins with. process: options of Popen."""
+    """Running `npuserve serve` on free ports; `close` kills it if it does not stop.
+
+    program: arguments of Python in place of `npuserve serve`. before: prefix of the command line. process: options of
+    Popen.
+    """
 
     def __init__(
         self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.service.cli", "serve"),
@@ -56,7 +59,7 @@ class Server:
         return Path(self.log_file.name).read_text(errors="replace")
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
+        """Return the sum of a metric's samples with these labels."""
         with urllib.request.urlopen(self.metrics_url) as page:
             samples = re.findall(rf"^{name}(\{{.*\}})? (\S+)$", page.read().decode(), re.MULTILINE)
         assert samples, f"no metric {name}"
@@ -64,7 +67,7 @@ class Server:
         return sum(float(value) for has, value in samples if all(label in has for label in wanted))
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.terminate()
         return self.process.wait(60)
 
@@ -82,7 +85,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*arguments: str, wait: bool = True, **options: Any) -> Iterator[Server]:
-    """options: of `Server`."""
+    """Run a server while the block runs. wait: until it is ready. options: of `Server`."""
     server = Server(*arguments, **options)
     try:
         server.wait_until_listening()
@@ -94,7 +97,7 @@ def serving(*arguments: str, wait: bool = True, **options: Any) -> Iterator[Serv
 
 
 def request(prompt: str | list[int], max_tokens: int = 64, **fields: object) -> pb.GenerateRequest:
-    """Greedy unless told otherwise, with token ids; fields: of the sub-messages, by their names."""
+    """Return a greedy request that returns token ids. fields: name -> value of fields of its sub-messages."""
     made = pb.GenerateRequest()
     if isinstance(prompt, str):
         made.text = prompt
@@ -119,7 +122,7 @@ def request(prompt: str | list[int], max_tokens: int = 64, **fields: object) -> 
 
 
 def streamed(stub: rpc.InferenceServiceStub, ask: pb.GenerateRequest) -> tuple[str, list[int], pb.Finish]:
-    """The whole stream put together, its contract checked: offsets, nothing after the finish, whole characters."""
+    """Return text, ids and finish of a stream, and check its contract: offsets, and nothing after the finish."""
     text, ids, finish = "", [], None
     for part in stub.StreamGenerate(ask, timeout=100):
         assert finish is None, "a message after the finish"

@@ -1,4 +1,4 @@
-"""A model hub that stops answering: what `npuserve serve ORGANISATION/NAME` meets on a bad network."""
+"""A model hub that stops replying, for `npuserve serve ORGANISATION/NAME` on a bad network."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
 
 class StalledHub:
-    """Serves the hub's API at `url` until `close`.
+    """Server of the hub's API at `url`, until `close`.
 
-    stalls: "api" to answer nothing, "files" to announce the body of each file and never send it.
-    environment: variables with which the hub's client asks this hub, with its cache in `cache`.
+    stalls: "api" for no reply at all, "files" for headers of each file without a body.
+    environment: variables that direct the hub's client to this hub, with its cache in `cache`.
     requests: (method, path) of each request.
-    stalled: set once a client waits.
+    stalled: event, set once a client waits.
     """
 
     def __init__(self, stalls: str, cache: Path):

@@ -1,4 +1,4 @@
-"""Large and compressed work against a server in processes of its own: how it is refused, and what memory it takes."""
+"""Large and compressed messages to a real server: how they are refused, and the memory of the front end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,14 +16,16 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import tokenize_pb2
+from tests.e2e.processes import processes
 from tests.e2e.server import Server, request, serving
 
 GROWTH_MIB = 64
 CALLS = 32
 CONTEXT = 8192
+MAX_CONNECTIONS = CALLS + 8
 SERVICE = "/npuserve.v1.InferenceService/"
 EMPTY_MESSAGES = b"\x2a\x80\x80\x40" + b"\x0a\x00" * (1 << 19)
-"""A Generate of 1 MiB, whose chat has 2**19 empty messages."""
+"""Message of 1 MiB for Generate, whose chat has 2**19 empty messages."""
 
 
 def peak_mib(pid: int, name: str) -> float:
@@ -31,16 +34,14 @@ def peak_mib(pid: int, name: str) -> float:
 
 
 class Growth:
-    """Growth of the front end's peak memory while the block runs."""
+    """Context manager that measures the growth of the front end's peak memory, as `mib`."""
 
     def __init__(self, server: Server) -> None:
-        listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                                 capture_output=True, text=True, check=True).stdout
-        self._pid = next(int(line.split()[0]) for line in listing.splitlines() if "service.frontend" in line)
+        (self._pid,) = processes(server, "frontend")
 
     def __enter__(self) -> Growth:
         self._before = peak_mib(self._pid, "VmRSS")
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # VmHWM counts from here
+        Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # resets VmHWM
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -49,7 +50,7 @@ class Growth:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model with a longer context."""
+    """Folder of the built-in model with a longer context."""
     made = Path(shutil.copytree(storyteller.FOLDER, tmp_path_factory.mktemp("model") / "m"))
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
@@ -57,14 +58,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with serving(str(folder)) as server:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """File of API keys, and the key of its one tenant."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    command = [sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(file), "alice"]
+    return file, subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, keys: tuple[Path, str]) -> Iterator[Server]:
+    """Server with API keys and a limit of connections; `server.metadata` has the key."""
+    file, key = keys
+    with serving(str(folder), "--api-keys", str(file), "--max-connections", str(MAX_CONNECTIONS)) as server:
+        server.metadata = (("authorization", f"Bearer {key}"),)
         yield server
 
 
-def ends(server: Server, method: str, data: bytes, calls: int = CALLS, **options: object) -> set[tuple[str, str]]:
-    """Make the call on as many connections at a time; return the statuses with their messages."""
+def ends(server: Server, method: str, data: bytes, calls: int = CALLS, **options: Any) -> set[tuple[str, str]]:
+    """Send the call on `calls` connections at the same time; return the statuses with their messages."""
     channels = [grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(calls)]
+    options = {"metadata": server.metadata, **options}
     made = [channel.unary_unary(SERVICE + method).future(data, timeout=120, **options) for channel in channels]
     found = {(call.code().name, call.details() or "") for call in made}
     for channel in channels:
@@ -82,17 +95,12 @@ def test_a_compressed_message_is_refused_without_decompressing_it(
     assert growth.mib < GROWTH_MIB
 
 
-def test_a_call_without_a_key_is_refused_before_its_message_is_read(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    command = [sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(file), "alice"]
-    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    with serving(str(folder), "--api-keys", str(file)) as server:
-        with Growth(server) as growth:
-            found = ends(server, "Generate", b"\x1a\x80\x80\x80\x10" + b"x" * (32 << 20), calls=8)
-        assert {code for code, _ in found} == {"UNAUTHENTICATED"}
-        assert growth.mib < GROWTH_MIB
-        metadata = (("authorization", f"Bearer {key}"),)
-        assert server.stub.Generate(request("Once", 2), metadata=metadata).finish.usage.generated_tokens == 2
+def test_a_call_without_a_key_is_refused_before_its_message_is_read(server: Server) -> None:
+    with Growth(server) as growth:
+        found = ends(server, "Generate", b"\x1a\x80\x80\x80\x10" + b"x" * (32 << 20), calls=8, metadata=())
+    assert {code for code, _ in found} == {"UNAUTHENTICATED"}
+    assert growth.mib < GROWTH_MIB
+    assert server.stub.Generate(request("Once", 2), metadata=server.metadata).finish.usage.generated_tokens == 2
 
 
 def test_many_empty_messages_are_refused_before_they_are_parsed(server: Server) -> None:
@@ -135,16 +143,20 @@ def test_more_ids_than_the_context_are_not_detokenized(server: Server) -> None:
     assert growth.mib < GROWTH_MIB
 
 
-def test_connections_beyond_the_limit_are_closed(folder: Path) -> None:
-    with serving(str(folder), "--max-connections", "4") as server:
-        held = [grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(3)]
-        for channel in held:
-            grpc.channel_ready_future(channel).result(30)
-        assert server.stub.Generate(request("Once", 2)).finish.usage.generated_tokens == 2  # the fourth
-        late = grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)])
-        with pytest.raises(grpc.RpcError) as refused:
-            late.unary_unary(SERVICE + "GetLoad")(b"", timeout=10)
-        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        assert server.stub.Generate(request("Once", 2)).finish.usage.generated_tokens == 2
-        for channel in (*held, late):
-            channel.close()
+def test_connections_beyond_the_limit_are_closed(server: Server) -> None:
+    def generated() -> int:
+        answer = server.stub.Generate(request("Once", 2), metadata=server.metadata)
+        return answer.finish.usage.generated_tokens
+
+    assert generated() == 2  # the first connection
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    held = [grpc.insecure_channel(server.target, own) for _ in range(MAX_CONNECTIONS - 1)]
+    for channel in held:
+        grpc.channel_ready_future(channel).result(30)
+    late = grpc.insecure_channel(server.target, own)
+    with pytest.raises(grpc.RpcError) as refused:
+        late.unary_unary(SERVICE + "GetLoad")(b"", timeout=10, metadata=server.metadata)
+    assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert generated() == 2
+    for channel in (*held, late):
+        channel.close()

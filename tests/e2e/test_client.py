@@ -1,13 +1,11 @@
-"""npuserve.client against a server whose processes are killed: its user sees the whole text and nothing else."""
+"""npuserve.client during kills of the server's processes: its user receives the whole text and no error."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import re
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost, channel
 from npuserve.npu.storyteller import FOLDER
+from tests.e2e.processes import processes
 from tests.e2e.server import Server, serving
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW
 from tests.support.fake_engine import until
@@ -29,13 +28,6 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def processes(server: Server, kind: str) -> list[int]:
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listing.splitlines()
-            if re.search(rf"service\.{kind}", line) and not line.split()[1].startswith("Z")]
-
-
 def connections(server: Server, pid: int) -> int:
     """Return the number of TCP connections to the server's port that a process has accepted."""
     port = f":{int(server.target.rpartition(':')[2]):04X}"
@@ -46,13 +38,13 @@ def connections(server: Server, pid: int) -> int:
 
 
 def options(number: int) -> dict[str, float]:
-    """Options of an answer of some 75 KiB: far more than a client that does not read takes."""
+    """Return options of an answer of about 75 KiB, far more than a client buffers without reading."""
     return {
         "max_tokens": 200, "ignore_eos": True, "temperature": 0.8 * (number % 2), "seed": number, "logprobs": 20}
 
 
 async def begin(client: AsyncClient, number: int) -> tuple[AsyncStream, str]:
-    """Return a stream that has not ended with its first message, as one may on a loaded machine, and its first text."""
+    """Return a running stream and its first text. On a loaded machine a stream may end with its first message."""
     while True:
         stream = client.stream(PROMPTS[number], **options(number))
         first = await anext(stream)
@@ -60,9 +52,9 @@ async def begin(client: AsyncClient, number: int) -> tuple[AsyncStream, str]:
             return stream, first.text
 
 
-@pytest.mark.parametrize("kind", ["engine_process", "frontend"])
+@pytest.mark.parametrize("kind", ["engine", "frontend"])
 async def test_streams_outlive_what_serves_them(server: Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clients' windows are small, so that no answer can end before its front end is killed, whatever the load."""
+    """The clients' windows are small, so that no answer ends before its front end is killed."""
     monkeypatch.setattr(channel, "OPTIONS", [*channel.OPTIONS, *SMALL_WINDOW])
 
     def whole() -> list[str]:
@@ -74,7 +66,7 @@ async def test_streams_outlive_what_serves_them(server: Server, kind: str, monke
         clients = [await stack.enter_async_context(AsyncClient(server.target)) for _ in PROMPTS]
         begun = await asyncio.gather(*(begin(client, n) for n, client in enumerate(clients)))
         streams = [stream for stream, _ in begun]
-        # The kernel spreads connections over the front ends by chance: the one with most has at least half of them.
+        # The kernel distributes connections at random: the front end with most has at least half of them.
         victim = max(processes(server, kind), key=lambda pid: connections(server, pid))
         os.kill(victim, signal.SIGKILL)
 
@@ -84,14 +76,14 @@ async def test_streams_outlive_what_serves_them(server: Server, kind: str, monke
         ends = await asyncio.gather(*map(rest, streams))
     assert [text + end for (_, text), end in zip(begun, ends, strict=True)] == alone
     if kind == "frontend":
-        assert max(stream.attempts.calls for stream in streams) > 1  # those of the other front end saw nothing
+        assert max(stream.attempts.calls for stream in streams) > 1  # streams of the other front end are not disturbed
 
 
 def test_a_client_leaves_and_another_goes_on(server: Server) -> None:
     with Client(server.target) as one, Client(server.target) as other:
         whole = one.generate("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True)
         with one.stream("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True) as stream:
-            text = next(stream).text  # how many messages follow depends on the load: tokens share messages
+            text = next(stream).text  # the number of messages depends on the load
         token, tokens = stream.attempts.resume_token, stream.attempts.tokens
         deltas = list(other.resume(token, tokens))
         assert text + "".join(delta.text for delta in deltas) == whole.text
@@ -121,7 +113,7 @@ async def test_unknown_model_is_raised_after_one_call(server: Server, kind: str)
 
 
 def unknown_models(server: Server) -> float:
-    """Return the number of new streams that were refused so. (Calls of other tests may be counted after their end.)"""
+    """Return the number of new streams refused with NOT_FOUND; calls may be counted after their end."""
     return server.metric("npuserve_requests_total", rpc="StreamGenerate", code="NOT_FOUND")
 
 

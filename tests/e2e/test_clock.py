@@ -1,4 +1,4 @@
-"""The time of day is set while a server answers."""
+"""A change of the system clock while a server runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
-from tests.e2e.test_lifecycle import SERVING, children, health, until
+from tests.e2e.test_lifecycle import SERVING, health
 
 CLOCK = r"""
 #define _GNU_SOURCE
@@ -53,18 +54,18 @@ time_t time(time_t *now) {
     return exact.tv_sec;
 }
 """
-"""A library to preload that adds the seconds in a file to the time of day."""
+"""Source of a preloaded library that adds the seconds in a file to the time of day."""
 
 
 def logged_ahead(server: Server) -> timedelta:
-    """By how much the time of the last request in the log is ahead of ours."""
+    """Return by how much the log's time of the last request is ahead of this process's time."""
     last = [line for line in server.log.splitlines() if '"message": "request"' in line][-1]
     told = datetime.strptime(json.loads(last)["time"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)
     return told - datetime.now(timezone.utc)
 
 
 def test_clock_set_while_serving_changes_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a day forward, then by two back, in all processes of the server, between and during streams."""
+    """A day forward, then two days back, in all processes of the server, between and during streams."""
     (tmp_path / "clock.c").write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c"], check=True)
     shift, day = tmp_path / "shift", 86400

@@ -1,4 +1,4 @@
-"""A server's choice of CPU kernels outlives its engine."""
+"""The choice of CPU kernels is kept over a restart of the engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from npuserve.kernels import native
 from npuserve.kernels.native.choice import KINDS, gemm_of
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e import brittle
+from tests.e2e.processes import engine_of
 from tests.e2e.server import Server, request, serving
-from tests.support.benches import bench
 
 pytestmark = pytest.mark.slow
 BRITTLE = ("-m", "tests.e2e.brittle", "serve")
 ON_CPU = ("--device", "cpu", "--log-format", "text")
 ISAS = native.library().isas if native.available() else []
 GEMMS = list(dict.fromkeys(gemm_of(isa) for isa in ISAS))
-"""How bfloat16 can be multiplied here."""
+"""GEMM implementations for bfloat16 on this machine."""
 
 
 def write_rates(file: Path, fastest: str) -> None:
@@ -31,7 +31,7 @@ def write_rates(file: Path, fastest: str) -> None:
 
 
 def chosen(server: Server, lives: int) -> list[tuple[str, str]]:
-    """(instruction set, kept) of each engine so far, once there were so many that are ready."""
+    """Wait until `lives` engines were ready; return (instruction set, kept) of each engine so far."""
     until = time.monotonic() + 60
     while len(re.findall(r"ready in [\d.]+ s", server.log)) < lives:
         assert time.monotonic() < until, server.log
@@ -43,12 +43,11 @@ def chosen(server: Server, lives: int) -> list[tuple[str, str]]:
 def test_restarted_engine_keeps_the_instruction_set_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the rates would now say otherwise: so an answer stays the same to the last bit."""
+    """Also if the rates have changed, so that answers stay bit-identical."""
     first, second = ISAS[:2]
     rates = tmp_path / "rates"
     write_rates(rates, second)
     monkeypatch.setenv(brittle.RATES, str(rates))
-    kills = bench("kills")
 
     def answer(server: Server) -> tuple[pb.GenerateResponse, bytes]:
         found = server.stub.Generate(request("Once upon a time", 48, logprobs=2, ignore_eos=True), timeout=60)
@@ -59,7 +58,7 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
         alone, reports = answer(server)
         assert reports
         write_rates(rates, first)
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         assert chosen(server, 2) == [(second, "False"), (second, "True")]
         again, same_reports = answer(server)
         assert (again.token_ids, same_reports) == (alone.token_ids, reports)
@@ -69,22 +68,19 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
         assert chosen(server, 1) == [(first, "False")]
 
 
-@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
-def test_weights_stay_plain_over_a_restart_when_asked_for() -> None:
-    kills = bench("kills")
-    with serving(*ON_CPU, "--cpu-weights", "plain", "--dtype", "bfloat16", program=BRITTLE) as server:
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
-        assert [kept for _, kept in chosen(server, 2)] == ["False", "True"]
-        assert server.log.count("plain weights") == 2
-        assert server.metric("npuserve_cpu_kernels_info", weights="plain") == 1
+CASES = [
+    pytest.param(gemm, weights, marks=[] if number == 0 and weights == "plain" else pytest.mark.full)
+    for number, gemm in enumerate(GEMMS) for weights in ("plain", "auto")]
+"""By default only the first. The others repeat it by other kernels, whose rows tests/kernels/native checks to be
+independent of the batch; the test above has a kill with compact weights."""
 
 
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_tokens_are_the_same_alone_among_32_rows_and_after_a_kill(gemm: str) -> None:
-    kills = bench("kills")
+@pytest.mark.parametrize(("gemm", "weights"), CASES)
+def test_tokens_are_equal_alone_among_32_rows_and_after_a_kill(gemm: str, weights: str) -> None:
+    """The format of the weights is kept over the restart, too."""
     wanted = request("Once upon a time", 64, ignore_eos=True)
-    with serving(*ON_CPU, "--dtype", "bfloat16", "--cpu-gemm", gemm) as server:
+    with serving(*ON_CPU, "--dtype", "bfloat16", "--cpu-gemm", gemm, "--cpu-weights", weights) as server:
         alone = server.stub.Generate(wanted, timeout=60).token_ids
         assert f"bfloat16 products by {gemm}," in server.log
         others = [server.stub.Generate.future(request(f"{i} little dogs", 64, ignore_eos=True), timeout=60)
@@ -93,7 +89,10 @@ def test_tokens_are_the_same_alone_among_32_rows_and_after_a_kill(gemm: str) -> 
         assert {len(other.result().token_ids) for other in others} == {64}
         stream = server.stub.StreamGenerate(wanted, timeout=60)
         ids = list(next(stream).token_ids)
-        os.kill(kills.engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         ids += [token for part in stream for token in part.token_ids]
         assert ids == alone
-        assert len(chosen(server, 2)) == 2
+        assert [kept for _, kept in chosen(server, 2)] == ["False", "True"]
+        if weights == "plain":
+            assert server.log.count("plain weights") == 2
+            assert server.metric("npuserve_cpu_kernels_info", weights="plain") == 1

@@ -1,4 +1,4 @@
-"""The server's edge, whole: TLS and keys with clients that nobody here wrote, frozen processes, a drain on demand."""
+"""A real server: TLS and keys with other clients, invalid requests, frozen processes, a drain by request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -22,7 +22,7 @@ from npuserve.client import Tls
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
-from tests.e2e.fuzz.target import target
+from tests.e2e.processes import processes, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.support.certificates import Authority, needs_openssl
 from tests.support.connect import connect
@@ -31,18 +31,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def processes(server: Server, module: str) -> list[int]:
-    """Ids of the server's children of that kind."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    return [int(pid) for pid in re.findall(rf"^\s*(\d+) .*npuserve\.service\.{module}$", listing, re.MULTILINE)]
-
-
-def wait(true: Callable[[], object], server: Server) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.05)
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Server with two front ends that kills a frozen process after 5 s, shared by tests that leave it ready."""
+    with serving("--frontends", "2", "--hang-seconds", "5") as running:
+        yield running
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +44,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @needs_openssl
 def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """grpcurl by reflection, `npuserve generate`, grpcio; probes by the plain health port."""
+    """Clients: grpcurl by reflection, `npuserve generate` and grpcio; probes on the plain health port."""
     authority = Authority(tmp_path)
     server_pair, own = authority.issue("server"), authority.issue("client")
     keys, key_file = tmp_path / "keys", tmp_path / "key"
@@ -98,53 +91,84 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
         assert key not in server.log
 
 
-def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
-    """Stopped, as a stuck driver or a debugger has it: Watch hears both changes."""
-    with serving("--hang-seconds", "5") as server:
-        ask = request("Once upon a time", 400, ignore_eos=True)
-        expected = streamed(server.stub, ask)[:2]
-        seen: list[int] = []
-        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""))
+def test_bad_requests_of_any_language_are_invalid_argument_by_field(server: Server) -> None:
+    """Sent as bytes, since Python's protobuf cannot send all that those of C++, Ruby and Node can."""
+    generate = "/npuserve.v1.InferenceService/Generate"
 
-        def note() -> None:
-            try:
-                seen.extend(update.status for update in watch)
-            except grpc.RpcError:
-                return
+    def counts() -> list[float]:
+        return [server.metric("npuserve_requests_total", rpc="Generate", code=code)
+                for code in ("INVALID_ARGUMENT", "FAILED_PRECONDITION")]
 
-        threading.Thread(target=note, daemon=True).start()
-        answers: list[tuple[str, list[int]]] = []
-        asking = threading.Thread(target=lambda: answers.append(streamed(server.stub, ask)[:2]))
-        asking.start()
-        wait(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
-        (engine,) = processes(server, "engine_process")
-        os.kill(engine, signal.SIGSTOP)
-        asking.join(90)
-        assert answers == [expected]
-        wait(lambda: len(seen) == 3, server)
-        watch.cancel()
-        assert seen == [SERVING, NOT_SERVING, SERVING]
-        assert "engine hangs, killing it" in server.log
-        assert server.metric("npuserve_engine_restarts_total") == 1
+    server.stub.Generate(request("Once", 1))  # makes the metric exist
+    before = counts()
+    raw = server.channel.unary_unary(generate, response_deserializer=pb.GenerateResponse.FromString)
+    several = pb.GenerateRequest(text="a")
+    several.sampling.temperature, several.scheduling.priority = -1, 1000
+    for data, code, said in (
+        (b"\x1a\x04caf\xe9", "INVALID_ARGUMENT", "text: must be valid UTF-8"),
+        (b"\x0a\x03\xed\xa0\x80", "INVALID_ARGUMENT", "request_id: must be valid UTF-8"),
+        (b"\xff\xff\xff", "INVALID_ARGUMENT", "the request is not a valid npuserve.v1.GenerateRequest: malformed"),
+        (several.SerializeToString(), "INVALID_ARGUMENT",
+         "sampling.temperature: must be in [0, 100], got -1; scheduling.priority: must be in [0, 100], got"),
+        (pb.GenerateRequest(text="").SerializeToString(), "INVALID_ARGUMENT", "text: must be at least one token"),
+        (b"\x2a\x08\x0a\x06\x0a\x04user", "FAILED_PRECONDITION", "chat: the served model has no chat template"),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            raw(data, timeout=30)
+        assert (refused.value.code().name, refused.value.details()[: len(said)]) == (code, said)
+    assert len(streamed(server.stub, request("Once upon a time", 4))[1]) == 4
+    until(lambda: counts() == [before[0] + 5, before[1] + 1], server)
+    assert "Traceback" not in server.log
+    assert "InvalidField: text" in server.log
 
 
-def test_a_frozen_front_end_is_replaced() -> None:
-    with serving("--frontends", "2", "--hang-seconds", "5") as server:
-        before = processes(server, "frontend")
-        os.kill(before[0], signal.SIGSTOP)
-        wait(lambda: len(after := processes(server, "frontend")) == 2 and before[0] not in after, server)
-        assert re.search(r"frontend-\d hangs, killing it", server.log)
-        assert before[1] in processes(server, "frontend")
-        wait(lambda: server.log.count("ready in") == 2, server)
-        for _ in range(4):
-            with grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-                assert len(streamed(rpc.InferenceServiceStub(channel), request("Once", 4))[1]) == 4
-        assert server.metric("npuserve_engine_restarts_total") == 0
-        assert server.stop() == 0
+def test_a_frozen_engine_is_killed_and_its_streams_go_on(server: Server) -> None:
+    """SIGSTOP stands for a stuck driver or a debugger. Health's Watch sends both changes."""
+    restarts = server.metric("npuserve_engine_restarts_total")
+    ask = request("Once upon a time", 400, ignore_eos=True)
+    expected = streamed(server.stub, ask)[:2]
+    seen: list[int] = []
+    watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""))
+
+    def note() -> None:
+        try:
+            seen.extend(update.status for update in watch)
+        except grpc.RpcError:
+            return
+
+    threading.Thread(target=note, daemon=True).start()
+    answers: list[tuple[str, list[int]]] = []
+    asking = threading.Thread(target=lambda: answers.append(streamed(server.stub, ask)[:2]))
+    asking.start()
+    until(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
+    (engine,) = processes(server, "engine")
+    os.kill(engine, signal.SIGSTOP)
+    asking.join(90)
+    assert answers == [expected]
+    until(lambda: len(seen) == 3, server)
+    watch.cancel()
+    assert seen == [SERVING, NOT_SERVING, SERVING]
+    assert "engine hangs, killing it" in server.log
+    assert server.metric("npuserve_engine_restarts_total") == restarts + 1
+
+
+def test_a_frozen_front_end_is_replaced(server: Server) -> None:
+    restarts, ready = server.metric("npuserve_engine_restarts_total"), server.log.count("ready in")
+    before = processes(server, "frontend")
+    os.kill(before[0], signal.SIGSTOP)
+    until(lambda: len(after := processes(server, "frontend")) == 2 and before[0] not in after, server)
+    assert re.search(r"frontend-\d hangs, killing it", server.log)
+    assert before[1] in processes(server, "frontend")
+    until(lambda: server.log.count("ready in") > ready, server)
+    for _ in range(4):
+        with grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            assert len(streamed(rpc.InferenceServiceStub(channel), request("Once", 4))[1]) == 4
+    assert server.metric("npuserve_engine_restarts_total") == restarts
+    assert server.stop() == 0  # this is the last test of the shared server
 
 
 def test_a_drain_on_demand(tmp_path: Path) -> None:
-    """By AdminService, through one of two front ends: both leave, what runs ends whole, exit code 0."""
+    """AdminService.Drain through one of two front ends: both end, running requests complete, exit code 0."""
     keys = tmp_path / "keys"
     key = command(sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(keys), "ops", "--admin").stdout
     with serving("--frontends", "2", "--api-keys", str(keys)) as server:
@@ -154,59 +178,10 @@ def test_a_drain_on_demand(tmp_path: Path) -> None:
         asking = threading.Thread(target=lambda: answer.extend(
             streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
         asking.start()
-        wait(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
+        until(lambda: server.stub.GetLoad(model_pb2.GetLoadRequest()).running, server)
         drain = admin_service_pb2.DrainRequest()
         drain.grace.FromSeconds(60)
         admin_service_pb2_grpc.AdminServiceStub(server.channel).Drain(drain)
         asking.join(90)
         assert len(answer) == 200
         assert server.process.wait(30) == 0
-
-
-def test_bad_requests_of_any_language_are_invalid_argument_by_field() -> None:
-    """As bytes, since Python's protobuf refuses to send what those of C++, Ruby and Node do."""
-    generate = "/npuserve.v1.InferenceService/Generate"
-    with serving() as server:
-        raw = server.channel.unary_unary(generate, response_deserializer=pb.GenerateResponse.FromString)
-        several = pb.GenerateRequest(text="a")
-        several.sampling.temperature, several.scheduling.priority = -1, 1000
-        for data, code, said in (
-            (b"\x1a\x04caf\xe9", "INVALID_ARGUMENT", "text: must be valid UTF-8"),
-            (b"\x0a\x03\xed\xa0\x80", "INVALID_ARGUMENT", "request_id: must be valid UTF-8"),
-            (b"\xff\xff\xff", "INVALID_ARGUMENT", "the request is not a valid npuserve.v1.GenerateRequest: malformed"),
-            (several.SerializeToString(), "INVALID_ARGUMENT",
-             "sampling.temperature: must be in [0, 100], got -1; scheduling.priority: must be in [0, 100], got"),
-            (pb.GenerateRequest(text="").SerializeToString(), "INVALID_ARGUMENT", "text: must be at least one token"),
-            (b"\x2a\x08\x0a\x06\x0a\x04user", "FAILED_PRECONDITION", "chat: the served model has no chat template"),
-        ):
-            with pytest.raises(grpc.RpcError) as refused:
-                raw(data, timeout=30)
-            assert (refused.value.code().name, refused.value.details()[: len(said)]) == (code, said)
-        assert len(streamed(server.stub, request("Once upon a time", 4))[1]) == 4
-        assert server.metric("npuserve_requests_total", rpc="Generate", code="INVALID_ARGUMENT") == 5
-        assert server.metric("npuserve_requests_total", rpc="Generate", code="FAILED_PRECONDITION") == 1
-        assert "Traceback" not in server.log
-        assert "InvalidField: text" in server.log
-
-
-def test_lone_surrogates_in_a_chats_json_are_invalid_argument_by_field(tmp_path: Path) -> None:
-    with target(tmp_path) as fuzzed:
-        ask = pb.GenerateRequest(stopping=pb.StoppingParams(max_tokens=2))
-        ask.chat.messages.add(role="user", content="hi")
-        message = ask.chat.messages.add(role="assistant")
-        calls = "chat.messages[1].tool_calls[0]"
-        for field, strings in (("chat.tools[0]", ask.chat.tools), (calls, message.tool_calls)):
-            strings.append(r'{"name": "\ud800"}')
-            with pytest.raises(grpc.RpcError) as refused:
-                fuzzed.server.stub.Generate(ask, timeout=30)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert refused.value.details() == f"{field}: must be valid Unicode, got the lone surrogate U+D800"
-            strings[0] = r'{"name": "\ud83d\ude00"}'
-            assert fuzzed.server.stub.Generate(ask, timeout=30).finish.usage.generated_tokens
-            del strings[:]
-        message.role = "bot"
-        with pytest.raises(grpc.RpcError) as refused:
-            fuzzed.server.stub.Generate(ask, timeout=30)
-        assert refused.value.details() == (
-            "chat.messages[1].role: must be one of assistant, system, tool, user; got 'bot'")
-        fuzzed.settle()

@@ -1,4 +1,4 @@
-"""The server on an emulated NPU, as `npuserve serve --device npu --emulate` starts it."""
+"""A server on an emulated NPU, as `npuserve serve --device npu --emulate` starts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def emulator() -> None:
 
 
 def tokens(server: Server) -> Iterator[list[int]]:
-    """Of all prompts, asked at the same time; of the last one by chance."""
+    """Yield the tokens of all prompts, sent concurrently; the last request samples."""
     asks = [request(prompt, 24) for prompt in PROMPTS] + [request(PROMPTS[0], 24, temperature=2.0, seed=7)]
     with ThreadPoolExecutor(len(asks)) as pool:
         for _, ids, finish in pool.map(lambda ask: streamed(server.stub, ask), asks):
@@ -29,7 +29,7 @@ def tokens(server: Server) -> Iterator[list[int]]:
 
 
 def test_tokens_are_those_of_the_cpu_in_float32() -> None:
-    """The built-in model. Chunks of prompts come between."""
+    """The built-in model, with chunked prefill between decode steps."""
     limits = ("--dtype", "float32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4")
     with serving("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--decode-buckets", "1,4", *limits) as npu:
         got = list(tokens(npu))

@@ -1,5 +1,7 @@
-"""The server on an emulated GPU, as `npuserve serve --device cuda --emulate` starts it: Triton's interpreter runs the
-kernels of whole steps."""
+"""A server on an emulated GPU, as `npuserve serve --device cuda --emulate` starts it.
+
+Triton's interpreter runs the kernels of whole steps.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PROMPTS = [[1, 403, 407, 261, 378, 44, 91], [1, 403, 407, 12, 9], [1, 300, 20, 4
 
 
 def tokens(server: Server) -> Iterator[list[int]]:
-    """Of all prompts, asked at the same time; one of them by chance."""
+    """Yield the tokens of all prompts, sent concurrently; the last request samples."""
     asks = [request(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
     asks.append(request(PROMPTS[0], 8, ignore_eos=True, temperature=1.5, seed=7, top_k=50))
     with ThreadPoolExecutor(len(asks)) as pool:

@@ -1,6 +1,6 @@
-"""Greedy tokens in float32 through gRPC equal those of transformers, whatever else the server is doing.
+"""Greedy tokens in float32 through gRPC equal those of transformers under any load of the server.
 
-Needs nothing for the built-in model; the other models are those of NPUSERVE_TEST_MODELS.
+The built-in model is always tested; NPUSERVE_TEST_MODELS names the folder of the other models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POOL_BLOCKS = 32
 
 @cache
 def oracle(folder: Path, prompts: tuple[str, ...], tokens: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, generated ids) by transformers, float32, greedy, one prompt at a time."""
+    """Return (prompt ids, generated ids) of transformers in float32, greedy, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,10 +77,22 @@ def check(server: Server, folder: Path, prompts: list[str], index: int) -> None:
 
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_alone(name: str, prompts: list[str]) -> None:
+    """Greedy requests run one by one; seeded ones of the built-in model get the same tokens alone and together."""
     folder = model_folder(name)
-    with serving(str(folder), "--dtype", "float32") as server:
+    with serving(str(folder), "--dtype", "float32", "--max-num-batched-tokens", "48") as server:
         for index in range(len(prompts)):
             check(server, folder, prompts, index)
+        if folder == FOLDER:
+            check_seeded(server)
+
+
+def check_seeded(server: Server) -> None:
+    asks = [request(p, 48, temperature=1.0, seed=n, top_p=0.95) for n, p in enumerate(STORIES)]
+    alone = [streamed(server.stub, ask) for ask in asks]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda ask: streamed(server.stub, ask), asks))
+    assert [a[:2] for a in alone] == [t[:2] for t in together]
+    assert len({tuple(ids) for _, ids, _ in alone}) == len(asks)
 
 
 def test_with_one_step_in_flight() -> None:
@@ -91,7 +103,7 @@ def test_with_one_step_in_flight() -> None:
 
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
-    """Random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits: the same tokens."""
+    """The same tokens with random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits."""
     folder = model_folder(name)
     oracle(folder, tuple(prompts), 64)
     chance = random.Random(7)
@@ -125,13 +137,3 @@ def test_among_others(name: str, prompts: list[str]) -> None:
         assert server.metric("npuserve_prefix_cache_hits_total") > 0
         assert server.metric("npuserve_requests_running") == 0
         assert server.metric("npuserve_kv_cache_usage_ratio") == 0
-
-
-def test_seeded_is_the_same_in_any_company() -> None:
-    with serving("--dtype", "float32", "--max-num-batched-tokens", "48") as server:
-        asks = [request(p, 48, temperature=1.0, seed=n, top_p=0.95) for n, p in enumerate(STORIES)]
-        alone = [streamed(server.stub, ask) for ask in asks]
-        with ThreadPoolExecutor(8) as threads:
-            together = list(threads.map(lambda ask: streamed(server.stub, ask), asks))
-        assert [a[:2] for a in alone] == [t[:2] for t in together]
-        assert len({tuple(ids) for _, ids, _ in alone}) == len(asks)

@@ -1,4 +1,4 @@
-"""The processes' life: starting, health while loading, an engine's death, several front ends, stopping."""
+"""Life of the processes: start, health while loading, death of the engine, several front ends, stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
+from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.stalled_hub import StalledHub
 
@@ -35,123 +36,135 @@ def health(server: Server, service: str = "npuserve.readiness") -> int:
     return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
 
 
-def children(server: Server) -> dict[str, int]:
-    """Module name -> process id of the server's children."""
-    found = {}
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    for line in listing.splitlines():
-        if match := re.search(r"npuserve\.service\.(\w+)", line):
-            found[match.group(1)] = int(line.split()[0])
-    return found
-
-
 def is_serving(server: Server) -> bool:
-    """Whether it answers and is ready; False while a front end starts again."""
+    """Return True if the server is ready; False also while a front end restarts."""
     try:
         return health(server) == SERVING
     except grpc.RpcError:
         return False
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Server shared by the first tests; it may still load."""
+    with serving("--debuggable", wait=False) as running:
+        yield running
 
 
-def test_health_while_loading_and_watch() -> None:
-    with serving(wait=False) as server:
-        assert health(server, "npuserve.liveness") == SERVING
-        assert health(server) == NOT_SERVING
-        with pytest.raises(grpc.RpcError) as early:
-            server.stub.Generate(request("Once", 4), timeout=10)
-        assert early.value.code() == grpc.StatusCode.UNAVAILABLE
-        seen = []
-        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=90)
-        for update in watch:
-            seen.append(update.status)
-            if update.status == SERVING:
-                watch.cancel()
-                break
-        assert seen == [NOT_SERVING, SERVING]
-        assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
+@pytest.fixture(scope="module")
+def two_front_ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Server with two front ends, whose model is a name on the hub that is in the cache."""
+    cache, commit = tmp_path_factory.mktemp("hub"), "0" * 40
+    repository = cache / "hub" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(FOLDER, repository / "snapshots" / commit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(cache))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with serving("org/name", "--frontends", "2") as running:
+            yield running
 
 
-def test_engine_death_is_a_pause() -> None:
-    with serving() as server:
-        ask = request("Once upon a time", 400, ignore_eos=True)
-        expected = streamed(server.stub, ask)[:2]
-        answers: list[tuple[str, list[int]]] = []
-        asking = threading.Thread(target=lambda: answers.append(streamed(server.stub, ask)[:2]))
-        asking.start()
-        while server.stub.GetLoad(server_pb()).running == 0 and asking.is_alive():
-            time.sleep(0.01)
-        os.kill(children(server)["engine_process"], signal.SIGKILL)
-        while health(server) == SERVING:
-            time.sleep(0.005)
-        assert health(server, "npuserve.liveness") == SERVING
-        with pytest.raises(grpc.RpcError) as refused:
-            server.stub.Generate(request("Once", 4), timeout=10)
-        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-        asking.join(60)
-        assert answers == [expected]
-        assert health(server) == SERVING
-        assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
-        assert server.metric("npuserve_engine_restarts_total") == 1
+def test_health_while_loading_and_watch(server: Server) -> None:
+    """First test of the shared server, which has just started."""
+    assert health(server, "npuserve.liveness") == SERVING
+    assert health(server) == NOT_SERVING
+    with pytest.raises(grpc.RpcError) as early:
+        server.stub.Generate(request("Once", 4), timeout=10)
+    assert early.value.code() == grpc.StatusCode.UNAVAILABLE
+    seen = []
+    watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=90)
+    for update in watch:
+        seen.append(update.status)
+        if update.status == SERVING:
+            watch.cancel()
+            break
+    assert seen == [NOT_SERVING, SERVING]
+    assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
 
 
-def test_metrics_after_kills_keep_totals_in_as_many_files() -> None:
-    """Two deaths of the engine and of the front end, each after a request whose counts have reached the page."""
-    with serving("--debuggable") as server:
-        environment = Path(f"/proc/{children(server)['frontend']}/environ").read_bytes()
-        found = re.search(rb"PROMETHEUS_MULTIPROC_DIR=([^\0]+)", environment)
-        assert found
-        folder = Path(found[1].decode())
-        files, rounds = [], 2
-        for number in range(1, rounds + 1):
-            for name in ("engine_process", "frontend"):
-                until(lambda: is_serving(server))
-                assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
-                # Three figures of the engine and the front end, which write them some time after the answer.
-                total = 8 * (2 * number - (name == "engine_process"))
-                until(lambda total=total: server.metric("npuserve_generation_tokens_total") == total)
-                until(lambda total=total: server.metric("npuserve_request_finish_total", reason="length") == total / 8)
-                until(lambda total=total: server.metric("npuserve_time_to_first_token_seconds_count") == total / 8)
-                pid = children(server)[name]
-                os.kill(pid, signal.SIGKILL)
-                until(lambda name=name, pid=pid: children(server).get(name, pid) != pid)
+def test_engine_death_is_a_pause(server: Server) -> None:
+    server.wait_until_ready()
+    until(lambda: is_serving(server))
+    restarts = server.metric("npuserve_engine_restarts_total")
+    ask = request("Once upon a time", 400, ignore_eos=True)
+    expected = streamed(server.stub, ask)[:2]
+    answers: list[tuple[str, list[int]]] = []
+    asking = threading.Thread(target=lambda: answers.append(streamed(server.stub, ask)[:2]))
+    asking.start()
+    while server.stub.GetLoad(server_pb()).running == 0 and asking.is_alive():
+        time.sleep(0.01)
+    os.kill(children(server)["engine"], signal.SIGKILL)
+    while health(server) == SERVING:
+        time.sleep(0.005)
+    assert health(server, "npuserve.liveness") == SERVING
+    with pytest.raises(grpc.RpcError) as refused:
+        server.stub.Generate(request("Once", 4), timeout=10)
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    asking.join(60)
+    assert answers == [expected]
+    assert health(server) == SERVING
+    assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
+    assert server.metric("npuserve_engine_restarts_total") == restarts + 1
+
+
+def test_metrics_after_kills_keep_totals_in_as_many_files(server: Server) -> None:
+    """Two deaths of the engine and of the front end, each after a request whose counts are on the page."""
+    server.wait_until_ready()
+    until(lambda: is_serving(server))
+    environment = Path(f"/proc/{children(server)['frontend']}/environ").read_bytes()
+    found = re.search(rb"PROMETHEUS_MULTIPROC_DIR=([^\0]+)", environment)
+    assert found
+    folder = Path(found[1].decode())
+    files, rounds = [], 2
+    assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
+    tokens, finished, first, sums, restarts = settled(server)
+    for number in range(1, rounds + 1):
+        for name in ("engine", "frontend"):
             until(lambda: is_serving(server))
-            files.append(len(list(folder.glob("*.db"))))
-        assert files == [files[0]] * rounds
-        assert server.metric("npuserve_generation_tokens_total") == 8 * 2 * rounds
-        assert server.metric("npuserve_request_generation_tokens_sum") == 8 * 2 * rounds
-        assert server.metric("npuserve_engine_restarts_total") == rounds
+            assert len(streamed(server.stub, request("Once upon a time", 8))[1]) == 8
+            # Three figures of the engine and the front end, which write them some time after the answer.
+            more = 2 * number - (name == "engine")
+            until(lambda more=more: server.metric("npuserve_generation_tokens_total") == tokens + 8 * more)
+            until(lambda more=more: server.metric(
+                "npuserve_request_finish_total", reason="length") == finished + more)
+            until(lambda more=more: server.metric("npuserve_time_to_first_token_seconds_count") == first + more)
+            pid = children(server)[name]
+            os.kill(pid, signal.SIGKILL)
+            until(lambda name=name, pid=pid: children(server).get(name, pid) != pid)
+        until(lambda: is_serving(server))
+        files.append(len(list(folder.glob("*.db"))))
+    assert files == [files[0]] * rounds
+    assert server.metric("npuserve_generation_tokens_total") == tokens + 8 * 2 * rounds
+    assert server.metric("npuserve_request_generation_tokens_sum") == sums + 8 * 2 * rounds
+    assert server.metric("npuserve_engine_restarts_total") == restarts + rounds
+
+
+def settled(server: Server) -> list[float]:
+    """Return five totals of the metrics page once they have stopped changing."""
+    def totals() -> list[float]:
+        return [server.metric("npuserve_generation_tokens_total"),
+                server.metric("npuserve_request_finish_total", reason="length"),
+                server.metric("npuserve_time_to_first_token_seconds_count"),
+                server.metric("npuserve_request_generation_tokens_sum"),
+                server.metric("npuserve_engine_restarts_total")]
+
+    seen = [totals()]
+    while len(seen) < 4 or seen[-4:] != [seen[-1]] * 4:
+        time.sleep(0.5)
+        seen.append(totals())
+    return seen[-1]
 
 
 def server_pb() -> model_pb2.GetLoadRequest:
     return model_pb2.GetLoadRequest()
 
 
-def test_sigterm_lets_streams_end() -> None:
-    with serving() as server:
-        answer: list[int] = []
-        asking = threading.Thread(target=lambda: answer.extend(
-            streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
-        asking.start()
-        while server.stub.GetLoad(server_pb()).running == 0:
-            time.sleep(0.005)
-        server.process.send_signal(signal.SIGTERM)
-        asking.join(60)
-        assert len(answer) == 200
-        assert server.process.wait(30) == 0
-
-
 def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0() -> None:
     """Each phase of the exit is bounded, and the supervisor waits for all of them."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:  # connections are made, nobody answers
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:  # accepts connections and never replies
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
         with serving("--otlp-endpoint", endpoint, "--drain-seconds", "1", "--max-buffered-tokens", "16") as server:
             small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
@@ -164,7 +177,7 @@ def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0
 
 
 def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) -> None:
-    """More chats than the front end has threads, so that no thread is free at its exit. Each ends with RetryInfo."""
+    """More chats than the front end has threads, so that none is free at its exit. Each call ends with RetryInfo."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     folder = shutil.copytree(FOLDER, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(
@@ -184,17 +197,39 @@ def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) ->
                 assert any(detail.Unpack(retry) for detail in rpc_status.from_call(call).details), call.details()
 
 
-def test_several_front_ends_share_the_port() -> None:
-    with serving("--frontends", "2") as server:
-        texts = set()
-        for _ in range(8):
-            channel = grpc.insecure_channel(server.target, options=[("grpc.use_local_subchannel_pool", 1)])
-            from npuserve.v1 import inference_service_pb2_grpc as rpc
+def test_several_front_ends_share_the_port(two_front_ends: Server) -> None:
+    texts = set()
+    for _ in range(8):
+        channel = grpc.insecure_channel(two_front_ends.target, options=[("grpc.use_local_subchannel_pool", 1)])
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        texts.add(streamed(stub, request("Once upon a time", 8))[0])
+        channel.close()
+    assert len(texts) == 1
 
-            texts.add(streamed(rpc.InferenceServiceStub(channel), request("Once upon a time", 8))[0])
-            channel.close()
-        assert len(texts) == 1
-        assert server.stop() == 0
+
+def test_serve_hub_name_in_the_cache_is_served(two_front_ends: Server) -> None:
+    """All front ends, and one that starts later, load the folder that the supervisor found."""
+    server = two_front_ends
+    assert server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).name == "org/name"
+    pid = children(server)["frontend"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: pid not in children(server).values() and is_serving(server))
+    assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
+
+
+def test_sigterm_lets_streams_end(two_front_ends: Server) -> None:
+    """Last test of the shared server."""
+    server = two_front_ends
+    answer: list[int] = []
+    asking = threading.Thread(target=lambda: answer.extend(
+        streamed(server.stub, request("Once upon a time", 200, ignore_eos=True))[1]))
+    asking.start()
+    while server.stub.GetLoad(server_pb()).running == 0:
+        time.sleep(0.005)
+    server.process.send_signal(signal.SIGTERM)
+    asking.join(60)
+    assert len(answer) == 200
+    assert server.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("stalls", ["api", "files"])
@@ -202,7 +237,7 @@ def test_several_front_ends_share_the_port() -> None:
 def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
     stalls: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Health is answered meanwhile. One process asks the hub, and nobody waits for a body that never comes."""
+    """Health is served meanwhile. Only one process sends requests to the hub, and no process waits for the body."""
     with contextlib.closing(StalledHub(stalls, tmp_path)) as hub:
         for name, value in hub.environment.items():
             monkeypatch.setenv(name, value)
@@ -232,28 +267,11 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
         try:
             assert hub.stalled.wait(60)
             process.send_signal(signal.SIGINT)
-            errors = process.communicate(timeout=30)[1]  # the threads of the hub's client wait for longer
+            errors = process.communicate(timeout=30)[1]  # shorter than the timeouts of the hub's client
         finally:
             process.kill()
         assert process.returncode == 130
         assert "Traceback" not in errors
-
-
-def test_serve_hub_name_in_the_cache_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All front ends, and one that starts later, load the folder that the supervisor found."""
-    repository, commit = tmp_path / "hub" / "models--org--name", "0" * 40
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    shutil.copytree(FOLDER, repository / "snapshots" / commit)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with serving("org/name", "--frontends", "2") as server:
-        assert server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).name == "org/name"
-        pid = children(server)["frontend"]
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: pid not in children(server).values() and is_serving(server))
-        assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
-        assert server.stop() == 0
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -263,7 +281,7 @@ def test_serve_hub_name_in_the_cache_is_served(tmp_path: Path, monkeypatch: pyte
     (("--kv-cache-dtype", "int4"), "kv_cache_dtype"),
     (("--kv-cache-memory", "1"), "kv_cache_memory"),
 ])
-def test_what_cannot_be_served_is_said(arguments: tuple[str, ...], said: str) -> None:
+def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", "0",
                            "--metrics-port", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0

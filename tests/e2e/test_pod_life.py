@@ -1,10 +1,9 @@
-"""A pod's life as the chart renders it, played with processes: started, probed, loaded, its engine killed, deleted."""
+"""Life of a pod as rendered by the chart, as processes: start, probes, load, death of the engine, deletion."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -17,12 +16,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.serving.server import engine_of
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
 
 STREAMS = 32
-"""Those that run at SIGTERM."""
+"""Number of streams at SIGTERM."""
 HEALTH = health_pb2.HealthCheckResponse
 
 chart = pytest.importorskip("tests.helm.chart")
@@ -31,8 +31,10 @@ pytestmark = [chart.needs_helm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def container(free_port: Callable[[], int]) -> Iterator[Container]:
-    """With the chart's own times and settings; only the ports are free ones, since pods here share an address. Its
-    volumes have short paths, as they have in a pod: a socket's may be of 100 characters."""
+    """Container with the chart's own times and settings, except for free ports, since pods share an address here.
+
+    Its volumes have short paths, as in a pod: a socket's path is limited to 100 characters.
+    """
     objects = chart.render({"host": "127.0.0.1", "ports": {
         "grpc": free_port(), "metrics": free_port(), "health": free_port()}})
     config = {"npuserve.toml": chart.config_file(objects)}
@@ -52,7 +54,7 @@ def channel(container: Container) -> Iterator[grpc.Channel]:
 
 
 class Stream(threading.Thread):
-    """One call after another until `enough`, or one alone; each is whole, or it is in `cut`."""
+    """Client that sends one call after the other until `enough`, or only one; `cut` lists incomplete streams."""
 
     def __init__(self, channel: grpc.Channel, number: int, one: bool):
         super().__init__(daemon=True)
@@ -82,21 +84,21 @@ class Stream(threading.Thread):
             if finished and tokens == 480:
                 self.whole += 1
             else:
-                self.cut.append(f"stream {self.number} ended after {tokens} tokens without a word")
+                self.cut.append(f"stream {self.number} ended after {tokens} tokens without a finish")
             if self.one or self.enough.is_set():
                 break
         self.ended = time.monotonic()
 
 
 def start_streams(channel: grpc.Channel, count: int, one: bool = False) -> list[Stream]:
-    """Return streams that have their first tokens, and hundreds before them. one: each makes one call."""
+    """Return streams that have their first tokens, of 480. one: each makes one call."""
     streams = [Stream(channel, number, one) for number in range(count)]
     assert all(stream.taken.wait(60) for stream in streams)
     return streams
 
 
 def watch(channel: grpc.Channel, seen: list[tuple[float, int]]) -> threading.Thread:
-    """Notes each change of readiness and when it came, until the server or the channel ends."""
+    """Append (time, status) of each change of readiness to `seen`, until the server or the channel ends."""
     def run() -> None:
         request = health_pb2.HealthCheckRequest(service="npuserve.readiness")
         with contextlib.suppress(grpc.RpcError):
@@ -118,7 +120,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     earlier, last, signalled = start_streams(channel, 8), [], []
 
     def before_signal() -> None:
-        """While preStop ran the pod served on. Now the balancers have heard, and the last calls are under way."""
+        """Start the last calls. During preStop the pod serves until load balancers have removed it."""
         assert container.probe("readiness")
         assert container.probe("liveness")
         for stream in earlier:
@@ -141,7 +143,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     assert [status for _, status in seen] == [HEALTH.SERVING, HEALTH.NOT_SERVING]
     down, ended = seen[-1][0], [stream.ended for stream in last]
     assert signalled[0] < down
-    # The first may have been about to end when SIGTERM came.
+    # The first streams may have ended just at SIGTERM.
     assert sum(end > down for end in ended) >= STREAMS // 2, "readiness goes down while streams run"
     print(f"{STREAMS} streams at SIGTERM, {sum(s.whole for s in earlier)} before, 0 cut; readiness down after "
           f"{down - signalled[0]:.3f} s, the last stream's end after {max(ended) - signalled[0]:.1f} s, exit 0 "
@@ -151,14 +153,11 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
 def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
     container.start()
     container.succeed("startup", 0.1)
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(container.process.pid)],
-                             capture_output=True, text=True, check=True).stdout
-    (engine,) = re.findall(r"^\s*(\d+) .*npuserve\.service\.engine_process", listing, re.MULTILINE)
     seen: list[tuple[float, int]] = []
     watch(channel, seen)
     while not seen:
         time.sleep(0.01)
-    os.kill(int(engine), signal.SIGKILL)
+    os.kill(engine_of(container.process.pid), signal.SIGKILL)
     deadline = time.monotonic() + 90
     while len(seen) < 3:
         assert container.probe("liveness"), "the kubelet would count this against the container"
@@ -170,7 +169,7 @@ def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel
 
 
 def test_it_writes_to_its_volumes_alone(container: Container, channel: grpc.Channel):
-    """And its threads are the CPUs that the pod asks for."""
+    """Its threads are the CPUs that the pod requests."""
     allowed = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True)
     if allowed.returncode:
         pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")

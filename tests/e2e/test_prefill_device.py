@@ -1,4 +1,4 @@
-"""The server with its prompts on the host's CPU and its decoding on an emulated NPU."""
+"""A server with prefill on the host's CPU and decode on an emulated NPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NPU = ("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--decode-buck
 
 
 def test_tokens_are_those_of_both_devices_alone() -> None:
-    """Side by side, and in a second turn over what was generated, which a prefix cache of whole blocks finds."""
+    """Concurrent requests, and a second turn that continues a generated text and hits the prefix cache."""
     if reason := missing():
         pytest.skip(reason)
     seen = []

@@ -18,7 +18,7 @@ from tests.support.models import saved_w8a8
 SETTINGS = {"block_size": 16, "kv_cache_memory": 8 << 20, "threads": 1, "lm_head_dtype": "int8"}
 
 
-def test_a_w8a8_model_with_an_int8_head_is_served_as_what_it_is(tmp_path: Path) -> None:
+def test_a_w8a8_model_with_an_int8_head_is_served(tmp_path: Path) -> None:
     saved_w8a8(AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16), tmp_path)
     for file in FOLDER.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
@@ -34,4 +34,4 @@ def test_a_w8a8_model_with_an_int8_head_is_served_as_what_it_is(tmp_path: Path) 
     while len(driver.generated(0)) < 24:
         driver.step(64)
     assert driver.generated(0)[:24] == ids
-    assert len(set(story.split())) > 8  # words, not one over and over
+    assert len(set(story.split())) > 8  # different words

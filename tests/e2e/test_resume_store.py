@@ -1,4 +1,4 @@
-"""The memory of what is kept of streams that ended, in a real server."""
+"""Memory of the records of ended streams, in a real server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import grpc
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.processes import engine_of, processes
 from tests.e2e.server import Server, request, serving
-from tests.e2e.test_deaths import front_ends
-from tests.support.benches import bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MIB = 1 << 20
@@ -22,12 +21,12 @@ IDS = list(range(3, 503))
 
 
 def memory(pid: int) -> int:
-    """Resident bytes."""
+    """Return the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def streams(server: Server, count: int) -> list[str]:
-    """Have streams of one token answered, each of which names 1000 token ids; their resume tokens."""
+    """Run streams of one token, each with 1000 token ids in its request; return their resume tokens."""
     ask = request("Once", 1, allowed_token_ids=IDS, logit_bias=dict.fromkeys(IDS, 0.5))
 
     def one(_: int) -> str:
@@ -41,9 +40,9 @@ def streams(server: Server, count: int) -> list[str]:
 
 
 def test_resume_store_of_requests_with_many_ids_stays_small() -> None:
-    """700 records: 51 MiB as objects of the interpreter, 7 MiB encoded."""
+    """700 records are 51 MiB as Python objects, and 7 MiB encoded."""
     with serving("--dtype", "float32", "--resume-seconds", "600") as server:
-        engine, (front_end,) = bench("kills").engine_of(server.process.pid), front_ends(server)
+        engine, (front_end,) = engine_of(server), processes(server, "frontend")
         tokens = streams(server, 200)
         before = memory(engine), memory(front_end)
         streams(server, 700)
@@ -55,7 +54,7 @@ def test_resume_store_of_requests_with_many_ids_stays_small() -> None:
             try:
                 parts = list(server.stub.ResumeStream(ask, timeout=60))
                 break
-            except grpc.RpcError as error:  # while there is no engine
+            except grpc.RpcError as error:  # the engine restarts
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
                     raise
                 time.sleep(0.1)

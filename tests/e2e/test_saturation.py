@@ -10,8 +10,8 @@ import urllib.request
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.e2e import processes
 from tests.e2e.server import Server, serving
-from tests.support.benches import bench
 
 
 def until(server: Server, ready: float) -> None:
@@ -31,7 +31,7 @@ def test_metrics_readiness_limits_and_memory_of_a_real_server() -> None:
         assert named == {"supervisor", "engine", "frontend-0"}
         assert all(server.metric("npuserve_resident_memory_bytes", process=name) > 1 << 20 for name in named)
 
-        os.kill(bench("serving").engine_of(server.process.pid), signal.SIGKILL)
+        os.kill(processes.engine_of(server), signal.SIGKILL)
         until(server, 0)
         until(server, 1)
         health = health_pb2_grpc.HealthStub(server.channel)

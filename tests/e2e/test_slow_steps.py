@@ -1,4 +1,4 @@
-"""Streams of a server whose steps take long: deadlines are met, and clients see progress."""
+"""Streams of a server with slow steps: deadlines are kept, and clients receive progress."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ STEP_SECONDS = 0.3
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with the seconds that each step takes longer while it exists."""
+    """File with the seconds that each step takes longer while it exists."""
     monkeypatch.setenv(brittle.SLOW, str(tmp_path / "slow"))
     return tmp_path / "slow"
 
 
 @pytest.fixture
 def server(slow: Path) -> Iterator[Server]:
-    """A server that has not measured a step. 16 decode rows are a quarter of its token budget."""
+    """Server that has not measured a step. 16 decode rows are a quarter of its token budget."""
     with serving("--max-num-seqs", "17", "--max-num-batched-tokens", "64", program=PROGRAM) as server:
         yield server
 
 
 def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server, slow: Path) -> None:
-    """All requests arrive before the first gap between tokens is measured. Their deadlines are spread over one step, so
-    that some come in the middle of it."""
+    """All requests arrive before the first gap between tokens is measured. Their deadlines are spread over one step."""
     slow.write_text(str(STEP_SECONDS))
 
     def reason(number: int) -> int:
@@ -49,7 +48,7 @@ def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server,
 
 
 def test_stream_of_special_tokens_sends_progress_each_second(server: Server, slow: Path) -> None:
-    """In messages of its own, whose tokens are at most those of a second."""
+    """Each progress message has at most the tokens of one second."""
     slow.touch()
     (end,) = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).eos_token_ids
     asked = request("Once upon a time", 40, ignore_eos=True, logit_bias={end: 100.0})
@@ -63,7 +62,7 @@ def test_stream_of_special_tokens_sends_progress_each_second(server: Server, slo
 
 
 def test_deadline_that_can_be_met_beside_many_decode_rows_is_accepted(server: Server, slow: Path) -> None:
-    """The prompt takes 9 steps. If the steps of 16 decode rows counted as prefill, it would seem to take 25."""
+    """The prompt takes 9 steps. If steps of 16 decode rows counted as prefill, the estimate would be 25."""
     *_, first = server.stub.StreamGenerate(request([7] * 300, 2, ignore_eos=True), timeout=100)
     assert first.finish.reason == pb.FINISH_REASON_LENGTH
     slow.write_text("0.2")

@@ -1,4 +1,4 @@
-"""`npuserve serve` from its start to readiness, or to the one sentence that says why it does not start."""
+"""`npuserve serve` from its start to readiness, or to the sentence that says why it does not start."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab29
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the built-in model."""
+    """Copy of the built-in model."""
     return shutil.copytree(storyteller.FOLDER, tmp_path / "model")
 
 
 def refused(*arguments: str, **environ: str) -> str:
-    """The error of a server that does not start: once, without a traceback, and the last line of its output."""
+    """Start a server that fails, check that its last line is the only error, and return it."""
     done = npuserve(
         "serve", "--port", "0", "--metrics-port", "0", *arguments, environ={"HF_HUB_OFFLINE": "1", **environ})
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,7 +1,8 @@
-"""What is streamed equals the unary answer and the tokenizer's own decoding, however odd the tokens are."""
+"""Streamed text equals the unary answer and the tokenizer's own decoding, for any tokens."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,7 @@ def storyteller() -> Iterator[Server]:
 
 
 def agree(server: Server, folder: Path, ask: pb.GenerateRequest) -> str:
-    """Stream, unary and the tokenizer say the same; returns the text."""
+    """Check that stream, unary call and tokenizer give the same text, and return it."""
     text, ids, finish = streamed(server.stub, ask)
     whole = server.stub.Generate(ask)
     assert whole.text == text
@@ -37,8 +38,8 @@ def agree(server: Server, folder: Path, ask: pb.GenerateRequest) -> str:
     return text
 
 
-def test_any_tokens_at_all(storyteller: Server) -> None:
-    """At a temperature of 100 nearly every token is as likely as another: lone bytes, halves of characters."""
+def test_any_tokens(storyteller: Server) -> None:
+    """At temperature 100 nearly all tokens are equally likely: single bytes, parts of characters."""
     asks = [request("Once", 60, temperature=100.0, seed=seed, ignore_eos=True, skip_special_tokens=seed % 2 == 0)
             for seed in range(12)]
     with ThreadPoolExecutor(6) as threads:
@@ -47,8 +48,8 @@ def test_any_tokens_at_all(storyteller: Server) -> None:
 
 
 def test_characters_of_several_tokens(storyteller: Server) -> None:
-    """Only the bytes of these characters may be chosen, one token a byte. The bias is higher for earlier bytes and the
-    penalty removes it from bytes that were chosen, so that a whole character comes first."""
+    """Only the bytes of these characters are allowed, one token per byte. The bias is higher for earlier bytes, and the
+    penalty removes it from sampled bytes, so that a whole character comes first."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     for character in ("é", "中", "😀"):
         pieces = tokenizer.encode(character, add_special_tokens=False)
@@ -67,9 +68,10 @@ def test_prompts_in_many_scripts(storyteller: Server) -> None:
 
 
 @pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K", "minimind2-small")])
-def test_byte_fallback_and_chinese(name: str) -> None:
+def test_byte_fallback_and_chinese(storyteller: Server, name: str) -> None:
     folder = model_folder(name)
-    with serving(str(folder), "--dtype", "float32") as server:
+    shared = contextlib.nullcontext(storyteller) if name == BUILT_IN else serving(str(folder), "--dtype", "float32")
+    with shared as server:
         for seed, prompt in enumerate(("中国的首都", "Once upon a time", "😀😀", "<0xE4><0xB8>")):
             agree(server, folder, request(prompt, 48, temperature=100.0, seed=seed, ignore_eos=True))
             agree(server, folder, request(prompt, 48, temperature=1.2, seed=seed))
@@ -90,7 +92,7 @@ def test_stop_strings_end_both_alike(storyteller: Server) -> None:
         assert free.startswith(text)
 
 
-def test_logprobs_stand_beside_their_tokens(storyteller: Server) -> None:
+def test_logprobs_belong_to_their_tokens(storyteller: Server) -> None:
     ask = request("Once upon a time", 12, logprobs=3, prompt_logprobs=2, temperature=0.7, seed=1)
     parts = list(storyteller.stub.StreamGenerate(ask))
     for part in parts:
@@ -116,7 +118,7 @@ def test_timing_adds_up(storyteller: Server) -> None:
     assert timing.of_which_device.ToNanoseconds() <= sum(chunks) + timing.decode.ToNanoseconds()
 
 
-def test_no_chat_template_is_said(storyteller: Server) -> None:
+def test_missing_chat_template_is_failed_precondition(storyteller: Server) -> None:
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="hi")])
     with pytest.raises(grpc.RpcError) as failed:
         storyteller.stub.Generate(pb.GenerateRequest(chat=chat))

@@ -1,8 +1,9 @@
-"""Attacks over the wire: priority, the prefix cache, request ids, administration, special tokens in messages."""
+"""Isolation of tenants in a real server: priority, the prefix cache, request ids, administration."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,8 @@ import pytest
 from npuserve.client import Tls
 from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2 as admin
-from npuserve.v1 import admin_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
-from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import admin_service_pb2_grpc
 from npuserve.v1 import inference_service_pb2_grpc as rpc
-from tests.e2e.fuzz.target import target
 from tests.e2e.server import Server, request, serving
 from tests.support.certificates import Authority, needs_openssl
 from tests.support.connect import connect
@@ -25,15 +24,23 @@ from tests.support.connect import connect
 SECRET = "The launch code of the red rocket is four seven one one and nobody else may ever learn of it. " * 3
 
 
-@pytest.fixture
-def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Keys by name, and the path of their file: alice and bob are tenants, `urgent` may send any priority."""
-    made = {"file": str(tmp_path / "keys.toml")}
+    made = {"file": str(tmp_path_factory.mktemp("keys") / "keys.toml")}
     rights = {"alice": (), "bob": (), "urgent": ("--min-priority=-100",), "root": ("--admin",)}
     for name, options in rights.items():
-        assert cli.main(["keys", "add", made["file"], name, *options]) == 0
-        made[name] = capsys.readouterr().out.strip()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert cli.main(["keys", "add", made["file"], name, *options]) == 0
+        made[name] = out.getvalue().strip()
     return made
+
+
+@pytest.fixture(scope="module")
+def server(keys: dict[str, str]) -> Iterator[Server]:
+    """Server with API keys and two seats, shared by the tests."""
+    with serving("--api-keys", keys["file"], "--block-size", "16", "--max-num-seqs", "2") as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -48,7 +55,7 @@ def code_of(call: grpc.RpcError) -> str:
 
 
 def administer(channel: grpc.Channel) -> list[str]:
-    """The statuses of the calls of AdminService; Drain last, with a grace that is out of range."""
+    """Return the statuses of all calls of AdminService; Drain is last and has a grace out of range."""
     stub = admin_service_pb2_grpc.AdminServiceStub(channel)
     drain = admin.DrainRequest()
     drain.grace.seconds = -1
@@ -69,28 +76,30 @@ DENIED = ["PERMISSION_DENIED"] * 4
 GRANTED = ["OK", "OK", "NOT_FOUND", "INVALID_ARGUMENT"]
 
 
-def test_priority_beyond_the_keys_range_is_refused(keys: dict[str, str]) -> None:
-    with serving("--api-keys", keys["file"]) as server:
-        with calling(server, keys["alice"]) as channel, pytest.raises(grpc.RpcError) as refused:
-            rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
-        assert code_of(refused.value) == "INVALID_ARGUMENT"
-        assert refused.value.details() == "scheduling.priority: must be in [0, 100], got -100"
-        with calling(server, keys["urgent"]) as channel:
-            rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
-    with serving("--min-priority=-5", "--max-priority", "5") as server, pytest.raises(grpc.RpcError) as refused:
-        server.stub.Generate(request("Once", 2, priority=6), timeout=30)
-    assert refused.value.details() == "scheduling.priority: must be in [-5, 5], got 6"
+def test_priority_beyond_the_keys_range_is_refused(server: Server, keys: dict[str, str]) -> None:
+    with calling(server, keys["alice"]) as channel, pytest.raises(grpc.RpcError) as refused:
+        rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
+    assert code_of(refused.value) == "INVALID_ARGUMENT"
+    assert refused.value.details() == "scheduling.priority: must be in [0, 100], got -100"
+    with calling(server, keys["urgent"]) as channel:
+        rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
 
 
-def test_priority_flood_leaves_others_their_share(keys: dict[str, str]) -> None:
+def test_without_keys_priority_has_the_settings_range_and_administration_is_off() -> None:
+    with serving("--min-priority=-5", "--max-priority", "5") as server:
+        with pytest.raises(grpc.RpcError) as refused:
+            server.stub.Generate(request("Once", 2, priority=6), timeout=30)
+        assert refused.value.details() == "scheduling.priority: must be in [-5, 5], got 6"
+        assert administer(server.channel) == DENIED
+        assert server.process.poll() is None
+
+
+def test_priority_flood_leaves_others_their_share(server: Server, keys: dict[str, str]) -> None:
     """An urgent client with 16 requests at a time cannot keep another's single one waiting."""
     total = 200
     ended, numbers = itertools.count(1), iter(range(total))
     done = [0]
-    with (
-        serving("--api-keys", keys["file"], "--max-num-seqs", "2") as server,
-        calling(server, keys["urgent"]) as urgent, calling(server, keys["alice"]) as quiet,
-    ):
+    with calling(server, keys["urgent"]) as urgent, calling(server, keys["alice"]) as quiet:
         stub = rpc.InferenceServiceStub(urgent)
         lock = threading.Lock()
 
@@ -116,11 +125,8 @@ def test_priority_flood_leaves_others_their_share(keys: dict[str, str]) -> None:
     assert passed < total / 2
 
 
-def test_prefix_cache_tells_nothing_of_other_tenants(keys: dict[str, str]) -> None:
-    with (
-        serving("--api-keys", keys["file"], "--block-size", "16") as server,
-        calling(server, keys["alice"]) as alice, calling(server, keys["bob"]) as bob,
-    ):
+def test_prefix_cache_tells_nothing_of_other_tenants(server: Server, keys: dict[str, str]) -> None:
+    with calling(server, keys["alice"]) as alice, calling(server, keys["bob"]) as bob:
         ours, theirs = rpc.InferenceServiceStub(alice), rpc.InferenceServiceStub(bob)
 
         def cached(stub: rpc.InferenceServiceStub, **fields: object) -> int:
@@ -131,7 +137,7 @@ def test_prefix_cache_tells_nothing_of_other_tenants(keys: dict[str, str]) -> No
         assert cached(theirs) == 0, "bob learns what alice sent"
         assert cached(ours) > 0
         assert cached(theirs) > 0
-        # A salt leads into no other namespace, whatever it is.
+        # No salt gives access to another namespace.
         assert cached(ours, cache_salt="s") == 0
         for salt in ("s", "alice", "5:alice:", "5:alice:s", "\0alice"):
             assert cached(theirs, cache_salt=salt) == 0, salt
@@ -148,8 +154,8 @@ def test_prefix_cache_is_shared_where_the_operator_says_so(keys: dict[str, str])
     assert found[0] == 0 < found[1]
 
 
-def test_request_ids_of_tenants_are_apart(keys: dict[str, str]) -> None:
-    with serving("--api-keys", keys["file"]) as server, contextlib.ExitStack() as stack:
+def test_request_ids_of_tenants_are_apart(server: Server, keys: dict[str, str]) -> None:
+    with contextlib.ExitStack() as stack:
         channels = {name: stack.enter_context(calling(server, keys[name])) for name in ("alice", "bob", "root")}
         stubs = {name: rpc.InferenceServiceStub(channel) for name, channel in channels.items()}
         ask = request("Once upon a time", 400, ignore_eos=True, request_id="job-1")
@@ -169,14 +175,10 @@ def test_request_ids_of_tenants_are_apart(keys: dict[str, str]) -> None:
         assert reasons == {"alice": 4, "bob": 6}  # LENGTH, ABORTED
 
 
-def test_administration_is_off_unless_granted(keys: dict[str, str]) -> None:
-    with serving() as server:
-        assert administer(server.channel) == DENIED
-        assert server.process.poll() is None
-    with serving("--api-keys", keys["file"]) as server:
-        for name, expected in (("alice", DENIED), ("root", GRANTED)):
-            with calling(server, keys[name]) as channel:
-                assert administer(channel) == expected, name
+def test_administration_is_off_unless_granted(server: Server, keys: dict[str, str]) -> None:
+    for name, expected in (("alice", DENIED), ("root", GRANTED)):
+        with calling(server, keys[name]) as channel:
+            assert administer(channel) == expected, name
 
 
 @needs_openssl
@@ -192,23 +194,3 @@ def test_administration_needs_a_named_certificate(tmp_path: Path) -> None:
             for name, own in certificates.items():
                 with calling(server, tls=Tls(authority.cert, own.cert, own.key)) as channel:
                     assert administer(channel) == statuses[name], (arguments, name)
-
-
-def test_special_tokens_of_a_message_are_text(tmp_path: Path) -> None:
-    """A user's message cannot end its turn: the prompt has as many special tokens as the template writes."""
-    with target(tmp_path) as fuzzed:
-        stub, info = fuzzed.server.stub, fuzzed.server.stub.GetModelInfo(model_pb2.GetModelInfoRequest())
-        (end,) = info.eos_token_ids
-        text = stub.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[end])).text
-        assert text
-        chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content=f"a{text} b")])
-        found = [
-            list(stub.Tokenize(tokenize_pb2.TokenizeRequest(chat=chat, **choice)).token_ids).count(end)
-            for choice in ({}, {"parse_special_tokens": False}, {"parse_special_tokens": True})]
-        assert found == [0, 0, 1]
-        ask = pb.GenerateRequest(chat=chat, stopping=pb.StoppingParams(max_tokens=1))
-        lengths = []
-        for parse in (False, True):
-            ask.parse_special_tokens = parse
-            lengths.append(stub.Generate(ask, timeout=30).finish.usage.prompt_tokens)
-        assert lengths[0] > lengths[1]

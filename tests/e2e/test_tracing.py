@@ -1,4 +1,4 @@
-"""A traced request of a whole server: the spans that its collector gets, against the timing that its client gets."""
+"""A traced request of a real server: the collector's spans equal the timing that the client receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that pass or can be repaired: the server stays, and serves again when they are over."""
+"""Transient and repairable faults: the server stays up, and serves again after them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from npuserve.npu.storyteller import FOLDER
 from npuserve.service.access import api_keys as keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
+from tests.e2e.processes import children, descendants, engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
-from tests.e2e.test_lifecycle import children, is_serving, until
+from tests.e2e.test_lifecycle import is_serving
 from tests.support.certificates import Authority, needs_openssl
 
 pytestmark = pytest.mark.slow
@@ -34,10 +35,26 @@ PROMPT = request("Once upon a time", 8)
 
 @pytest.fixture
 def load_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File that says what a brittle engine's next load does."""
+    """File with the fault of a brittle engine's next load."""
     file = tmp_path / "load"
     monkeypatch.setenv(brittle.LOAD, str(file))
     return file
+
+
+@pytest.fixture(scope="module")
+def server_folder() -> Iterator[Path]:
+    """TMPDIR of `server`, short enough for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def server(server_folder: Path) -> Iterator[Server]:
+    """Server shared by tests that leave it ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(server_folder))
+        with serving("--debuggable") as running:
+            yield running
 
 
 @pytest.fixture
@@ -46,21 +63,6 @@ def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="faults-", dir="/tmp") as name:
         monkeypatch.setenv("TMPDIR", name)
         yield Path(name)
-
-
-def engine_of(server: Server) -> int:
-    """Process id of the engine, brittle or not; 0 while there is none."""
-    return next((pid for pid, args in descendants(server.process.pid)
-                 if re.search(r"service\.engine_process|brittle engine", args)), 0)
-
-
-def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """(process id, command line) of the children of a process, zombies included."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True,
-                             check=False).stdout
-    for line in listing.splitlines():
-        found, _, args = line.strip().partition(" ")
-        yield int(found), args
 
 
 def kill(server: Server, pid: int) -> None:
@@ -137,7 +139,7 @@ def test_front_end_dies_while_the_certificate_is_broken_is_retried(
 
 
 def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first load takes longer than the limit, and says that it lasts."""
+    """The first load takes longer than the limit, and logs that."""
     monkeypatch.setenv(brittle.LOAD_LIMIT, "1")
     load_file.write_text("slow:1.5")
     with serving(**BRITTLE) as server:
@@ -163,28 +165,27 @@ def test_memory_that_is_not_free_at_a_restart_is_waited_for(load_file: Path) -> 
         until_serving(server)
 
 
-def test_no_process_can_be_started_is_waited_for() -> None:
-    """The supervisor may open no more files; RLIMIT_NPROC does not bind root."""
-    with serving("--debuggable") as server:
-        supervisor = server.process.pid
-        limit = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
-        used = max(int(entry.name) for entry in Path(f"/proc/{supervisor}/fd").iterdir())
-        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (used + 1, limit[1]))
-        os.kill(engine_of(server), signal.SIGKILL)
-        until(lambda: server.process.poll() is not None or server.log.count("Too many open files") >= 2)
-        assert server.process.poll() is None, server.log
-        assert "Traceback" not in server.log
-        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, limit)
-        until_serving(server)
-        assert server.metric("npuserve_process_failures_total", process="engine", why="not_started") >= 2
+def test_no_process_can_be_started_is_waited_for(server: Server) -> None:
+    """The supervisor reaches its limit of open files; RLIMIT_NPROC does not apply to root."""
+    supervisor = server.process.pid
+    limit = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    used = max(int(entry.name) for entry in Path(f"/proc/{supervisor}/fd").iterdir())
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (used + 1, limit[1]))
+    os.kill(engine_of(server), signal.SIGKILL)
+    until(lambda: server.process.poll() is not None or server.log.count("Too many open files") >= 2)
+    assert server.process.poll() is None, server.log
+    assert "Traceback" not in server.log
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, limit)
+    until_serving(server)
+    assert server.metric("npuserve_process_failures_total", process="engine", why="not_started") >= 2
 
 
-def test_idle_connections_to_the_metrics_port_take_no_threads_and_few_files() -> None:
-    with serving("--debuggable") as server, contextlib.ExitStack() as stack:
+def test_idle_connections_to_the_metrics_port_take_no_threads_and_few_files(server: Server) -> None:
+    with contextlib.ExitStack() as stack:
         port = int(server.metrics_url.split(":")[2].partition("/")[0])
         for _ in range(240):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        assert server.metric("npuserve_ready") == 1  # in the order of arrival, so that all are accepted
+        assert server.metric("npuserve_ready") == 1  # served in order of arrival: all are accepted
         status = Path(f"/proc/{server.process.pid}/status").read_text()
         threads = re.search(r"^Threads:\s+(\d+)", status, re.MULTILINE)
         assert threads
@@ -192,22 +193,23 @@ def test_idle_connections_to_the_metrics_port_take_no_threads_and_few_files() ->
         until(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= 80)
 
 
-def test_broken_metrics_files_are_skipped_and_an_engine_death_is_survived(temporary_folder: Path) -> None:
-    with serving() as server:
-        folder = private_folder(temporary_folder)
-        garbage = struct.pack("=ii", 64, 0) + b"\xff" * 92
-        (folder / "counter_4000000.db").write_bytes(garbage)
-        (folder / "gauge_livesum_4000001.db").write_bytes(b"\x01")
-        (folder / "histogram_4000002.db").touch()
-        assert server.metric("npuserve_ready") == 1
-        broken = engine_of(server)
-        os.kill(broken, signal.SIGSTOP)  # it has the file mapped
-        (folder / f"counter_{broken}.db").write_bytes(garbage)
-        kill(server, broken)
-        until_serving(server)
-        assert server.metric("npuserve_metrics_files_skipped_total") == 3
-        assert server.log.count("a metrics file cannot be read") == 3
-        assert not list(folder.glob(f"*_{broken}.db"))
+def test_broken_metrics_files_are_skipped_and_an_engine_death_is_survived(
+    server: Server, server_folder: Path
+) -> None:
+    folder = private_folder(server_folder)
+    garbage = struct.pack("=ii", 64, 0) + b"\xff" * 92
+    (folder / "counter_4000000.db").write_bytes(garbage)
+    (folder / "gauge_livesum_4000001.db").write_bytes(b"\x01")
+    (folder / "histogram_4000002.db").touch()
+    assert server.metric("npuserve_ready") == 1
+    broken = engine_of(server)
+    os.kill(broken, signal.SIGSTOP)  # it has the file mapped
+    (folder / f"counter_{broken}.db").write_bytes(garbage)
+    kill(server, broken)
+    until_serving(server)
+    assert server.metric("npuserve_metrics_files_skipped_total") == 3
+    assert server.log.count("a metrics file cannot be read") == 3
+    assert not list(folder.glob(f"*_{broken}.db"))
 
 
 def test_helper_that_has_the_engines_stdout_open_delays_no_restart(load_file: Path) -> None:
@@ -227,7 +229,7 @@ def test_helper_that_has_the_engines_stdout_open_delays_no_restart(load_file: Pa
 
 
 def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) -> None:
-    """A stopped engine and a front end with a running stream; the next start removes the folder that was left."""
+    """The engine is stopped and the front end has a running stream; the next start removes the leftover folder."""
     with serving("--max-num-seqs", "4") as server:
         folder = private_folder(temporary_folder)
         pids = list(children(server).values())
@@ -253,7 +255,7 @@ def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) ->
     assert not list(temporary_folder.glob("npuserve-*"))
 
 
-def test_log_pipe_that_nobody_reads_stops_nothing(free_port: Callable[[], int]) -> None:
+def test_full_log_pipe_stops_nothing(free_port: Callable[[], int]) -> None:
     """A pipe of one page is full after a few requests, each of which is logged with its prompt."""
     import fcntl
 
@@ -314,14 +316,14 @@ def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -
         until(ended)
         assert adopted
         until(lambda: not adopted & {pid for pid, _ in descendants(supervisor)})
-        os.kill(supervisor, signal.SIGTERM)  # unshare passes no signal on
+        os.kill(supervisor, signal.SIGTERM)  # unshare does not forward signals
         assert server.process.wait(30) == 0
 
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="no program setpriv")
 @pytest.mark.parametrize("debuggable", [False, True])
 def test_memory_and_environment_are_closed_to_the_same_user(debuggable: bool, tmp_path: Path) -> None:
-    """Root, too, reads no other process without the capabilities for that."""
+    """Root needs capabilities to read another process."""
     folder = shutil.copytree(FOLDER, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     dropped = "-sys_ptrace,-perfmon,-sys_admin,-checkpoint_restore"
@@ -335,7 +337,7 @@ def test_memory_and_environment_are_closed_to_the_same_user(debuggable: bool, tm
         pids = [server.process.pid, *children(server).values(), *dict(descendants(frontend))]
         assert len(pids) == 4
         server.stub.Generate(generate_pb2.GenerateRequest(chat=prompt_pb2.Chat(messages=[
-            prompt_pb2.Message(role="user", content="hi")])), timeout=60)  # the template's process is all set up
+            prompt_pb2.Message(role="user", content="hi")])), timeout=60)  # the template's process is set up
         done = subprocess.run([*before, sys.executable, "-c", script, *map(str, pids)], capture_output=True, text=True,
                               check=True)
         assert done.stdout.split() == ["open" if debuggable else "closed"] * 2 * len(pids)

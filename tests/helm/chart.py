@@ -1,4 +1,4 @@
-"""The chart as Helm renders it, and how it is checked. Needs the program `helm` on PATH (3.6 or newer)."""
+"""The chart as rendered by Helm, and its validation. Needs the program `helm` on PATH (3.6 or newer)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 PRODUCTION: Object = {
     "tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"}, "model": {"hub": {"revision": "v1"}},
     "image": {"digest": "sha256:" + "0" * 64}, "helmTest": {"apiKeySecretName": "llm-test-key"}}
-"""What values-prod.yaml needs from whoever installs the chart."""
+"""Values that values-prod.yaml requires from the user."""
 
 
 def completed(presets: tuple[str, ...], values: Object | None = None) -> Object:
-    """Return values with what their presets need."""
+    """Return values with those that the presets require."""
     return merged(PRODUCTION if "prod" in presets else {}, values or {})
 
 
@@ -47,7 +47,7 @@ def template(
     values: Object | None = None, presets: tuple[str, ...] = (), kubernetes: str = KUBERNETES,
     complete: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """`helm template` of release `demo` in namespace `llm`; values go on top of the presets, and of what those need."""
+    """Run `helm template` of release `demo` in namespace `llm`, with values on top of the presets and their needs."""
     text = json.dumps(completed(presets, values) if complete else values or {})
     return _template(text, presets, _same_for_templates(kubernetes))
 
@@ -80,14 +80,14 @@ def _compared_versions() -> set[str]:
 
 
 def render(*arguments: Any, **options: Any) -> list[Object]:
-    """The objects that `template` makes."""
+    """Return the rendered objects."""
     done = template(*arguments, **options)
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.load_all(done.stdout, Loader) if found]
 
 
 def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
-    """The one object of that kind, and of that name where one is given."""
+    """Return the one object of this kind, and of this name if given."""
     (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
     return found
 
@@ -105,13 +105,13 @@ def pod(objects: list[Object]) -> Object:
 
 
 def config_file(objects: list[Object]) -> str:
-    """What the server reads its settings from."""
+    """Return the content of the server's settings file."""
     (text,) = [o["data"]["npuserve.toml"] for o in objects if o["kind"] == "ConfigMap" and "npuserve.toml" in o["data"]]
     return str(text)
 
 
 def merged(*values: Object) -> Object:
-    """Values in the manner of Helm: maps are merged, all else is replaced."""
+    """Merge values as Helm does: maps are merged, all else is replaced."""
     made: Object = {}
     for part in values:
         for name, value in part.items():
@@ -122,7 +122,7 @@ def merged(*values: Object) -> Object:
 
 @functools.cache
 def _custom_kinds() -> dict[tuple[str, str], Any]:
-    """(apiVersion, kind) -> validator, of the schemas in crds/."""
+    """Return (apiVersion, kind) -> validator, of the schemas in crds/."""
     import jsonschema
 
     found = {}
@@ -149,13 +149,13 @@ def refused(message: str) -> set[str]:
 
 
 def problems(objects: list[Object], kubernetes: str) -> list[str]:
-    """What an API server of that version would refuse, or drop unread; a kind that nobody knows is a problem, too."""
+    """Return what an API server of this version would refuse or drop; an unknown kind is a problem, too."""
     return [problem for each in objects for problem in _problems(json.dumps(each), kubernetes)]
 
 
 @functools.cache
 def _problems(text: str, kubernetes: str) -> list[str]:
-    """text: an object in JSON."""
+    """Return the problems of one object. text: the object in JSON, so that it can be cached."""
     import kubernetes_validate as kube
 
     if not hasattr(kube.utils.schema_contents, "cache_info"):

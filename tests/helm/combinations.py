@@ -1,4 +1,4 @@
-"""Ways to install the chart: every option is on in one of them at least, beside options that it could disagree with."""
+"""Values for the chart that together set every option, beside options with which it could conflict."""
 
 from __future__ import annotations
 
@@ -139,4 +139,4 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "everything at once": (("ascend", "prod"), {**_ROUTE, **_MONITORING, **_KEDA, "global": {"region": "eu"},
                                                 "cache": {"type": "pvc"}}),
 }
-"""Name -> (presets, values on top of them)."""
+"""Name -> (presets, values on top of the presets)."""

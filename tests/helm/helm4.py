@@ -1,9 +1,10 @@
-"""Helm 4 from the package helm-sdkpy, against a Kubernetes API of this process that stores whatever is created.
+"""Helm 4 from the package helm-sdkpy, with a Kubernetes API in this process that stores all created objects.
 
     python -m tests.helm.helm4 <VALUES.json      a list of values; prints a list of {"error": …, "objects": […]}
 
-The package brings Helm as a shared library (Linux on x86-64) and no command. Its Go runtime stays out of the tests'
-process. The library alone is used, so the package's own requirements, such as its version of Python, do not matter:
+The package contains Helm as a shared library (Linux on x86-64) and no command. It runs in a process of its own, since
+it has a Go runtime. Only the library is used, so the package's own requirements, such as its version of Python, do not
+matter:
 
     pip install --no-deps --ignore-requires-python helm-sdkpy==0.1.32
 """
@@ -48,7 +49,7 @@ def _plural(kind: str) -> str:
 
 
 def _discovery() -> dict[str, Object]:
-    """Return the answers of the API's discovery by path."""
+    """Return path -> reply of the API's discovery."""
     groups = []
     answers: dict[str, Object] = {
         "/version": {"major": "1", "minor": KUBERNETES.split(".")[1], "gitVersion": f"v{KUBERNETES}"},
@@ -67,7 +68,7 @@ def _discovery() -> dict[str, Object]:
 
 
 class _Api(http.server.BaseHTTPRequestHandler):
-    """Discovery, nothing that exists, and creation of everything."""
+    """API server with discovery and creation; no object exists before."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -133,7 +134,7 @@ def main() -> None:
         options = json.dumps({"wait": False, "timeout_seconds": 60, "disable_openapi_validation": True}).encode()
         for values in json.load(sys.stdin):
             _Api.created = []
-            # A configuration's client sends at most 5 requests a second after its first hundred.
+            # A client is limited to 5 requests per second after its first hundred.
             if helm.helm_sdkpy_config_create(b"llm", config.name.encode(), None, b"{}", ctypes.byref(handle)):
                 sys.exit(helm.helm_sdkpy_last_error().decode())
             failed = helm.helm_sdkpy_install(handle, b"demo", str(CHART).encode(), json.dumps(values).encode(), b"",

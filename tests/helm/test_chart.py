@@ -1,4 +1,4 @@
-"""What the chart renders: valid for every version of Kubernetes that it is for, its numbers in agreement."""
+"""Rendered objects: valid for every supported version of Kubernetes, with consistent numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STACKS = [(), *((preset,) for preset in PRESETS), *((preset, "prod") for preset 
 
 
 def toml(objects: list[Object]) -> dict[str, Any]:
-    """The settings that the server is given."""
+    """Return the server's settings."""
     return tomllib.loads(config_file(objects))
 
 
@@ -63,7 +63,7 @@ def versions() -> list[str]:
 
 
 @pytest.mark.parametrize("presets", STACKS, ids="+".join)
-def test_lint_is_content(presets: tuple[str, ...], tmp_path: Path):
+def test_lint_accepts_the_chart(presets: tuple[str, ...], tmp_path: Path):
     own = tmp_path / "own.yaml"
     own.write_text(yaml.safe_dump(completed(presets)))
     files = [*(CHART / f"values-{preset}.yaml" for preset in presets), own]
@@ -73,7 +73,7 @@ def test_lint_is_content(presets: tuple[str, ...], tmp_path: Path):
 
 @pytest.mark.parametrize(("presets", "values"), [
     *((stack, {}) for stack in STACKS), *COMBINATIONS.values()], ids=[*map("+".join, STACKS), *COMBINATIONS])
-def test_kubernetes_and_the_server_take_it(
+def test_combination_is_valid_for_kubernetes_and_the_server(
     presets: tuple[str, ...], values: Object, versions: list[str], tmp_path: Path
 ):
     for version in versions:
@@ -92,7 +92,7 @@ def test_kubernetes_and_the_server_take_it(
     assert loaded.served_name == values.get("model", {}).get("servedName", loaded.served_name)
 
 
-def test_the_validation_finds_what_is_wrong(versions: list[str]):
+def test_validation_finds_errors(versions: list[str]):
     objects = render({"metrics": {"scrape": "podMonitor"}})
     deployment, monitor = find(objects, "Deployment"), find(objects, "PodMonitor")
     deployment["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
@@ -104,7 +104,7 @@ def test_the_validation_finds_what_is_wrong(versions: list[str]):
 
 
 def test_every_value_is_set_by_some_combination():
-    """A value that none sets is a branch of the templates that nobody looked at."""
+    """A value that no combination sets is an untested branch of the templates."""
     def leaves(values: Object, path: str = "") -> set[str]:
         found: set[str] = set()
         for name, value in values.items():
@@ -147,7 +147,7 @@ def test_probes_ask_the_health_services():
         toml(objects)["port"], toml(objects)["metrics_port"], port]
 
 
-def test_the_pod_is_locked_up():
+def test_pod_has_a_restricted_security_context():
     for presets in STACKS:
         spec = pod(render({}, presets))
         assert spec["enableServiceLinks"] is False
@@ -211,7 +211,7 @@ def test_models(model: Object, said: Object, offline: bool):
     assert (443 in out) == (model.get("source") in ("hub", "init"))
 
 
-def test_autoscalers_scale_by_metrics_that_are_there():
+def test_autoscalers_use_existing_metrics():
     documented = set(re.findall(r"`(npuserve_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     hpa = find(render({"autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")
     assert {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in hpa["spec"]["metrics"]} == {
@@ -231,7 +231,7 @@ def test_autoscalers_scale_by_metrics_that_are_there():
 
 
 def test_monitors_select_one_service():
-    """Prometheus must not scrape a pod twice by way of two services."""
+    """Prometheus must not scrape a pod twice through two services."""
     objects = render({"metrics": {"scrape": "serviceMonitor"}})
     wanted = find(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
     matching = [o for o in objects if o["kind"] == "Service" and wanted <= o["metadata"]["labels"].items()]
@@ -241,7 +241,7 @@ def test_monitors_select_one_service():
         assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_dashboards_and_rules_are_taken_as_they_are():
+def test_dashboards_and_rules_are_rendered_unchanged():
     objects = render({"dashboards": {"enabled": True}, "rules": {"enabled": True}})
     shown = {key: text for o in objects if o["kind"] == "ConfigMap" and "grafana_dashboard" in o["metadata"]["labels"]
              for key, text in o["data"].items()}
@@ -251,7 +251,7 @@ def test_dashboards_and_rules_are_taken_as_they_are():
     assert find(objects, "PrometheusRule")["spec"]["groups"] == (groups or None)
 
 
-def test_the_route_leaves_administration_out():
+def test_route_excludes_administration():
     _, values = COMBINATIONS["pod monitor and route"]
     (rule,) = find(render(values), "GRPCRoute")["spec"]["rules"]
     assert {match["method"]["service"] for match in rule["matches"]} == {
@@ -269,8 +269,8 @@ KEYS = {"apiKeys": {"secretName": "keys", "key": "k"}}
     (MUTUAL, {"tls_cert": "cert", "tls_key": "cert", "tls_client_ca": "ca"}),
     (KEYS, {"api_keys": "keys"}),
 ])
-def test_secrets_are_mounted_where_the_server_looks_for_them(values: Object, given: dict[str, str]):
-    """Whole, not by subPath, so that running pods see a change."""
+def test_secrets_are_mounted_at_the_servers_paths(values: Object, given: dict[str, str]):
+    """Mounted without subPath, so that running pods get changes."""
     objects = render(values)
     settings, spec = toml(objects), pod(objects)
     mounts = {m["mountPath"]: m for m in spec["containers"][0]["volumeMounts"]}
@@ -296,8 +296,8 @@ def test_secrets_are_mounted_where_the_server_looks_for_them(values: Object, giv
     ({**MUTUAL, "helmTest": {"clientCertSecretName": "own"}}, {"--tls-ca", "--tls-cert", "--tls-key"}),
     ({**TLS, **KEYS, "helmTest": {"apiKeySecretName": "one"}}, {"--tls-ca", "--api-key-file"}),
 ])
-def test_helm_test_has_what_the_server_asks_for(values: Object, options: set[str] | None):
-    """None: there is no test, for want of a certificate or a key."""
+def test_helm_test_has_the_credentials_that_the_server_requires(values: Object, options: set[str] | None):
+    """options: None if there is no test, since a certificate or key is missing."""
     made = [o for o in render(values) if o["kind"] == "Pod"]
     if options is None:
         assert made == []
@@ -314,7 +314,7 @@ def test_helm_test_has_what_the_server_asks_for(values: Object, options: set[str
 
 
 def test_production_renders_with_tls_and_keys_or_behind_a_gateway():
-    """values-prod.yaml as it is, and with what it asks for."""
+    """values-prod.yaml alone, and with the values that it requires."""
     for presets in (("cpu", "prod"), ("ascend", "prod")):
         done = template({}, presets, complete=False)
         assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""checkov finds nothing in the chart and the Dockerfiles but what helm/accepted-findings.yaml explains."""
+"""checkov's findings in the chart and the Dockerfiles are those explained in helm/accepted-findings.yaml."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STACKS = [("cpu",), ("ascend", "prod"), ("cuda", "prod")]
 @needs_helm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not shutil.which("checkov"), reason="no program checkov on PATH (pip install checkov)")
-def test_nothing_is_found_that_is_not_explained(tmp_path: Path):
+def test_checkov_findings_are_explained(tmp_path: Path):
     for number, stack in enumerate(STACKS):
         done = template({}, stack)
         assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
-"""The dashboards as Grafana and Prometheus read them, against the metrics that there are.
+"""The dashboards as read by Grafana and Prometheus, checked against the existing metrics.
 
-Grafana's side is its own SDK, Prometheus' side a parser of its language: packages of `npuserve[dev]`."""
+Grafana's SDK and a parser of PromQL read them: packages of `npuserve[dev]`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def queries() -> Iterator[tuple[str, str, str]]:
-    """(dashboard, panel, query) of all."""
+    """Yield (dashboard, panel, query) of all queries."""
     for file in FILES:
         for panel in panels(load(file)):
             for target in panel["targets"]:
@@ -41,12 +42,12 @@ def queries() -> Iterator[tuple[str, str, str]]:
 
 
 def filled(query: str) -> str:
-    """With values for Grafana's variables."""
+    """Return the query with values in place of Grafana's variables."""
     return re.sub(r"\$(\w+)", lambda match: VARIABLES[match[1]], query)
 
 
 def selectors(node: Any) -> Iterator[Any]:
-    """All vector selectors of a parsed expression."""
+    """Yield all vector selectors of a parsed expression."""
     import promql_parser
 
     if isinstance(node, promql_parser.VectorSelector):
@@ -60,7 +61,7 @@ def selectors(node: Any) -> Iterator[Any]:
 
 
 def sampled() -> dict[str, list[str]]:
-    """Names as in a query -> labels."""
+    """Return metric name as in a query -> labels."""
     found: dict[str, list[str]] = {}
     for name, (kind, labels) in documented().items():
         if kind == "histogram":
@@ -70,7 +71,7 @@ def sampled() -> dict[str, list[str]]:
     return found
 
 
-def test_the_files_are_what_the_script_makes() -> None:
+def test_dashboard_files_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, HELM / "dashboards.py", "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert [file.stem for file in FILES] == ["engine", "kernels", "service"]
@@ -78,7 +79,7 @@ def test_the_files_are_what_the_script_makes() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_grafana_knows_every_field(file: Path) -> None:
-    """Read and written by Grafana's own types, nothing is lost or changed."""
+    """Reading and writing by Grafana's own types changes nothing."""
     models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -112,7 +113,7 @@ def test_grafana_knows_every_field(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_dashboard_can_be_read_and_used(file: Path) -> None:
+def test_dashboard_is_usable(file: Path) -> None:
     dashboard = load(file)
     assert dashboard["schemaVersion"] >= 41
     assert dashboard["uid"] == f"npuserve-{file.stem}"
@@ -139,8 +140,8 @@ def test_a_dashboard_can_be_read_and_used(file: Path) -> None:
         assert panel["datasource"]["uid"] == "${datasource}"
 
 
-def test_every_query_is_one_of_ours() -> None:
-    """It parses, names metrics that there are, with labels that they have, and is bound to the chosen servers."""
+def test_every_query_uses_existing_metrics() -> None:
+    """Queries parse, name existing metrics and labels, and select the chosen servers."""
     parser = pytest.importorskip("promql_parser")
     known = sampled()
     count = 0

@@ -1,4 +1,4 @@
-"""The init container's script, run in a shell: whole models only, each in a folder of its own, fetched once."""
+"""The init container's script, run in a shell: complete models only, each in its own folder, downloaded once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REVISION = "c1899de289a04d12100db370d81485cdf75e47ca"
 
 
 class Volume:
-    """A shared volume, a fake hub command, and pods that fetch from it."""
+    """Shared volume with a fake hub command, and pods that download to it."""
 
     def __init__(self, folder: Path):
         self.models, self.calls, self.gate = folder / "models", folder / "calls", folder / "gate"
@@ -69,7 +69,7 @@ class Volume:
                                 text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
 
     def fetch(self, uid: str, model: Object) -> str:
-        """Return what a successful init container printed."""
+        """Run an init container successfully, and return its output."""
         process = self.start(uid, model)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -171,7 +171,7 @@ def test_fetch_another_revision_leaves_the_old_one(volume: Volume):
 
 
 def test_fetch_lost_race_keeps_the_first(volume: Volume):
-    """Two pods that both hold the lock, as after a pause of the first one."""
+    """Two pods hold the lock, as after a pause of the first one."""
     volume.gate.touch()
     first = volume.start("one", PINNED)
     volume.wait_for_calls(1)
@@ -213,7 +213,7 @@ def test_fetch_unusable_volume_fails(volume: Volume):
     assert process.returncode != 0, output
 
 
-def test_fetch_asks_the_hub_for_what_the_server_reads(monkeypatch: pytest.MonkeyPatch):
+def test_fetch_downloads_the_files_that_the_server_reads(monkeypatch: pytest.MonkeyPatch):
     """The rendered command, as the pinned huggingface_hub parses it."""
     cli = pytest.importorskip("huggingface_hub.cli.hf")
     from huggingface_hub.cli import download

@@ -1,4 +1,4 @@
-"""Helm 4 renders what Helm 3 renders, and refuses what Helm 3 refuses."""
+"""Helm 4 renders and refuses the same values as Helm 3."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helm.chart import (
     render,
 )
 from tests.helm.combinations import COMBINATIONS
-from tests.helm.test_values import CONTRADICTIONS, NONSENSE
+from tests.helm.test_values import CONTRADICTIONS, INVALID
 
 pytestmark = [needs_helm, pytest.mark.skipif(
     helm4.library() is None, reason="no Helm 4 (pip install --no-deps --ignore-requires-python helm-sdkpy==0.1.32)")]
@@ -38,7 +38,7 @@ ACCEPTED = {**STACKS, **{name: (stack, completed(stack, own)) for name, (stack, 
 
 
 def answers(asked: Iterable[tuple[tuple[str, ...], Object]]) -> list[Object]:
-    """Return what Helm 4 makes of values on top of presets."""
+    """Return Helm 4's result for each (presets, values)."""
     files = {preset: yaml.load((CHART / f"values-{preset}.yaml").read_text(), Loader) for preset in PRESETS}
     values = [merged(*(files[preset] for preset in presets), own) for presets, own in asked]
     done = subprocess.run([sys.executable, "-m", "tests.helm.helm4"], input=json.dumps(values), cwd=ROOT,
@@ -49,7 +49,7 @@ def answers(asked: Iterable[tuple[tuple[str, ...], Object]]) -> list[Object]:
 
 
 def plain(objects: list[Object]) -> dict[tuple[str, str], Any]:
-    """Return objects by kind and name, without what Helm adds when it installs them."""
+    """Return (kind, name) -> object, without the metadata that Helm adds at installation."""
     found = {}
     for each in objects:
         metadata = each["metadata"]
@@ -70,8 +70,8 @@ def test_helm4_installs_what_helm3_renders():
         assert plain(answer["objects"]) == plain(rendered), name
 
 
-def test_helm4_refuses_nonsense_by_its_field():
-    for (field, _), answer in zip(NONSENSE, answers(((), own) for _, own in NONSENSE), strict=True):
+def test_helm4_refuses_invalid_values_by_field():
+    for (field, _), answer in zip(INVALID, answers(((), own) for _, own in INVALID), strict=True):
         assert field in refused(answer["error"] or ""), answer["error"]
 
 

@@ -1,4 +1,4 @@
-"""Where pods run: on which nodes, with which devices, as which user."""
+"""Placement of pods: nodes, devices and users."""
 
 from __future__ import annotations
 

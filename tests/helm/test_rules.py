@@ -1,4 +1,4 @@
-"""The alert rules: promtool's verdict, and that every alert says what people need."""
+"""The alert rules: promtool's tests, and the texts that operators need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPERATIONS = ROOT / "docs/operations.md"
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
-    """kind: alert or record."""
+    """Return the rules of a kind, "alert" or "record"."""
     groups = yaml.load(RULES.read_text(encoding="utf-8"), Loader)["groups"]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
@@ -39,18 +39,18 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_prometheus_takes_them() -> None:
+def test_promtool_accepts_the_rules() -> None:
     done = promtool("check", "rules", RULES)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_each_fires_when_it_must_and_only_then() -> None:
+def test_promtool_unit_tests_pass() -> None:
     done = promtool("test", "rules", CASES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_alert_that_never_fires_is_found(tmp_path: Path) -> None:
-    """The unit tests can fail: with another threshold they do."""
+def test_promtool_unit_tests_can_fail(tmp_path: Path) -> None:
+    """With another threshold the unit tests fail."""
     text = RULES.read_text(encoding="utf-8")
     assert text.count("> 60\n") == 1
     (tmp_path / "rules.yaml").write_text(text.replace("> 60\n", "> 6000\n"))
@@ -69,7 +69,7 @@ def seconds(time: str) -> int:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_alert_is_tested_at_the_evaluation_at_which_it_fires_and_at_the_one_before(name: str) -> None:
+def test_alert_is_tested_at_its_first_evaluation_and_the_one_before(name: str) -> None:
     found = []
     for case in TESTS:
         checks = {seconds(check["eval_time"]): len(check["exp_alerts"]) for check in case["alert_rule_test"]
@@ -79,7 +79,7 @@ def test_alert_is_tested_at_the_evaluation_at_which_it_fires_and_at_the_one_befo
     assert found
 
 
-def test_alert_on_refusals_is_tested_all_the_time_that_one_burst_is_in_its_range() -> None:
+def test_alert_on_refusals_is_tested_while_a_burst_is_in_its_range() -> None:
     """A burst at 5m30 was once enough from 7m30 to 10m."""
     (case,) = [case for case in TESTS
                if "a queue that refuses" in case["name"]]
@@ -120,12 +120,12 @@ def test_chart_without_a_base_url_gives_no_runbook_and_refuses_a_path() -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_each_runbook_is_there(name: str) -> None:
+def test_each_runbook_exists(name: str) -> None:
     headings = re.findall(r"^#+ *(.*?) *$", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE)
     assert name in headings
 
 
-def test_they_ask_for_metrics_that_there_are() -> None:
+def test_rules_use_existing_metrics() -> None:
     parser = pytest.importorskip("promql_parser")
     recorded = {rule["record"]: None for rule in rules("record")}
     known = sampled()

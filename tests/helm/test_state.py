@@ -1,4 +1,4 @@
-"""What outlives a pod: streams that a drain cut off, a client's pod, and claims."""
+"""State that survives a pod: records of interrupted streams, session affinity, and claims."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_state_folder_is_a_volume_of_the_pod():
 
 
 def test_state_on_claims_belongs_to_one_replica_each():
-    """A StatefulSet's pod returns with its name and its claim, so a rolling restart finds the streams' file."""
+    """A StatefulSet's pod keeps its name and claim, so streams' records survive a rolling restart."""
     objects = render(CLAIMS)
     made = workload(objects)
     assert made["kind"] == "StatefulSet"
@@ -50,7 +50,7 @@ def test_state_on_claims_belongs_to_one_replica_each():
 
 
 def test_state_on_claims_survives_an_upgrade_of_the_chart():
-    """Claims of a StatefulSet are immutable, so their labels name no version."""
+    """A StatefulSet's claims are immutable, so their labels contain no version."""
     (claim,) = workload(render({**CLAIMS, "commonLabels": {"team": "llm"}}))["spec"]["volumeClaimTemplates"]
     assert set(claim["metadata"]["labels"]) == {f"app.kubernetes.io/{name}" for name in (
         "name", "instance", "component")}

@@ -1,4 +1,8 @@
-"""What values.schema.json and _checks.tpl refuse, by the field's name; the schema knows the server's settings."""
+"""Values that values.schema.json and _checks.tpl refuse, by field; the schema covers all settings of the server.
+
+The schema is checked in this process by jsonschema. One Helm process checks many values at once, and with --full each
+value by itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
 
 DEFAULTS: Object = yaml.load((CHART / "values.yaml").read_text(), Loader)
 
-NONSENSE: list[tuple[str, Object]] = [
+INVALID: list[tuple[str, Object]] = [
     ("replica", {"replica": 3}),
     ("accelerator.kind", {"accelerator": {"kind": "tpu"}}),
     ("accelerator.count", {"accelerator": {"kind": "cuda", "count": 0}}),
@@ -143,7 +147,7 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("strategy.type: Recreate", {"state": {"type": "pvc"}, "strategy": {"type": "Recreate"}}),
     ("topologySpread.whenUnsatisfiable: DoNotSchedule", {
         "accelerator": {"kind": "cuda"}, "topologySpread": {"whenUnsatisfiable": "DoNotSchedule"}}),
-    ("requiredDuringSchedulingIgnoredDuringExecution", {  # a preferred node is none that is excluded
+    ("requiredDuringSchedulingIgnoredDuringExecution", {  # a preference excludes no node
         "accelerator": {"kind": "cuda"}, "topologySpread": {"whenUnsatisfiable": "DoNotSchedule"},
         "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}),
     ("metrics.scrapeTimeout: 20s is above metrics.interval, 15s", {"metrics": {"scrapeTimeout": "20s"}}),
@@ -180,11 +184,11 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
 
 
 CONTRADICTIONS_IDS = [f"{said} {number}" for number, (said, _) in enumerate(CONTRADICTIONS)]
-NONSENSE_IDS = [f"{field} {json.dumps(values)}" for field, values in NONSENSE]
+INVALID_IDS = [f"{field} {json.dumps(values)}" for field, values in INVALID]
 
 
-@pytest.mark.parametrize(("field", "values"), NONSENSE, ids=NONSENSE_IDS)
-def test_schema_refuses_nonsense_by_its_field(field: str, values: Object):
+@pytest.mark.parametrize(("field", "values"), INVALID, ids=INVALID_IDS)
+def test_schema_refuses_invalid_values_by_field(field: str, values: Object):
     assert field in refused_by_schema(values)
 
 
@@ -205,10 +209,9 @@ def refused_by_schema(values: Object) -> set[str]:
 
 
 def batches() -> list[tuple[set[str], Object]]:
-    """Return NONSENSE in few parts: all their fields, and values that hold each value and that the schema refuses by
-    all the fields."""
+    """Merge INVALID into few values: (fields, values), where the schema refuses the values by each of the fields."""
     made: list[tuple[set[str], Object]] = []
-    for field, values in NONSENSE:
+    for field, values in INVALID:
         for index, (fields, others) in enumerate(made):
             both = merged(others, values)
             if both == merged(values, others) and refused_by_schema(both) >= fields | {field} != fields:
@@ -220,10 +223,10 @@ def batches() -> list[tuple[set[str], Object]]:
 
 
 @needs_helm
-def test_helm_refuses_nonsense_by_all_its_fields():
-    """Helm names every error of the schema, so that one run of it checks many fields."""
+def test_helm_refuses_merged_invalid_values_by_all_fields():
+    """Helm reports every error of the schema, so that one run checks many fields."""
     found = batches()
-    assert {field for fields, _ in found for field in fields} == {field for field, _ in NONSENSE}
+    assert {field for fields, _ in found for field in fields} == {field for field, _ in INVALID}
     for fields, values in found:
         done = template(values)
         assert done.returncode != 0
@@ -232,14 +235,14 @@ def test_helm_refuses_nonsense_by_all_its_fields():
 
 @needs_helm
 @pytest.mark.full
-@pytest.mark.parametrize(("field", "values"), NONSENSE, ids=NONSENSE_IDS)
-def test_helm_refuses_nonsense_by_its_field(field: str, values: Object):
+@pytest.mark.parametrize(("field", "values"), INVALID, ids=INVALID_IDS)
+def test_helm_refuses_invalid_values_by_field(field: str, values: Object):
     done = template(values)
     assert done.returncode != 0, f"{field} was accepted"
     assert field in refused(done.stderr), done.stderr
 
 
-# Both wordings of Helm for the same values: up to 3.17, and from 3.18 on (these of 4.3.0).
+# Helm's messages for the same values: up to 3.17, and from 3.18 on (of 4.3.0).
 OLD_WORDING = """Error: values don't meet the specifications of the schema(s) in the following chart(s):
 npuserve:
 - (root): Additional property replica is not allowed
@@ -275,12 +278,12 @@ def test_refused_reads_both_wordings(message: str, parents: set[str]):
 @pytest.mark.parametrize(("said", "values"), CONTRADICTIONS, ids=CONTRADICTIONS_IDS)
 def test_contradictions_are_refused(said: str, values: Object):
     done = template(values)
-    assert done.returncode != 0, f"{values} were taken"
+    assert done.returncode != 0, f"{values} were accepted"
     assert said in done.stderr, done.stderr
 
 
 def objects(schema: Any, path: str = "") -> Iterator[tuple[str, Object]]:
-    """All parts of a schema that describe a map, by their path."""
+    """Yield (path, part) of all parts of a schema that describe a map."""
     if isinstance(schema, dict):
         if schema.get("type") == "object":
             yield path, schema
@@ -305,14 +308,14 @@ DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "model
            "drain_seconds", "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
 
 
-def test_the_schema_knows_every_setting():
-    """A new setting goes into values.schema.json, under config, with its range, and into tests/helm/combinations.py."""
+def test_schema_has_every_setting():
+    """Add a new setting with its range under config in values.schema.json, and to tests/helm/combinations.py."""
     assert set(CONFIG) | DERIVED == set(ServerConfig.__struct_fields__)
     assert not set(CONFIG) & DERIVED
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG))
-def test_a_settings_range_is_the_servers(name: str):
+def test_schema_ranges_equal_the_servers(name: str):
     def takes(value: Any) -> bool:
         try:
             ServerConfig(**{"emulate": True, "min_priority": -100, name: value})

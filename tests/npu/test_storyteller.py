@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.train_storyteller import loops
+from bench.quality.train_storyteller import loops
 from npuserve.npu.storyteller import FOLDER
 
 

@@ -1,9 +1,8 @@
-"""The programs of bench/, as modules."""
+"""Access to the programs of bench/ as modules."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -11,15 +10,5 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 def bench(name: str) -> ModuleType:
-    """bench/NAME.py, which may import what lies beside it."""
-    spec = importlib.util.spec_from_file_location(f"npuserve_{name}", BENCH / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(BENCH))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCH))
-    return module
+    """Return the module of bench/FOLDER/PROGRAM.py; `name` is "FOLDER.PROGRAM"."""
+    return importlib.import_module(f"bench.{name}")

@@ -1,11 +1,11 @@
-"""`npuserve serve` whose emulated device fails when a test says so. All else is the server's own.
+"""`npuserve serve` with an emulated device that fails as tests demand.
 
     python -m tests.e2e.emulated.faulty serve FOLDER [SETTINGS]    the supervisor
     python -m tests.e2e.emulated.faulty engine FOLDER              its engine process
     python -m tests.e2e.emulated.faulty frontend                   its front end
 
-The engine listens at FOLDER/device for functions of npuserve.npu.emulator to call, see `tell`. What is in FOLDER/start,
-in lines of JSON, it calls before it loads the model, at each of its starts.
+The engine receives calls of npuserve.npu.emulator's functions at the socket FOLDER/device, see `tell`. At each start,
+before it loads the model, it makes the calls in FOLDER/start, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 STALL_SECONDS = 2
-"""Of silence until an engine counts as stalled: 30 in a server of its own."""
+"""Seconds without a message after which an engine counts as stalled; 30 in production."""
 
 PROGRAM = (sys.executable, "-m", "tests.e2e.emulated.faulty")
 
 
 def tell(folder: Path, name: str, *args: Any, **options: Any) -> Any:
-    """Calls `emulator.name` in the engine process. OSError where there is none."""
+    """Call `emulator.name` in the engine process and return its result. Raises OSError if there is no engine."""
     with Client(str(folder / "device")) as connection:
         connection.send((name, args, options))
         return connection.recv()
 
 
 def at_start(folder: Path, *calls: Sequence[Any]) -> None:
-    """calls: (name, arguments, options) of each."""
+    """Set the calls of each start: (name, arguments, options)."""
     (folder / "start").write_text("\n".join(json.dumps(call) for call in calls))
 
 
@@ -53,7 +53,7 @@ def serve(folder: str, arguments: list[str]) -> int:
         return asyncio.run(supervisor.Supervisor(
             config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
             restarts=supervisor.Restarts(first=0.05, longest=0.05)).run())
-    except ConfigError as error:  # as service/cli/main.py does
+    except ConfigError as error:  # as in service/cli/main.py
         print(f"npuserve: {error}", file=sys.stderr)
         return 2
 
@@ -94,5 +94,5 @@ if __name__ == "__main__":
         code = engine(Path(rest[0]))
         sys.stdout.flush()
         logging.shutdown()
-        os._exit(code)  # as the engine process does it
+        os._exit(code)  # as in the engine process
     sys.exit(serve(rest[0], rest[1:]) if kind == "serve" else frontend())

@@ -1,8 +1,8 @@
-"""What a decode step asks of CANN, by the emulator's call log, while the engine's own loop drives the runner.
+"""Calls into CANN by a decode step, by the emulator's call log, with the engine's own loop.
 
-    launching thread    launch n+1  collect n  launch n+2  collect n+1         on the device: n+1 while n+2 is launched
+    launching thread    launch n+1  collect n  launch n+2  collect n+1         device: n+1 during the launch of n+2
 
-The plugin's own thread submits what was launched, and `npuserve-lengths` gives captured attention its lengths.
+The plugin's own thread submits launched work, and `npuserve-lengths` passes lengths to captured attention.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from tests.service.engine.test_loop_overlap import Script
 
 LAYERS, ROWS, ANSWER = 3, 3, 200
 STEADY = range(20, 180)
-"""Steps whose rows all decode; a block is full once among them."""
+"""Steps in which all rows decode; one of them fills a block."""
 
 LAUNCH = [
-    "aclrtPointerGetAttributes",  # of the pinned inputs, for their one copy to the device
-    "aclnnInplaceCopyGetWorkspaceSize",  # spreads the block tables to their places
+    "aclrtPointerGetAttributes",  # for the one H2D copy of the pinned inputs
+    "aclnnInplaceCopyGetWorkspaceSize",  # scatters the block tables
     "aclmdlRIExecuteAsync",
-    "aclnnInplaceCopyGetWorkspaceSize",  # the sampled ids, for their copy beside the next step
+    "aclnnInplaceCopyGetWorkspaceSize",  # for the D2H copy of the sampled ids during the next step
     "aclrtPointerGetAttributes",
 ]
 COLLECT = [
-    "aclrtSynchronizeEvent",  # the ids of the step before are on the host
-    "aclrtSynchronizeEvent", "aclrtSynchronizeEvent", "aclrtEventElapsedTime",  # its span, which is past
+    "aclrtSynchronizeEvent",  # the ids of the previous step are on the host
+    "aclrtSynchronizeEvent", "aclrtSynchronizeEvent", "aclrtEventElapsedTime",  # its time span, which has ended
 ]
 LENGTHS = Counter({
     "aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclnnFusedInferAttentionScoreV3GetWorkspaceSize": LAYERS,
@@ -50,7 +50,7 @@ LENGTHS = Counter({
 
 
 class Marked:
-    """A runner whose launches and collections are marked in the call log."""
+    """Runner that marks launches and collections in the call log."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -63,7 +63,7 @@ class Marked:
         return self._runner.launch(step)
 
     def ready(self, launched: Launched) -> bool:
-        """At once, so that the engine, which asks again and again while a long step runs, waits in `collect`."""
+        """Return True, so that the engine waits in `collect` instead of polling."""
         return True
 
     def collect(self, launched: Launched) -> StepResult:
@@ -74,7 +74,7 @@ class Marked:
 
 
 def serve(runner: Any, double_buffering: bool) -> Script:
-    """`ROWS` requests of `ANSWER` tokens, through the engine's loop."""
+    """Run `ROWS` requests of `ANSWER` tokens through the engine's loop."""
     scheduler = Scheduler(BlockManager(8, 128), max_num_seqs=8, max_num_batched_tokens=64, max_queue=0, aging_seconds=1)
     asked = [messages.Submit(n, messages.Request(f"{n}", [5, 7, n], ANSWER, time.monotonic(), GREEDY))
              for n in range(ROWS)]
@@ -88,7 +88,6 @@ def serve(runner: Any, double_buffering: bool) -> Script:
 @pytest.mark.parametrize("quantized", [False, True])
 @emulated(relax=("fp32",))
 def test_a_steady_step_is_one_replay_and_nine_calls(tmp_path: Path, quantized: bool) -> None:
-    """In W8A8 as in floats."""
     runner = Marked(load((saved_w8a8 if quantized else saved)(tmp_path, layers=LAYERS)))
     emulator.clear_calls()
     serve(runner, double_buffering=True)
@@ -105,7 +104,7 @@ def test_a_steady_step_is_one_replay_and_nine_calls(tmp_path: Path, quantized: b
         assert collected == COLLECT
         assert len(launched) + len(collected) <= 12
         assert launched.count("aclmdlRIExecuteAsync") == 1
-    # Other threads are not in step with this one, so theirs are counted over all steps.
+    # Calls of other threads are not synchronous with steps and are counted over all of them.
     stretch = calls[at[f"# launch {STEADY[0]}"] : at[f"# launch {STEADY[-1] + 1}"]]
     others = Counter(call.name for call in stretch if call.thread != here)
     asked = sum(others[name] for name in LENGTHS) / len(STEADY) / LAYERS
@@ -126,8 +125,7 @@ def test_lengths_are_given_by_another_thread_with_five_calls_a_layer(tmp_path: P
 
 @emulated(relax=("fp32",))
 def test_a_step_is_launched_and_the_one_before_collected_while_the_device_is_at_work(tmp_path: Path) -> None:
-    """The device hangs in step n. Who waited for anything of it, to collect n - 1 or to launch n + 1, would wait for
-    ever."""
+    """The device hangs in step n. If collecting n - 1 or launching n + 1 waited for it, the test would never end."""
     import torch
 
     runner = load(saved(tmp_path, layers=LAYERS))
@@ -137,7 +135,7 @@ def test_a_step_is_launched_and_the_one_before_collected_while_the_device_is_at_
 
     runner.collect(runner.launch(Step([Row(0, [1, 2], 0, [0], True)], [NewRequest(0, [1, 2], [], GREEDY)])))
     before = decode(2)
-    torch.npu.synchronize()  # so that the task that hangs is of the next step
+    torch.npu.synchronize()  # so that a task of the next step hangs
     emulator.hang()
     hanging = decode(3)
     runner.collect(before)

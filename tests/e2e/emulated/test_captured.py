@@ -1,5 +1,7 @@
-"""Chunks that arrive do not end the fused decode: nearly all decode tokens come from captured steps, by the metrics
-page, under a trace of many lengths and with all settings as they are by default."""
+"""Nearly all decode tokens come from captured steps while prefill chunks arrive, by the metrics page.
+
+The load is a trace with many lengths, and all settings are the defaults.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LEAST = 0.95
 
 
 def synthetic(path: Path) -> Path:
-    """In the form of the Azure LLM inference trace: prompts mostly long, answers mostly short, arrivals in bursts."""
+    """Write a trace in the format of the Azure LLM inference trace: long prompts, short answers, bursts."""
     chance, at = random.Random(0), datetime(2023, 11, 16, 18, 15, 46)
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     for _ in range(REQUESTS):

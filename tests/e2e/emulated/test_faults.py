@@ -1,13 +1,12 @@
-"""Ten faults of the device, each while the server is at work: what becomes of the requests, the engine and the server.
+"""Ten faults of the device under load: effect on the requests, the engine and the server.
 
-The table of it is in npu/backends/base.py (`Fault`) and docs/ascend.md.
+npu/backends/base.py (`Fault`) and docs/ascend.md have the table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from grpc_status import rpc_status
 
 from npuserve.v1 import model_pb2
 from tests.e2e.emulated import faulty
+from tests.e2e.processes import children
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import NOT_SERVING, SERVING, health
 from tests.npu.emulator.child import missing
@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason
 
 STREAMS = 3
 LONG = 400
-"""Tokens of an answer that is still under way when the device fails."""
+"""Tokens of an answer that is still running when the device fails."""
 
 RETRYABLE, ENGINE, NODE = 207018, 507014, 507899
-"""ACL_ERROR_RT_... of a resource, of a timeout of the AI core, of the driver."""
+"""ACL_ERROR_RT_...: lack of a resource, timeout of the AI core, fault of the driver."""
 
 SETTINGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "2,4", "--kv-cache-memory",
             "24MiB", "--drain-seconds", "1", "--kernel-sampling", "0")
@@ -46,7 +46,7 @@ def faulty_server(folder: Path, *more: str, wait: bool = True) -> Iterator[Serve
 
 
 class Asked:
-    """Streams under way, each in a thread. ended: (tokens, the error or None) of each."""
+    """Running streams, each in a thread. ended: (tokens, error or None) of each."""
 
     def __init__(self, server: Server, prompts: list[list[int]], **fields: Any):
         self.ended: list[tuple[list[int], grpc.RpcError | None]] = []
@@ -67,7 +67,7 @@ class Asked:
             self.ended.append((ids, error))
 
     def running(self) -> None:
-        """Waits until each has had a token."""
+        """Wait until each stream has a token."""
         for got in self.got:
             assert got.wait(60)
 
@@ -76,14 +76,6 @@ class Asked:
             thread.join(90)
         assert len(self.ended) == len(self._threads)
         return self.ended
-
-
-def children(server: Server) -> dict[str, int]:
-    """Process ids of the server's children."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
-                             capture_output=True, text=True, check=False).stdout
-    found = [re.match(r"\s*(\d+) .*emulated\.faulty (\w+)", line) for line in listing.splitlines()]
-    return {match[2]: int(match[1]) for match in found if match}
 
 
 def ready(server: Server) -> None:
@@ -98,7 +90,7 @@ def lines(server: Server, pattern: str) -> list[str]:
 
 
 def ended_as_unavailable(asked: Asked) -> None:
-    """Each once, and so that the client knows when to try again."""
+    """Check that each stream ended with UNAVAILABLE and RetryInfo."""
     for _, error in asked.join():
         assert error is not None
         assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -109,9 +101,9 @@ def ended_as_unavailable(asked: Asked) -> None:
 
 
 def nothing_leaked(server: Server, before: dict[str, int]) -> None:
-    """The server is as new: its processes, its blocks, its gauges, and the answer to a request."""
+    """Check that processes, blocks and gauges are as at the start."""
     gauges = ("requests_running", "requests_waiting", "kv_cache_usage_ratio", "stream_buffered_tokens")
-    deadline = time.monotonic() + 10  # the next heartbeat tells
+    deadline = time.monotonic() + 10  # until the next heartbeat
     while any(server.metric(f"npuserve_{gauge}") for gauge in gauges):
         assert time.monotonic() < deadline, [server.metric(f"npuserve_{gauge}") for gauge in gauges]
         time.sleep(0.1)
@@ -134,7 +126,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that meets one fault after the other, and its folder."""
+    """Server that gets one fault after the other, and its folder."""
     folder = tmp_path_factory.mktemp("faults")
     with faulty_server(folder) as server:
         yield server, folder
@@ -151,16 +143,16 @@ def test_the_engine_starts_again(survivor: tuple[Server, Path], name: str) -> No
     asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
     asked.running()
     faulty.tell(folder, "fail", what, code, **options)
-    if what == "malloc":  # steps of known size need no new memory
+    if what == "malloc":  # steps of a known size allocate no memory
         asked_more = Asked(server, [[9] * 400], max_tokens=1, prompt_logprobs=20, logprobs=20)
         assert [(len(ids), error) for ids, error in asked_more.join()] == [(1, None)]
-    # A pause, and no more: they go on in the next engine.
+    # The streams continue in the next engine.
     assert [(len(ids), error) for ids, error in asked.join()] == [(LONG, None)] * len(PROMPTS)
     ready(server)
     told, died = lines(server, "device fault")[seen[0] :], lines(server, "starting it again")[seen[1] :]
     assert len(told) == len(died) == 1
     assert f'"fault": "{fault}"' in told[0]
-    # A launch that fails is told of later, and may be without its code then.
+    # A failed launch is reported later, perhaps without its code.
     assert str(code) in told[0] or what in ("malloc", "launch")
     assert '"code": 3' in died[0]
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
@@ -177,19 +169,19 @@ def test_the_server_leaves(tmp_path: Path, name: str, args: tuple[Any, ...]) -> 
         asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
         asked.running()
         if name == "lose_device":
-            faulty.at_start(tmp_path, (name, (), {}))  # it stays so
+            faulty.at_start(tmp_path, (name, (), {}))  # also for later engines
         faulty.tell(tmp_path, name, *args)
         ended_as_unavailable(asked)
         assert server.process.wait(60) == 4
         told, died = lines(server, "device fault"), lines(server, "starting it again")
         assert '"fault": "node"' in told[-1]
-        # A launch that meets it first tells no code: the next start does.
+        # A launch that fails first has no code; the next start has one.
         assert len(died) == len(told) - 1 <= (name == "lose_device")
         assert children(server) == {}
 
 
-def test_no_memory_at_start_is_said_and_not_tried_again(tmp_path: Path) -> None:
-    """While weights and cache are given their memory."""
+def test_no_memory_at_start_is_reported_without_a_retry(tmp_path: Path) -> None:
+    """Allocation fails for weights and KV cache."""
     faulty.at_start(tmp_path, ("fail", ("malloc", 207001), {"nth": 3, "times": -1}))
     with faulty_server(tmp_path, wait=False) as server:
         assert server.process.wait(60) == 2
@@ -198,7 +190,7 @@ def test_no_memory_at_start_is_said_and_not_tried_again(tmp_path: Path) -> None:
         assert not lines(server, "starting it again|Traceback")
 
 
-def test_a_hang_is_noticed_and_over_when_the_device_goes_on(tmp_path: Path) -> None:
+def test_a_hang_ends_when_the_device_continues(tmp_path: Path) -> None:
     with faulty_server(tmp_path) as server:
         before, expected = children(server), streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1]
         asked = Asked(server, PROMPTS[:1], max_tokens=LONG, ignore_eos=True)
@@ -219,7 +211,7 @@ def test_a_hang_is_noticed_and_over_when_the_device_goes_on(tmp_path: Path) -> N
 
 
 def test_a_hang_that_lasts_is_a_restart(tmp_path: Path) -> None:
-    """A kernel that never returns: not ready, killed, started again, and the streams go on."""
+    """A kernel never returns: the engine is not ready, is killed and restarted, and the streams continue."""
     with faulty_server(tmp_path, "--hang-seconds", "5") as server:
         before, expected = children(server), streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1]
         asked = Asked(server, PROMPTS[:1], max_tokens=LONG, ignore_eos=True)
@@ -239,7 +231,7 @@ def test_a_hang_that_lasts_is_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_server_whose_device_hangs_can_be_stopped(tmp_path: Path) -> None:
-    """Its requests end, and it is killed after its patience: exit code 1."""
+    """Its requests end, and the engine is killed after its patience: exit code 1."""
     with faulty_server(tmp_path) as server:
         asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
         asked.running()

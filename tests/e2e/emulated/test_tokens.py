@@ -1,7 +1,8 @@
-"""Through gRPC, greedy tokens of an emulated NPU in float32 (a labelled relaxation) are the CPU's, and in bfloat16 its
-logits are near: bench/emulated.py, in batches that change, in chunks, with prefixes found and requests preempted.
+"""Tokens of an emulated NPU through gRPC, compared with the CPU's by bench/quality/emulated.py.
 
-Its model of Qwen3-14B's widths is too large for here; see docs/ascend.md for how to run it.
+Greedy tokens in float32 (a labelled relaxation) are equal, and logits in bfloat16 are near, with changing batches,
+chunks, prefix hits and preemption. docs/ascend.md says how to run the model of Qwen3-14B's widths, which is too large
+for a test.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 def findings(*arguments: str) -> list[dict[str, Any]]:
-    done = subprocess.run([sys.executable, "bench/emulated.py", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=280)
+    done = subprocess.run([sys.executable, "bench/quality/emulated.py", *arguments], cwd=ROOT, capture_output=True,
+                          text=True, timeout=280)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert found, done.stderr
     assert done.returncode == 0, found
@@ -43,7 +44,7 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
     for found in (overlapped, plain):
         assert found["passed"]
         assert found["equal"] == found["tokens"] == 9 * 150
-        # What it must have been through, not to say little.
+        # These events must have occurred.
         assert found["preemptions"] > 0
         assert found["prefix_hits"] > 0
         assert found["mixed_steps"] > 0
@@ -76,11 +77,11 @@ def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
     assert found["equal_argmax"] >= min(0.995, found["of_the_cpu"] - 0.005)
 
 
-def test_the_wide_model_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wide_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from npuserve.npu.execution.load import load_runner
 
-    emulated = bench("emulated")
-    assert emulated.QWEN3_14B.items() <= bench("roofline").QWEN3_14B.items()
+    emulated = bench("quality.emulated")
+    assert emulated.QWEN3_14B.items() <= bench("kernels.roofline").QWEN3_14B.items()
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
              "intermediate_size": 96}
     monkeypatch.setattr(emulated, "QWEN3_14B", small)

@@ -1,8 +1,9 @@
-"""A W8A8 checkpoint, made by `npuserve quantize` and served by an emulated NPU through gRPC: its tokens are those of
-the CPU in W8A8, where both compute in float32 (a labelled relaxation) and int8 is of the device's levels.
+"""A W8A8 checkpoint of `npuserve quantize`, served by an emulated NPU through gRPC: tokens as on the CPU in W8A8.
 
-Nearly all: a number that lies between two of int8 goes either way by the order of a sum, and what comes after differs a
-little. The CPU's own two ways to compute differ as much (bench/RESULTS.md)."""
+Both compute in float32 (a labelled relaxation) with the device's int8 levels. A few tokens may differ: a number halfway
+between two int8 values rounds by the order of a sum. The CPU's kernels and golden functions differ as much
+(bench/RESULTS.md).
+"""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def test_tokens_are_those_of_the_cpu_in_w8a8(tmp_path: Path) -> None:
     assert captured >= len(prompts) * (ANSWER - 2) > 0 == eager
 
 
-def test_what_the_device_cannot_is_said_before_it_serves(tmp_path: Path) -> None:
-    """In one sentence, and with exit code 2."""
+def test_unsupported_setting_is_refused_at_the_start(tmp_path: Path) -> None:
+    """One sentence, and exit code 2."""
     done = subprocess.run([*CLI, "serve", "--device", "npu", "--emulate", "--kv-cache-dtype", "int8", "--port", "0"],
                           capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 2

@@ -1,6 +1,6 @@
-"""What a client may send that nobody thought of: HTTP/2 that is none, protobuf that is none, and any fields at all.
+"""Fuzzing of a server: invalid HTTP/2, malformed protobuf, and arbitrary values of all fields.
 
-    python -m tests.e2e.fuzz --messages 100000      the long run; a short one is in the suite
+    python -m tests.e2e.fuzz --messages 100000      the long run; the tests have a short one
 
-After each burst a good request is answered; nothing may crash, nothing may leak, and only documented codes come back.
+After each burst a valid request must be answered. There may be no crash, no leak, and only documented status codes.
 """

@@ -1,5 +1,7 @@
-"""The long run: `python -m tests.e2e.fuzz [--messages 100000] [--seed 1]`. Prints one JSON object; exit code 1 if
-anything crashed, leaked or answered with a code that is not documented."""
+"""The long run of the fuzzer: `python -m tests.e2e.fuzz [--messages 100000] [--seed 1]`.
+
+Prints one JSON object. Exit code 1 after a crash, a leak or an undocumented status code.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from tests.e2e.fuzz.wire import Noise, send
 
 ROUNDS = 10
 GROWTH = 16 << 20
-"""Bytes that a process may grow by after the first round: allocators' slack."""
+"""Allowed growth of a process, in bytes, after the first round, for the allocators."""
 
 
 def burst(server: Target, noise: Noise, methods: dict[str, bool], messages: int) -> tuple[int, Counter[str]]:
-    """About as many messages, half of them on raw sockets: (how many, the codes of the other half)."""
+    """Send about `messages` messages, half of them on raw sockets; return their number and the codes of the others."""
     sent = 0
     while sent < messages // 2:
         pieces = noise.connection()

@@ -1,4 +1,4 @@
-"""Broken protobuf through a good HTTP/2: many calls at once, and how each ended."""
+"""Malformed protobuf in valid HTTP/2: many concurrent calls, and their statuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNREADABLE = re.compile("malformed protobuf$|must be valid UTF-8$")
 async def calls(target: str, methods: dict[str, bool], noise: Noise, count: int) -> Counter[str]:
     """Count the status names of the calls, and as UNREAD the INVALID_ARGUMENT of requests that protobuf cannot parse.
 
-    methods: full name -> whether it streams.
+    methods: full name -> True for a streaming method.
     """
     codes: Counter[str] = Counter()
     names = sorted(methods)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of messages, made from their descriptors: every field of every request of both services."""
+"""Hypothesis strategies of messages, made from descriptors: every field of every request of both services."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 
 def requests() -> dict[str, tuple[MethodDescriptor, st.SearchStrategy[Message]]]:
-    """Full method name, as /package.Service/Method, to its descriptor and its requests; Drain is not among them, since
-    it ends the server."""
+    """Return full method name, as /package.Service/Method, -> (descriptor, strategy of requests), without Drain, which
+    ends the server."""
     services = (inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"],
                 admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"])
     return {f"/{service.full_name}/{method.name}": (method, messages(method.input_type))
@@ -35,7 +35,7 @@ def requests() -> dict[str, tuple[MethodDescriptor, st.SearchStrategy[Message]]]
 
 
 def messages(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
-    """Any subset of the fields, of a oneof at most one, each with any value that the wire can hold."""
+    """Return a strategy of any subset of fields, at most one of a oneof, with any value of the wire format."""
     kind = message_factory.GetMessageClass(descriptor)
 
     @st.composite

@@ -1,4 +1,4 @@
-"""The server that is fuzzed, and what must still be true of it."""
+"""The server under test of the fuzzer, and the conditions that it must keep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODES = {
     "OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED",
     "FAILED_PRECONDITION", "UNIMPLEMENTED", "OUT_OF_RANGE", "UNAUTHENTICATED",
 }
-"""Of a server that is up and has no bug."""
+"""Status codes of a server that is up and has no bug."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.name | default('') }}\n{% endfor %}"
@@ -39,12 +39,12 @@ class Target:
         self._text = server.stub.Generate(self._good).text
 
     def check(self) -> None:
-        """A good request is answered as before, by the processes there were."""
+        """Check that the server is up and answers a valid request as before."""
         assert self.server.process.poll() is None, self.server.log[-2000:]
         assert self.server.stub.Generate(self._good, timeout=30).text == self._text
 
     def settle(self) -> None:
-        """Nothing that was sent is still there: requests, streams, blocks."""
+        """Wait until no request, stream or block is left, and check the server."""
         deadline = time.monotonic() + 20
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -55,7 +55,7 @@ class Target:
         assert self.server.metric("npuserve_engine_restarts_total") == 0
 
     def resident(self) -> dict[str, tuple[int, int]]:
-        """Of each process of the server: resident bytes and open files."""
+        """Return process -> (resident bytes, number of open files)."""
         found = {}
         for pid in (self.server.process.pid, *self._children()):
             folder = Path(f"/proc/{pid}")
@@ -79,7 +79,7 @@ class Target:
 
 
 def bodies() -> list[bytes]:
-    """Good messages, to be broken."""
+    """Return valid messages, which the fuzzer mutates."""
     ids = prompt_pb2.TokenIds(ids=[1, 2, 300])
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="hi", name="n")], tools=["{}"])
     chat.template_args["extra"] = [1, {"a": None}]
@@ -95,8 +95,10 @@ def bodies() -> list[bytes]:
 
 @contextlib.contextmanager
 def target(folder: Path, *flags: str) -> Iterator[Target]:
-    """A server of the built-in model with a chat template, in `folder`; its context is short, so that what is valid
-    ends soon."""
+    """Run a server of the built-in model with a chat template. Its context is short, so that valid requests end soon.
+
+    folder: for its model and keys. flags: settings of the server.
+    """
     model = folder / "model"
     shutil.copytree(FOLDER, model, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
     config = json.loads((model / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Raw bytes at the port: what is no HTTP/2 at all, frames that lie, calls whose protobuf is broken."""
+"""Raw bytes sent to the port: invalid HTTP/2, inconsistent frames, calls with malformed protobuf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 1, 4
 KEY = "npuserve-fuzz"
-"""An administrator's API key at the server that is fuzzed."""
+"""API key of an administrator of the server under test."""
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
@@ -19,7 +19,7 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """HPACK's literal without indexing, no Huffman (RFC 7541, 6.2.2); of at most 16 kB each."""
+    """Return HPACK's literal without indexing and Huffman code (RFC 7541, 6.2.2), of at most 16 kB each."""
     return b"\0" + _length(name) + _length(value)
 
 
@@ -34,7 +34,7 @@ def _length(text: bytes) -> bytes:
 
 
 class Noise:
-    """Chooses what to send, from a seed. methods: full names of the RPCs; bodies: good messages of any of them."""
+    """Generator of data to send, from a seed. methods: full names of the RPCs. bodies: valid messages of any RPC."""
 
     def __init__(self, seed: int, methods: list[str], bodies: list[bytes]):
         self._random = random.Random(seed)
@@ -42,7 +42,7 @@ class Noise:
         self._bodies = bodies
 
     def connection(self) -> list[bytes]:
-        """What one connection sends, a piece a write: its first piece sets it up, or fails to."""
+        """Return the pieces that one connection writes; the first one may be a valid preface."""
         chance = self._random.random()
         if chance < 0.1:
             return [self._bytes(300) for _ in range(3)]
@@ -55,7 +55,7 @@ class Noise:
         return made
 
     def body(self) -> bytes:
-        """A message's bytes: a good one with some of it changed, cut, doubled or replaced."""
+        """Return the bytes of a valid message with parts changed, cut, doubled or replaced."""
         pick, data = self._random.random(), bytearray(self._random.choice(self._bodies))
         if pick < 0.1:
             return self._bytes(200)
@@ -73,7 +73,7 @@ class Noise:
         return bytes(data[:4000])
 
     def _call(self, stream: int) -> bytes:
-        """A call that is nearly one."""
+        """Return an almost valid call."""
         body = self.body()
         length = len(body) if self._random.random() < 0.8 else self._random.choice([0, 1, 2**31, 2**32 - 1])
         compressed = self._random.choice([0, 0, 0, 0, 1, 2, 255])
@@ -113,7 +113,7 @@ class Noise:
             self._random.choice([*range(10), 99]), self._random.randrange(256),
             self._random.choice([0, 1, stream, 2, 2**31 - 1, 2**32 - 1]), payload))
         if self._random.random() < 0.2:
-            made[:3] = self._bytes(3).ljust(3, b"\0")  # a length that lies
+            made[:3] = self._bytes(3).ljust(3, b"\0")  # a wrong length
         return bytes(made)
 
     def _settings(self) -> bytes:
@@ -125,14 +125,14 @@ class Noise:
 
 
 def call(method: bytes, path: bytes) -> bytes:
-    """The headers of a call, as one frame of stream 1."""
+    """Return the headers of a call, as one frame of stream 1."""
     fields = [(b":method", method), (b":scheme", b"http"), (b":path", path), (b":authority", b"x"),
               (b"te", b"trailers"), (b"content-type", b"application/grpc")]
     return frame(HEADERS, END_HEADERS, 1, b"".join(header(name, value) for name, value in fields))
 
 
 def send(port: int, pieces: list[bytes], linger: bool) -> None:
-    """One connection, which reads nothing unless it lingers, and then goes without a word."""
+    """Write the pieces on one connection and close it; linger: read until the server closes, else reset."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.settimeout(0.05 if linger else 1)
         for piece in pieces:
@@ -140,5 +140,5 @@ def send(port: int, pieces: list[bytes], linger: bool) -> None:
         if linger:
             while connection.recv(65536):
                 pass
-        else:  # a reset in place of an orderly end
+        else:  # a reset instead of a regular close
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

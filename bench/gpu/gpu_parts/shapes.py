@@ -1,0 +1,113 @@
+"""Models of exact shapes with random weights, made on the device that runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.model.allocation import INT8, Target, allocate
+from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.weights import ModelWeights
+from npuserve.npu.quantization import LINEAR, W8A8, Quantization
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "toy": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": False},
+}
+PIECE = 1 << 26
+"""Random numbers generated at a time."""
+
+
+def json_of(shape: str, quantized: bool = False) -> dict[str, Any]:
+    """Return the content of config.json."""
+    found = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
+        "bos_token_id": None, "eos_token_id": SHAPES[shape]["vocab_size"] - 1, **SHAPES[shape]}
+    if quantized:
+        found["quantization_config"] = Quantization((((LINEAR,), W8A8()),), ("lm_head",)).to_json()
+    return found
+
+
+def config_of(shape: str, quantized: bool = False, head: HeadDtype = "auto") -> ModelConfig:
+    return replace(ModelConfig.from_dict(json_of(shape, quantized)), lm_head_dtype=head)
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, backend: Backend, seed: int) -> ModelWeights:
+    """Return weights generated on the backend's device, without a second copy."""
+    made = allocate(config, dtype, backend)
+    generator = torch.Generator(backend.device).manual_seed(seed)
+    targets = {name: target for name, target in made.targets.items() if target.required}
+    for name, target in targets.items():
+        rows = target.shapes[0][0]
+        step = max(1, PIECE // math.prod(target.shapes[0][1:]))
+        for first in range(0, rows, step):
+            target.put(first, random_rows(name, target, targets, min(step, rows - first), generator))
+    for inputs in made.static:
+        inputs.merge()
+    made.weights.finish(config.vocab_size, backend)
+    backend.synchronize()
+    return made.weights
+
+
+def random_rows(name: str, target: Target, targets: dict[str, Target], rows: int, generator: torch.Generator
+                ) -> torch.Tensor:
+    """Return rows of a checkpoint's tensor, of a magnitude that keeps activations between layers at about 1."""
+    shape, device = (rows, *target.shapes[0][1:]), generator.device
+    if target.dtypes is INT8:
+        return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
+    numbers = torch.randn(shape, device=device, generator=generator)
+    if name.endswith("_scale"):  # uniform int8 values have a standard deviation of 73
+        inputs = targets[name.removesuffix("_scale")].shapes[0][-1]
+        return (1 + 0.1 * numbers.clamp(-3, 3)) * (inputs**-0.5 / 73)
+    if len(shape) == 1:
+        return 1 + 0.1 * numbers
+    return numbers * (1.0 if "embed" in name else shape[1] ** -0.5)
+
+
+def random_folder(shape: str, folder: Path, backend: Backend, seed: int, shard: int = 4 << 30) -> Path:
+    """Write a bfloat16 checkpoint with a tokenizer of its vocabulary, in files of about `shard` bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(json_of(shape)))
+    generator = torch.Generator(backend.device).manual_seed(seed)
+    targets = _names(shape)
+    files: list[dict[str, torch.Tensor]] = [{}]
+    index: dict[str, str] = {}
+
+    def save() -> None:
+        name = f"model-{len(files):05}.safetensors"
+        index.update(dict.fromkeys(files[-1], name))
+        save_file(files[-1], folder / name, metadata={"format": "pt"})
+        files.append({})
+
+    for name, target in targets.items():
+        made = random_rows(name, target, targets, target.shapes[0][0], generator)
+        files[-1][name] = made.to("cpu", torch.bfloat16)
+        if sum(tensor.nbytes for tensor in files[-1].values()) >= shard:
+            save()
+            files[-2].clear()
+    save()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    peers = runpy.run_path(str(Path(__file__).resolve().parents[2] / "peers" / "make_model.py"))
+    peers["write_tokenizer"](folder, SHAPES[shape]["vocab_size"])
+    return folder
+
+
+def _names(shape: str) -> dict[str, Target]:
+    """Return the tensors of a checkpoint, without memory."""
+    backend = CpuBackend(native=False)
+    backend.device = torch.device("meta")
+    return allocate(config_of(shape), torch.bfloat16, backend).targets

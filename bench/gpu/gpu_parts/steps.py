@@ -1,0 +1,231 @@
+"""The engine's step at the shape of a whole model, in bf16 and W8A8: runner and kernels without scheduler and gRPC."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+
+from gpu_parts import profile
+from gpu_parts.driver import Ask, Driver, again, blocks_of, runner_of
+from gpu_parts.shapes import config_of, random_weights
+from gpu_parts.worker import Context, Units
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import ModelWeights
+
+KINDS = {"bf16": (False, "auto"), "W8A8": (True, "auto"), "W8A8 and head": (True, "int8")}
+"""Name -> (layers in int8, dtype of the LM head)."""
+
+EAGER_ROWS = 64
+WARM_UP = 5
+
+
+@dataclass
+class Loaded:
+    """Loaded model. asks: requests; their prompts are in the cache once `filled`. budget: tokens per step. seconds: of
+    loading."""
+
+    runner: Runner
+    config: ModelConfig
+    weights: ModelWeights
+    backend: Backend
+    asks: list[Ask]
+    budget: int
+    seconds: float
+    filled: bool = False
+
+    def fill(self) -> None:
+        if self.filled:
+            return
+        for ask in self.asks:
+            ask.computed, ask.tokens = 0, list(ask.prompt)
+        for _ in Driver(self.runner, self.asks, self.budget).run():
+            pass
+        self.asks, self.filled = again(self.asks, 1), True
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Steps in which all rows decode. seconds: mean and median from one collected step to the next. device: mean
+    seconds of the device. tokens: of each row."""
+
+    mean: float
+    median: float
+    device: float
+    tokens: list[list[int]]
+
+
+def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
+    """Return (batches, context, prompts, decode steps)."""
+    if context.toy:
+        return (1, 2), 10, (12,), 3
+    if context.quick:
+        return (1, 16), 512, (512, 2048), 16
+    return (1, 16, 64, 256), 512, (512, 2048, 8192), 40
+
+
+def units(context: Context) -> Units:
+    batches, length, prompts, steps = sizes(context)
+    for kind in KINDS:
+        if kind == "W8A8 and head":
+            batches = batches[:1]
+        if kind != "W8A8 and head":
+            yield f"{kind} prefill", _unit(context, kind, lambda load: _prefill(context, load(), prompts))
+        yield f"{kind} decode", _unit(context, kind, lambda load, b=batches: _decode(context, load(), b, length, steps))
+        if kind == "W8A8 and head":
+            continue
+        yield f"{kind} overlap", _unit(context, kind, lambda load, b=batches: _overlap(load(), b, steps))
+        yield f"{kind} profile", _unit(context, kind, lambda load, k=kind, b=batches: _profile(context, load(), k, b))
+        yield f"{kind} eager", _unit(context, kind, lambda load, b=batches: _eager(load(), b, length, steps))
+
+
+Load = Callable[[], Loaded]
+
+
+def _unit(context: Context, kind: str, part: Callable[[Load], Iterator[dict[str, Any]]]
+          ) -> Callable[[], Iterator[dict[str, Any]]]:
+    def run() -> Iterator[dict[str, Any]]:
+        for row in part(lambda: context.only(("steps", kind), lambda: load(context, kind))):
+            yield {"table": row.pop("table"), "numbers": kind, **row}
+
+    return run
+
+
+def load(context: Context, kind: str, most: int = 0) -> Loaded:
+    """Load a model for `most` requests; 0: the largest batch that fits the memory."""
+    batches, length, prompts, steps = sizes(context)
+    backend = context.backend
+    began = time.perf_counter()
+    quantized, head = KINDS[kind]
+    config = config_of(context.args.shape, quantized, head)  # type: ignore[arg-type]
+    dtype = torch.bfloat16
+    weights = random_weights(config, dtype, backend, context.args.seed)
+    longest, budget = max(prompts) + 1, min(8192, max(prompts))
+    capacity = length + WARM_UP + steps + 2
+    per_row = config.num_layers * 2 * config.kv_size * 2 * (capacity + backend.block_size)
+    fitting = [n for n in batches if n * per_row < 0.8 * backend.memory_available() - (8 << 30) * (not context.toy)]
+    rows = most or max(fitting or batches[:1])
+    runner = runner_of(backend, weights, config, rows, capacity, budget, [n for n in batches if n <= rows], longest)
+    chance = random.Random(context.args.seed)
+    blocks = blocks_of(rows, capacity, runner.block_size)
+    asks = [Ask([chance.randrange(config.vocab_size) for _ in range(length)], 1, own) for own in blocks]
+    return Loaded(runner, config, weights, backend, asks, budget, time.perf_counter() - began)
+
+
+def decode(loaded: Loaded, rows: int, steps: int, depth: int = 2) -> Decoded:
+    """Decode `steps` steps of `rows` requests, always from the end of the same prompts."""
+    loaded.fill()
+    asks = again(loaded.asks[:rows], WARM_UP + steps)
+    found = list(Driver(loaded.runner, asks, max(loaded.budget, rows), depth).run())[WARM_UP - 1 :]
+    between = [after.at - before.at for before, after in pairwise(found)]
+    return Decoded(statistics.mean(between), statistics.median(between),
+                   statistics.mean(step.result.device_seconds for step in found[1:]), [ask.answer for ask in asks])
+
+
+def _decode(context: Context, loaded: Loaded, batches: Sequence[int], length: int, steps: int
+            ) -> Iterator[dict[str, Any]]:
+    _, best = context.ceilings()
+    for rows in batches:
+        if rows > len(loaded.asks):
+            continue
+        made = decode(loaded, rows, steps)
+        context_tokens = rows * (length + WARM_UP + steps / 2)
+        nbytes = loaded.runner.read_bytes + loaded.runner.token_bytes * context_tokens
+        floor = nbytes / (best["read_gbs"] * 1e9)
+        yield {"table": "Decode steps beside the floor by bytes", "batch": rows, "context": length,
+               "TPOT ms": made.mean * 1e3, "median ms": made.median * 1e3, "tokens/s": rows / made.mean,
+               "GB": nbytes / 1e9, "floor ms": floor * 1e3, "floor / TPOT": floor / made.mean,
+               "idle between steps": max(0.0, 1 - made.device / made.mean), "made and filled in s": loaded.seconds}
+
+
+def _prefill(context: Context, loaded: Loaded, prompts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    _, best = context.ceilings()
+    peak = best["int8_gops" if loaded.config.quantization else "bf16_gflops"] * 1e9
+    chance = random.Random(0)
+    blocks = list(range(loaded.runner.num_blocks))
+    for tokens in prompts:
+        seconds = []
+        for _ in range(2 if context.toy else 5):
+            ask = Ask([chance.randrange(loaded.config.vocab_size) for _ in range(tokens)], 1, blocks)
+            began = time.perf_counter()
+            *_, last = Driver(loaded.runner, [ask], loaded.budget).run()
+            seconds.append(last.at - began)
+        taken = statistics.median(seconds[1:])
+        operations = prefill_operations(loaded.config, tokens)
+        yield {"table": "Prefill of one prompt", "prompt": tokens, "ms": taken * 1e3, "tokens/s": tokens / taken,
+               "TFLOP/s": operations / taken / 1e12, "share of the matrix peak": operations / taken / peak}
+    loaded.filled = False  # the prompts overwrote the requests' keys and values
+
+
+def prefill_operations(config: ModelConfig, tokens: int) -> float:
+    """Return the operations of the layers' GEMMs and of causal attention, without the LM head's one row."""
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
+    return 2.0 * (config.num_parameters - tables) * tokens + attention
+
+
+def _overlap(loaded: Loaded, batches: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
+    for rows in batches:
+        if rows > len(loaded.asks):
+            continue
+        pairs = [(decode(loaded, rows, steps, 1), decode(loaded, rows, steps, 2)) for _ in range(2)]
+        one, two = min(a.mean for a, _ in pairs), min(b.mean for _, b in pairs)
+        same = all(a.tokens == b.tokens for a, b in pairs)
+        yield {"table": "Two steps in flight beside one", "batch": rows, "one, ms": one * 1e3, "two, ms": two * 1e3,
+               "one / two": one / two, "same tokens": same, "ok": same}
+
+
+def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Decode without captures: a runner of the same weights on a backend that captures nothing."""
+    backend = copy(loaded.backend)
+    backend.capture = lambda *_, **__: None  # type: ignore[method-assign]
+    rows = max([n for n in batches if n <= min(EAGER_ROWS, len(loaded.asks))])
+    capacity = length + WARM_UP + steps + 2
+    budget = max(rows, min(loaded.budget, 2048))
+    runner = runner_of(backend, loaded.weights, loaded.config, rows, capacity, budget)
+    asks = [Ask(ask.prompt, 1, own) for ask, own in zip(
+        loaded.asks[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
+    theirs = Loaded(runner, loaded.config, loaded.weights, backend, asks, budget, 0.0)
+    for batch in [n for n in batches if n <= rows]:
+        single, replayed = decode(theirs, batch, steps), decode(loaded, batch, steps)
+        same = sum(a == b for a, b in zip(single.tokens, replayed.tokens, strict=True))
+        yield {"table": "A captured step beside its kernels one by one", "batch": batch, "eager ms": single.mean * 1e3,
+               "captured ms": replayed.mean * 1e3, "eager / captured": single.mean / replayed.mean,
+               "rows with the same tokens": f"{same} of {batch}"}
+
+
+def _profile(context: Context, loaded: Loaded, kind: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Profile ten steps. Only the host may wait, for its ids, and nothing may be allocated."""
+    steps = 3 if context.toy else 10
+    for rows in [n for n in batches if n in (batches[0], 64) and n <= len(loaded.asks)] or batches[:1]:
+        loaded.fill()
+        asks = again(loaded.asks[:rows], 2 * WARM_UP + steps)
+        run = Driver(loaded.runner, asks, max(loaded.budget, rows)).run()
+        for _ in islice(run, WARM_UP):
+            pass
+        target = context.out / f"trace-{kind}-{rows}.json.gz" if context.args.profile else None
+        trace = profile.traced(lambda: list(islice(run, steps)), context.gpu, target)  # noqa: B023
+        for _ in run:
+            pass
+        if not context.gpu:
+            yield {"table": "Profile", "batch": rows, "said": "there is no GPU to profile"}
+            continue
+        found = profile.read(trace)
+        yield {"table": "Profile", "batch": rows, "steps": steps, "idle": found.idle,
+               "idle in the longest gaps": found.idle_between(steps),
+               "kernels a step": found.kernels / steps,
+               "waits and allocations": ", ".join(found.forbidden) or "none", "ok": not found.forbidden}
+        for name, count, seconds in found.table()[:15]:
+            yield {"table": f"Kernels in a captured step, batch {rows}", "kernel": name[:60],
+                   "calls a step": count / steps, "us a call": seconds / count * 1e6,
+                   "us a step": seconds / steps * 1e6,
+                   "share of the step": seconds / found.span}

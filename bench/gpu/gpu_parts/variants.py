@@ -1,0 +1,123 @@
+"""Configurations of the tunable CUDA kernels, each as an implementation, by the shape that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpu_parts.cases import made_on
+from gpu_parts.shapes import SHAPES
+from gpu_parts.worker import Context
+from npuserve.kernels import attention, linear, quantized
+from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
+from npuserve.kernels.triton import LABEL
+
+CHOSEN = "chosen"
+"""Label of the configuration that the tables choose; the labels of the others are their repr."""
+
+ROWS = {16: 1, 32: 32, 64: 64, 128: 128, 256: 256, 512: 2048}
+"""Bucket of rows -> the number of rows at which it is measured."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape. kernel: with an implementation for each configuration. key: of the kernels' tables."""
+
+    name: str
+    key: str
+    kernel: Kernel[..., Any]
+    case: Case
+
+
+def shapes(context: Context) -> Iterator[Shape]:
+    """Yield the shapes, the most frequent first; none if the kernels are not in Triton."""
+    if context.backend.kernels != LABEL:
+        return
+    for int8 in (False, True):
+        for bucket, rows in list(ROWS.items())[: 1 if context.toy or context.quick else None]:
+            yield from _products(context, int8, bucket, rows)
+    yield from _attentions(context)
+
+
+def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, ways: dict[str, Callable[..., Any]],
+          context: Context) -> Shape:
+    own = kernel.implementations[LABEL]
+    if context.toy:
+        ways = dict(list(ways.items())[:2])
+    made = {CHOSEN: own} | {label: Implementation(way, own.adapt, own.restore) for label, way in ways.items()}
+    case = quantized.with_levels(replace(case, benchmark=True), context.backend.int8_levels)
+    return Shape(name, key, replace(kernel, implementations=made), made_on(case, context.backend.device))
+
+
+def _products(context: Context, int8: bool, bucket: int, rows: int) -> Iterator[Shape]:
+    from npuserve.kernels.triton.launch_linear import processors
+    from npuserve.kernels.triton.linear_tiles import candidates
+
+    shape = SHAPES[context.args.shape]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    width = shape["num_attention_heads"] * shape["head_dim"]
+    qkv = width + 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    given, made = ("given", "made") if int8 else ("", "")
+    cases: list[tuple[Any, int, int, Case]] = [("linear", n, k, linear._case(rows, k, n, int8=given)) for k, n in (
+        (hidden, qkv), (width, hidden), (inner, hidden))]
+    cases.append(("linear_swiglu", 2 * inner, hidden, linear._swiglu_case(rows, hidden, inner, int8=given)))
+    if bucket <= 256:
+        vocabulary = shape["vocab_size"]
+        cases.append(("linear_argmax", vocabulary, hidden, linear._argmax_case(rows, hidden, vocabulary, 0, int8=made)))
+    itemsize = 1 if int8 else 2
+    for kind, n, k, case in cases:
+        found = candidates(kind, itemsize, rows, n, k, processors(context.backend.device))
+        yield _made(f"{kind} {case.name}", repr((kind, itemsize, bucket, n, k)), KERNELS[kind], case,
+                    {str(tiles): _product(kind, tiles, int8) for tiles in found}, context)
+
+
+def _product(kind: str, tiles: Any, int8: bool) -> Callable[..., Any]:
+    """Return an implementation with these tiles; None: the library's GEMM."""
+    from npuserve.kernels.triton import launch_linear as launch
+
+    def call(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        x = linear._given(x, weight)
+        if tiles is not None:
+            arguments = rest if kind == "linear_argmax" else ()
+            return getattr(launch, kind)(x, weight, bias, *arguments, tiles=tiles)
+        if int8:
+            return launch.library(kind, x, weight, bias)  # type: ignore[arg-type]
+        whole = F.linear(x, weight, bias)
+        if kind == "linear":
+            return whole
+        after, arguments = ("swiglu", ()) if kind == "linear_swiglu" else ("greedy", rest)
+        return KERNELS[after].implementations[LABEL].function(whole, *arguments)
+
+    return call
+
+
+def _attentions(context: Context) -> Iterator[Shape]:
+    from npuserve.kernels.triton.launch_attention import CONFIGS
+
+    shape = SHAPES[context.args.shape]
+    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
+    short, long, many = (20, 40, 24) if context.toy else (512, 8192, 2048)
+    decodes = [[(1, short)], [(1, short)] * 16, [(1, short)] * 64, [(1, short)] * 256, [(1, long)], [(1, long)] * 16]
+    chunks = [[(short, short)], [(many, many)], [(short, long)]]
+    for chunked, all_rows in ((False, decodes), (True, chunks)):
+        for int8 in (False, True):
+            for rows in all_rows[: 1 if context.toy or context.quick else None]:
+                case = attention._case(rows, *heads, 32, int8=int8)
+                ways = {str(config): _attention(chunked, config) for config in CONFIGS[chunked]}
+                yield _made(f"paged_attention {case.name}", f"{'chunks' if chunked else 'decode'}, {case.name}",
+                            KERNELS["paged_attention"], case, ways, context)
+
+
+def _attention(chunked: bool, config: Any) -> Callable[..., torch.Tensor]:
+    from npuserve.kernels.triton import launch_attention
+
+    def call(q: Any, keys: Any, values: Any, metadata: Any, scale: float) -> torch.Tensor:
+        return launch_attention.paged_attention(
+            q, keys, values, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, scale, not chunked,
+            **{"chunks" if chunked else "decode": config})
+
+    return call

@@ -1,0 +1,184 @@
+"""Loss of quality by int8: a model in several formats compared with float32, on texts not used for calibration.
+
+    python bench/quality/quality.py MODEL [--rounded FOLDER] [--balanced FOLDER] [--tokens 8192] [--json]
+
+The texts are every other topic of Python's help, which `npuserve quantize` does not use, and sources of Python's
+standard library. Both are cut into sequences of --length tokens; the runner predicts each position on the CPU. Prints
+for each format: perplexity and that of float32, the share of positions with float32's argmax, the mean KL divergence
+from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of `npuserve quantize`
+with and without --calibration none; they are made where not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import KernelSet
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.diagnostics.teacher_forced import forced_logits
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.service.cli.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
+from npuserve.service.text.tokenizer_loader import load_tokenizer
+
+MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "inspect", "logging", "textwrap", "typing")
+
+
+@dataclass(frozen=True)
+class Way:
+    """Format to measure. checkpoint: its name. dtype: of activations."""
+
+    name: str
+    checkpoint: str
+    dtype: str = "bfloat16"
+    kv_cache: str = "auto"
+    lm_head: str = "auto"
+
+
+WAYS = (
+    Way("bf16", "model"),
+    Way("bf16, int8 KV", "model", kv_cache="int8"),
+    Way("bf16, int8 LM head", "model", lm_head="int8"),
+    Way("W8A8 rounded", "rounded"),
+    Way("W8A8", "balanced"),
+    Way("W8A8, int8 KV", "balanced", kv_cache="int8"),
+    Way("W8A8, int8 LM head", "balanced", lm_head="int8"),
+    Way("W8A8, int8 KV and LM head", "balanced", kv_cache="int8", lm_head="int8"),
+)
+
+
+@dataclass
+class Sums:
+    """Sums over the positions of one text."""
+
+    loss: float = 0.0
+    divergence: float = 0.0
+    largest: float = 0.0
+    equal: int = 0
+    predicted: int = 0
+    positions: int = 0
+
+    def add(self, logits: Tensor, exact: Tensor, ids: Sequence[int]) -> None:
+        """Add positions. logits, exact: [T, V] float32, of the format and of float32."""
+        target = torch.tensor(ids[1:])
+        logs, exact_logs = logits.log_softmax(-1), exact.log_softmax(-1)
+        self.loss -= float(logs[:-1].gather(1, target[:, None]).sum())
+        self.divergence += float((exact_logs.exp() * (exact_logs - logs)).sum())
+        self.largest = max(self.largest, float((logits - exact).abs().max()))
+        self.equal += int((logits.argmax(-1) == exact.argmax(-1)).sum())
+        self.predicted += len(target)
+        self.positions += len(ids)
+
+    def report(self, exact: Sums) -> dict[str, float]:
+        return {"perplexity": round(math.exp(self.loss / self.predicted), 4),
+                "beside_float32": round(math.exp((self.loss - exact.loss) / self.predicted), 5),
+                "equal_argmax": round(self.equal / self.positions, 4),
+                "divergence": round(self.divergence / self.positions, 5),
+                "largest_logit_difference": round(self.largest, 3)}
+
+
+@dataclass
+class Bench:
+    folders: dict[str, Path]
+    texts: dict[str, list[list[int]]]
+    budget: int
+    scratch: Path
+    exact: dict[str, Sums] = field(default_factory=dict)
+
+    def logits(self, way: Way, sequences: list[list[int]]) -> Iterator[Tensor]:
+        backend = CpuBackend()
+        config = ModelConfig.from_folder(self.folders[way.checkpoint], way.lm_head)  # type: ignore[arg-type]
+        weights = load_weights(self.folders[way.checkpoint], config, getattr(torch, way.dtype), backend,
+                               lambda *_: None)
+        cos_sin = cos_sin_table(config.rope, config.head_dim, max(map(len, sequences)), backend.device)
+        model = Model(config, weights, cos_sin, KernelSet(backend.kernels))
+        cache = torch.int8 if way.kv_cache == "int8" else None
+        yield from forced_logits(model, backend, sequences, self.budget, cache_dtype=cache)
+
+    def keep_exact(self) -> None:
+        """Write float32's logits to files, since they may be larger than memory."""
+        for text, sequences in self.texts.items():
+            sums = self.exact[text] = Sums()
+            for index, logits in enumerate(self.logits(Way("float32", "model", "float32"), sequences)):
+                sums.add(logits, logits, sequences[index])
+                torch.save(logits, self.scratch / f"{text}-{index}.pt")
+
+    def run(self, way: Way) -> dict[str, Any]:
+        report: dict[str, Any] = {"way": way.name}
+        for text, sequences in self.texts.items():
+            sums = Sums()
+            for index, logits in enumerate(self.logits(way, sequences)):
+                sums.add(logits, torch.load(self.scratch / f"{text}-{index}.pt"), sequences[index])
+            report[text] = sums.report(self.exact[text])
+        return report
+
+
+def held_out(folder: Path, tokens: int, length: int) -> dict[str, list[list[int]]]:
+    """Return text name -> sequences of `length` ids, `tokens` ids in total."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer, "the model must have a tokenizer"
+    sources = [inspect.getsource(__import__(name)) for name in MODULES]
+    found = {}
+    for name, texts in (("help", topics()[1::2]), ("code", sources)):
+        ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
+        pieces = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+        count = min(len(pieces), max(1, tokens // length // 2))
+        found[name] = [pieces[place * len(pieces) // count] for place in range(count)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rounded", type=Path)
+    parser.add_argument("--balanced", type=Path)
+    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        folders = {"model": args.model, "rounded": args.rounded, "balanced": args.balanced}
+        for kind in ("rounded", "balanced"):
+            if folders[kind] is None:
+                folders[kind] = scratch / kind
+                quantize_checkpoint(args.model, folders[kind], () if kind == "rounded" else calibration_ids(
+                    args.model, "", SAMPLES, SAMPLE_TOKENS))
+        bench = Bench(folders, held_out(args.model, args.tokens, args.length), args.budget, scratch)
+        bench.keep_exact()
+        exact = {text: sums.report(sums) for text, sums in bench.exact.items()}
+        show({"way": "float32"} | exact, args.json)
+        for way in WAYS:
+            if way.name in args.ways:
+                show(bench.run(way), args.json)
+
+
+def show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report), flush=True)
+        return
+    print(report["way"])
+    for text, found in report.items():
+        if text != "way":
+            parts = (f"{key.replace('_', ' ')} {value}" for key, value in found.items())
+            print(f"  {text:5}", *parts, sep="  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

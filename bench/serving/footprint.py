@@ -1,0 +1,112 @@
+"""Start-up time and memory of a served model.
+
+    python bench/serving/footprint.py [MODEL] [npuserve serve flags]
+
+Prints one JSON object:
+
+    read_seconds           time to read the weight files once, just before the start. Run the program twice, so that
+                           the page cache is warm
+    first_health_seconds   from the start to the first answer of the health service
+    ready_seconds          from the start to readiness
+    processes              resident and peak bytes of each process
+    engine_peak_bytes      peak (VmHWM) of the engine after a prompt as long as the context, at most 4096 tokens, and a
+                           full batch
+    check                  output of `npuserve check --json`, whose peak_bytes predicts engine_peak_bytes
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from npuserve.npu.storyteller import FOLDER
+from npuserve.v1 import generate_pb2, model_pb2
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+
+
+def read_seconds(folder: Path) -> float:
+    began = time.monotonic()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb", buffering=0) as data:
+            while data.read(1 << 24):
+                pass
+    return time.monotonic() - began
+
+
+def memory(pid: int) -> dict[str, int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+            for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else FOLDER
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reading = read_seconds(folder)
+    check = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "check", *arguments, "--json"],
+                           capture_output=True, text=True)
+    began = time.monotonic()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", str(port),
+         "--metrics-port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[
+            ("grpc.initial_reconnect_backoff_ms", 10), ("grpc.max_reconnect_backoff_ms", 20),
+            ("grpc.min_reconnect_backoff_ms", 10)])
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def until(service: str, status: int) -> float:
+            while True:
+                try:
+                    answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+                    if answer.status == status:
+                        return time.monotonic() - began
+                except grpc.RpcError:
+                    pass
+                time.sleep(0.005)
+
+        first_health = until("npuserve.liveness", health_pb2.HealthCheckResponse.SERVING)
+        ready = until("npuserve.readiness", health_pb2.HealthCheckResponse.SERVING)
+        stub = rpc.InferenceServiceStub(channel)
+        info = stub.GetModelInfo(model_pb2.GetModelInfoRequest())
+
+        def ask(length: int) -> None:
+            request = generate_pb2.GenerateRequest()
+            request.token_ids.ids.extend((17 * i) % info.vocabulary_size for i in range(length))
+            request.stopping.max_tokens = 8
+            request.stopping.ignore_eos = True
+            stub.Generate(request, timeout=600)
+
+        ask(min(info.max_model_len - 8, 4096))
+        with ThreadPoolExecutor(info.max_num_seqs) as threads:
+            list(threads.map(ask, [32] * info.max_num_seqs))
+        listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.pid)],
+                                 capture_output=True, text=True, check=True).stdout
+        processes = {"supervisor": memory(server.pid)}
+        for line in listing.splitlines():
+            if match := re.search(r"npuserve\.service\.(\w+)", line):
+                processes[match.group(1)] = memory(int(line.split()[0]))
+        print(json.dumps({
+            "model": folder.name, "read_seconds": round(reading, 3), "first_health_seconds": round(first_health, 3),
+            "ready_seconds": round(ready, 3), "processes": processes,
+            "engine_peak_bytes": processes["engine"]["peak_bytes"],
+            "check": json.loads(check.stdout) if check.stdout.strip().startswith("{") else check.stderr}))
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+if __name__ == "__main__":
+    main()

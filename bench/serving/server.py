@@ -1,0 +1,148 @@
+"""A running server for benchmarks: start, metrics, log, child processes, stop; command-line arguments and reports."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Serving:
+    """A server that is ready.
+
+    target: host:port. pid: process id of the supervisor. processes: kind and number, as in "frontend 0" -> process id,
+    of the children at readiness.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path):
+        self._log = log
+        self.pid = process.pid
+        while '"ready"' not in log.read_text() and "ready in" not in log.read_text():
+            if process.poll() is not None:
+                raise SystemExit(f"the server did not start:\n{log.read_text()}")
+            time.sleep(0.05)
+        text = log.read_text()
+        self.target = re.findall(r"listening on ([\w.:\[\]]+:\d+)", text)[0]
+        self._page = re.findall(r"http://\S+/metrics", text)[0]
+        born = list(children(process.pid).items())
+        self.processes = {f"{name} {sum(other == name for _, other in born[:place])}": pid
+                          for place, (pid, name) in enumerate(born)}
+
+    @property
+    def metrics_address(self) -> tuple[str, int]:
+        """Host and port of the metrics page."""
+        parts = urllib.parse.urlsplit(self._page)
+        return parts.hostname or "", parts.port or 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of the log that are JSON objects."""
+        found = []
+        for line in self._log.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+        return found
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def samples(self, name: str) -> dict[str, float]:
+        """Return labels, as written on the page -> value, of a metric."""
+        with urllib.request.urlopen(self._page, timeout=10) as page:
+            text = page.read().decode()
+        return {labels or "": float(value)
+                for labels, value in re.findall(rf"^npuserve_{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)}
+
+    def metric(self, name: str) -> float:
+        return sum(self.samples(name).values())
+
+    def histogram(self, name: str) -> dict[float, float]:
+        """Return upper bound -> cumulative count of a histogram."""
+        found = {float(re.findall(r'le="([^"]+)"', labels)[0]): count
+                 for labels, count in self.samples(f"{name}_bucket").items()}
+        return dict(sorted(found.items()))
+
+    def rss(self) -> dict[str, float]:
+        """Return the resident MiB of each process."""
+        page = os.sysconf("SC_PAGE_SIZE") / 2**20
+        return {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+                for name, pid in self.processes.items()}
+
+
+def children(supervisor: int) -> dict[int, str]:
+    """Return process id -> kind, "engine" or "frontend", of a supervisor's children that are not zombies.
+
+    The programs of tests that replace a child end their command line with the kind.
+    """
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(supervisor)],
+                             capture_output=True, text=True, check=False).stdout
+    return {int(match[1]): match[2] for match in re.finditer(
+        r"^\s*(\d+) [^Z\s]\S* .*(?: -m npuserve\.service\.| )(engine|frontend)(?:\.process)?(?: |$)", listing,
+        re.MULTILINE)}
+
+
+def engine_of(supervisor: int) -> int:
+    """Return the process id of the engine, 0 while there is none."""
+    return next((pid for pid, kind in children(supervisor).items() if kind == "engine"), 0)
+
+
+def percentile(histogram: dict[float, float], share: float) -> float:
+    """Return the upper bound of the bucket that holds the given share of the samples."""
+    counts = list(histogram.values())
+    return next((bound for bound, count in histogram.items() if count >= share * counts[-1]), float("inf"))
+
+
+@contextlib.contextmanager
+def serving(
+    model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.service.cli")
+) -> Iterator[Serving]:
+    """Run `npuserve serve` with JSON logs, and yield it once it is ready.
+
+    program: arguments of Python that take the place of `-m npuserve.service.cli`.
+    """
+    with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:
+        log = Path(folder, "log")
+        command = [sys.executable, *program, "serve", *([model] if model else []), *flags,
+                   "--port", "0", "--metrics-port", "0", "--log-format", "json"]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield Serving(process, log)
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """Return the parsed arguments before `--`, and the arguments after it, which are settings of the server."""
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    return parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+
+
+def report(figures: dict[str, Any], file: Path | None) -> None:
+    """Print the figures without those of single rounds, and write all of them to `file` if given."""
+    def text(shown: dict[str, Any]) -> str:
+        return json.dumps(shown, indent=1, ensure_ascii=False)
+
+    print(text({name: value for name, value in figures.items() if name != "rounds"}))
+    if file:
+        file.write_text(text(figures) + "\n")

@@ -1,0 +1,42 @@
+"""Child processes of a real server, and waiting for a condition."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+from bench.serving import server as bench_server
+from tests.e2e.server import Server
+
+
+def until(condition: Callable[[], object], server: Server | None = None, seconds: float = 60) -> None:
+    """Wait until `condition` is true; AssertionError, with the log of `server` if given, after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, server and server.log
+        time.sleep(0.02)
+
+
+def processes(server: Server, kind: str) -> list[int]:
+    """Return the process ids of the server's living children of a kind, "engine" or "frontend"."""
+    return [pid for pid, found in bench_server.children(server.process.pid).items() if found == kind]
+
+
+def children(server: Server) -> dict[str, int]:
+    """Return kind -> process id of the server's children; the last one of several of a kind."""
+    return {kind: pid for pid, kind in bench_server.children(server.process.pid).items()}
+
+
+def engine_of(server: Server) -> int:
+    """Return the process id of the engine, 0 while there is none."""
+    return bench_server.engine_of(server.process.pid)
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield (process id, command line) of the children of a process, zombies included."""
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True,
+                             check=False).stdout
+    for line in listing.splitlines():
+        found, _, args = line.strip().partition(" ")
+        yield int(found), args
