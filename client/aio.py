@@ -97,7 +97,7 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
         assert isinstance(received, pb.StreamGenerateResponse)
         return received
 
-    async def _end(self) -> None:
+    async def _read_status(self) -> None:
         """Read the status, so that the server does not see a cancel."""
         await _uncancelled(self._receive(self._call), self.cancel)  # the answer is complete, whatever the status
         self._call = None

@@ -90,7 +90,7 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
             raise missing_finish()
         return received
 
-    def _end(self) -> None:
+    def _read_status(self) -> None:
         """Read the status, so that the server does not see a cancel."""
         with contextlib.suppress(grpc.RpcError):  # the answer is complete
             next(self._call, None)
