@@ -173,7 +173,7 @@ class Bench:
 
     runner, scheduler: as in the engine process, but without a prefix cache, so that each prompt is computed.
     budget: maximum tokens of a step.
-    pipeline: steps in flight.
+    depth: maximum number of steps in flight.
     calls: seconds of the current step's kernel calls, if timed.
     collected: time of the last collection.
     """
@@ -181,9 +181,12 @@ class Bench:
     runner: Runner
     scheduler: Scheduler
     budget: int
-    pipeline: StepPipeline
+    depth: int
     calls: list[float]
     collected: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pipeline = StepPipeline(self.scheduler, self.runner, self.depth)
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
@@ -208,8 +211,7 @@ class Bench:
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
-        pipeline = StepPipeline(scheduler, runner, 2 if config.double_buffering else 1)
-        return cls(runner, scheduler, budget, pipeline, calls)
+        return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
 
     def decode_bytes(self, context: int) -> int:
         """Return the bytes that a decode step must read: all weights once, and the keys and values of `context` tokens.
