@@ -24,12 +24,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict, deque
-from typing import Any, Protocol
+from collections import defaultdict
 
-from npuserve.npu.step import Step, StepResult
+from npuserve.npu.step import Step
 from npuserve.service.engine.blame import Blame
 from npuserve.service.engine.metrics import EngineMetrics
+from npuserve.service.engine.pipeline import AppliedStep, Runner, StepPipeline
 from npuserve.service.engine.request_registry import Ledger, Origin
 from npuserve.service.errors import EngineKiller, QueueFull, ServeError, TakenOver, to_wire
 from npuserve.service.ipc.engine_socket import EngineSocket
@@ -73,14 +73,6 @@ LATE_SECONDS = 1.0
 """After which a step that should have ended is waited for in silence: it may never end, and front ends are to know."""
 
 
-class Runner(Protocol):
-    """What the engine needs of npuserve.npu.execution.runner.Runner."""
-
-    def launch(self, step: Step) -> Any: ...
-    def ready(self, handle: Any) -> bool: ...
-    def collect(self, handle: Any) -> StepResult: ...
-
-
 class Engine:
     """Serves the front ends of `socket` until `stop`. epoch: of this engine's life, on every message that it sends.
     double_buffering: a step is launched before the one before it is collected. pulse: beats with each turn. records: of
@@ -97,9 +89,8 @@ class Engine:
         self._socket = socket
         self.model = model
         self._epoch = epoch
-        self._depth = 2 if double_buffering else 1
+        self._pipeline = StepPipeline(scheduler, runner, 2 if double_buffering else 1, time.monotonic)
         self._pulse = pulse or Pulse("")
-        self._flying: deque[tuple[Step, Any, float]] = deque()  # (step, the runner's handle, when it was launched)
         self._metrics = EngineMetrics(scheduler)
         self._blame = blame or Blame()
         self.ledger = Ledger(scheduler, records or Records(0), self._blame)
@@ -124,22 +115,22 @@ class Engine:
         while not self._stopping:
             self._pulse.beat()
             self.receive(self._patience() if self._idle else 0.0)
-            step = self._scheduler.schedule(time.monotonic())
+            step = self._pipeline.plan()
             self._settle()
             if step.rows:
                 self.announce(step)
                 self.launch(step)
                 self._send_outputs()  # acceptances and refusals do not wait for the step
-            if self._flying and (not step.rows or len(self._flying) == self._depth):
+            if self._pipeline.must_collect:
                 self.collect()
-            elif not self._flying and not self._idle:
+            elif not self._pipeline and not self._idle:
                 self._idle = True
                 self._blame.idle()
                 self._last_heartbeat = -math.inf  # send all front ends a heartbeat now: nothing runs
             self.send()
             if self._idle:
                 self.audit()
-        while self._flying:
+        while self._pipeline:
             self.collect()
 
     def gather(self) -> None:
@@ -179,28 +170,27 @@ class Engine:
             self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], those))
 
     def launch(self, step: Step) -> None:
-        self._blame.launched(step, self._scheduler.sequence, not self._flying)
-        handle = self._runner.launch(step)
-        self._flying.append((step, handle, self._metrics.launched(step)))
+        self._blame.launched(step, self._scheduler.sequence, not self._pipeline)
+        self._metrics.launched(step, self._pipeline.launch(step).launched)
         self._idle = False
 
     def collect(self) -> None:
         """Wait for the oldest step in flight, and apply it."""
-        step, handle, launched = self._flying.popleft()
-        self.listen(handle, launched)
-        result = self._runner.collect(handle)
-        collected = self._collected = time.monotonic()
-        made = self.apply(step, result, collected)
+        self.listen()
+        done = self._pipeline.collect()
+        self._collected = done.collected
+        made = self.report(done)
         self._send_outputs()
-        self._metrics.stepped(step, result, made, launched, collected)
+        self._metrics.stepped(done.step, done.result, made, done.launched, done.collected)
 
-    def listen(self, handle: Any, launched: float) -> None:
-        """Until a step that takes long ends, or is late: handle what comes."""
+    def listen(self) -> None:
+        """Until the oldest step ends, if it takes long, or is late: handle what comes."""
         expected = self._scheduler.expected_seconds
         if expected < LONG_STEP:
             return
-        end = max(launched, self._collected) + expected
-        while not self._runner.ready(handle) and (left := end - time.monotonic()) > -LATE_SECONDS:
+        oldest = self._pipeline.oldest
+        end = max(oldest.launched, self._collected) + expected
+        while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > -LATE_SECONDS:
             self.receive(min(max(left - 0.001, expected / 8), 0.02))  # to ask the device costs it and us a call
             self._send_outputs()
 
@@ -215,10 +205,10 @@ class Engine:
         self._scheduler.expire(time.monotonic())
         self._settle()
 
-    def apply(self, step: Step, result: StepResult, now: float) -> int:
-        """How many tokens it made for requests that are still there."""
-        made = 0
-        for progress in self._scheduler.apply(step, result, now):
+    def report(self, done: AppliedStep) -> int:
+        """Put what a step made into the messages to the front ends; return the number of its tokens."""
+        made, now = 0, done.collected
+        for progress in done.progress:
             made += len(progress.token_ids)
             sequence = progress.sequence
             frontend, key = sequence.origin

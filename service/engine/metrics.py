@@ -47,15 +47,13 @@ class EngineMetrics:
         self.load = Load()
         self.heartbeat()
 
-    def launched(self, step: Step) -> float:
-        """Call just after a step's launch; returns the time for `stepped`."""
-        now = time.monotonic()
+    def launched(self, step: Step, now: float) -> None:
+        """Record the launch of a step at `now`."""
         for new in step.new:
             if not new.output_ids:  # else it goes on after an engine's death or its client's loss
                 arrival = self._scheduler.arrival_of(new.request_id)
                 metrics.queue_time_seconds.observe(max(0.0, now - arrival))
             metrics.prompt_tokens_total.inc(len(new.prompt_ids))
-        return now
 
     def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
         """Call after a step was applied, in which it made so many tokens."""

@@ -165,8 +165,8 @@ def stepped(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, float, float],
     step = Step([ROWS["decode"]])
     for launched, device, collected in steps:
         clock.now = launched
-        at = made.launched(step)
-        made.stepped(step, StepResult({1: 7}, {}, {}, device), 1, at, collected)
+        made.launched(step, launched)
+        made.stepped(step, StepResult({1: 7}, {}, {}, device), 1, launched, collected)
     return gaps, lengths
 
 

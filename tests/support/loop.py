@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from npuserve.npu.execution.in_flight import Launched
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -40,12 +40,11 @@ def serve(
         blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0)
     answers = [Answer() for _ in all_asks]
     live: dict[int, Sequence] = {}
-    flying: deque[tuple[Step, Launched]] = deque()
-    pending = 0
+    tick = pending = 0
+    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick))
 
-    def collect(now: float) -> None:
-        step, handle = flying.popleft()
-        for progress in scheduler.apply(step, runner.collect(handle), now):
+    def collect() -> None:
+        for progress in pipeline.collect().progress:
             answer = answers[progress.sequence.id]
             assert answer.reason is None
             answer.tokens += progress.token_ids
@@ -71,14 +70,14 @@ def serve(
             if live.pop(sequence_id, None):
                 scheduler.cancel(sequence_id)
                 answers[sequence_id].reason = "cancelled"
-        step = scheduler.schedule(float(tick))
+        step = pipeline.plan()
         scheduler.check_integrity()
         if step.rows:
             pending += sum(row.token_ids == [PENDING] for row in step.rows)
-            flying.append((step, runner.launch(step)))
-        if flying and (not step.rows or len(flying) == depth):
-            collect(float(tick))
-        if not (live or order or flying):
+            pipeline.launch(step)
+        if pipeline.must_collect:
+            collect()
+        if not (live or order or pipeline):
             break
     assert not live, "it never ends"
     assert blocks.counts.used == 0, "blocks leaked"

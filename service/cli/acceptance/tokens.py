@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.npu.step import SamplingParams, Step
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -24,7 +25,6 @@ from npuserve.service.text.model_folder import open_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from npuserve.npu.execution.in_flight import Launched
     from npuserve.npu.execution.runner import Runner
 
 ANSWER = 64
@@ -82,28 +82,26 @@ def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
         max_queue=0, aging_seconds=1.0)
+    pipeline = StepPipeline(scheduler, runner, depth)
     made = Answers([[] for _ in prompts])
     arriving = deque(enumerate(prompts))
     places: dict[int, int] = {}
-    flying: deque[tuple[Step, Launched]] = deque()
     told: set[int] = set()
     while arriving or scheduler.has_work:
-        while arriving and (len(made.steps) >= STEPS_APART * arriving[0][0] or not scheduler.has_work):
+        while arriving and (
+            len(made.steps) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
+        ):
             place, prompt = arriving.popleft()
             request = Request("", prompt, count, float(place), SamplingParams(temperature=0.0))
             places[scheduler.add(request, (b"", place), time.monotonic()).id] = place
-        step = scheduler.schedule(time.monotonic())
-        if step.rows:
-            flying.append((step, runner.launch(step)))
-            made.steps.append([len(row.token_ids) for row in step.rows])
-            told.update(step.ended)
-        if flying and (not step.rows or len(flying) == depth):
-            step, handle = flying.popleft()
-            result = runner.collect(handle)
-            made.decodes += sum(row.is_decode for row in step.rows)
-            made.captured += result.captured_decodes
-            for progress in scheduler.apply(step, result, time.monotonic()):
-                made.tokens[places[progress.sequence.id]] += progress.token_ids
+        if (done := pipeline.advance()) is None:
+            continue
+        told.update(done.step.ended)
+        made.steps.append([len(row.token_ids) for row in done.step.rows])
+        made.decodes += sum(row.is_decode for row in done.step.rows)
+        made.captured += done.result.captured_decodes
+        for progress in done.progress:
+            made.tokens[places[progress.sequence.id]] += progress.token_ids
     runner.collect(runner.launch(Step([], ended=sorted(places.keys() - told))))
     return made
 

@@ -16,18 +16,18 @@ import random
 import resource
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npuserve.npu.step import SamplingParams, Step
+from npuserve.npu.step import SamplingParams
 from npuserve.service import settings
 from npuserve.service.arguments import number
 from npuserve.service.cli.bench import trace as bench_trace
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.engine.process import load_model
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -36,7 +36,6 @@ from npuserve.service.text.model_folder import resolve
 
 if TYPE_CHECKING:
     from npuserve.kernels.bench.ceilings import Ceilings
-    from npuserve.npu.execution.in_flight import Launched
     from npuserve.npu.execution.runner import Runner
 
 WARM_UP = 3
@@ -172,16 +171,17 @@ class Timed:
 class Bench:
     """runner, scheduler: as the engine process makes them, without a prefix cache, so that each prompt is computed.
     budget: tokens a step. depth: steps in flight. calls: the seconds of a step's kernel calls, where they were timed.
-    flying: steps planned and not collected, when they were planned, and the runner's handles. collected: when the last
-    was."""
+    collected: when the last step was."""
 
     runner: Runner
     scheduler: Scheduler
     budget: int
     depth: int
     calls: list[float]
-    flying: deque[tuple[Step, float, Launched]] = field(default_factory=deque)
     collected: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pipeline = StepPipeline(self.scheduler, self.runner, self.depth)
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
@@ -229,19 +229,13 @@ class Bench:
 
     def step(self) -> Timed:
         """Launches what there is to launch, and collects the step that was launched first."""
-        while len(self.flying) < self.depth:
-            began = time.perf_counter()
-            step = self.scheduler.schedule(time.monotonic())
-            if not step.rows:
-                break
-            self.flying.append((step, began, self.runner.launch(step)))
-        step, began, handle = self.flying.popleft()
         self.calls.clear()
-        result = self.runner.collect(handle)
-        self.scheduler.apply(step, result, time.monotonic())
-        began, self.collected = max(began, self.collected), time.perf_counter()
-        context = sum(row.start + len(row.token_ids) for row in step.rows)
-        return Timed(self.collected - began, len(result.token_ids), context, sum(self.calls), result.device_seconds)
+        while (done := self.pipeline.advance()) is None:
+            assert self.pipeline, "nothing to compute"
+        began, self.collected = max(done.planned, self.collected), time.monotonic()
+        context = sum(row.start + len(row.token_ids) for row in done.step.rows)
+        return Timed(self.collected - began, len(done.result.token_ids), context, sum(self.calls),
+                     done.result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from the request to its first token."""
@@ -259,7 +253,7 @@ class Bench:
         timed = [self.step() for _ in range(WARM_UP + steps)]
         for sequence_id in ids:
             self.scheduler.cancel(sequence_id)
-        while self.flying:
+        while self.pipeline:
             self.step()
         return timed[WARM_UP:]
 

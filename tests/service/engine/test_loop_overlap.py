@@ -36,7 +36,7 @@ class Script:
         found = self.messages.pop(self.turn, [])
         self.turn += 1
         if timeout:
-            assert not self.engine._flying, "it sleeps with a step in flight"
+            assert not self.engine._pipeline, "it sleeps with a step in flight"
             if not self.messages and not found:
                 self.engine.stop()
         assert self.turn < 5000, "it never ends"
@@ -76,7 +76,7 @@ def serve(messages: dict[int, list[m.ToEngine]], double_buffering: bool, pool: i
     engine.run()
     assert not engine.ledger.live
     engine.ledger.check_integrity()
-    assert not engine._flying
+    assert not engine._pipeline
     assert blocks.counts.used == 0, "blocks leaked"
     scheduler.check_integrity()
     return script
