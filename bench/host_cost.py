@@ -67,13 +67,13 @@ def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> di
     runner = runner_of(rows, length)
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     flying: deque[tuple[Step, StepResult]] = deque()
-    first = scheduler.schedule(0.0)  # all prompts at once: nobody computes them
+    first = scheduler.schedule(0.0).step  # all prompts at once: nobody computes them
     for new in first.new:
         runner._sampler.add(new)
     scheduler.apply(first, StepResult({row.request_id: 5 for row in first.rows}, {}, {}, 0.0), 0.0)
     for _ in range(WARM_UP + steps):
         begun = time.perf_counter()
-        step = scheduler.schedule(0.0)
+        step = scheduler.schedule(0.0).step
         planned = time.perf_counter()
         runner.launch(step)
         launched = time.perf_counter()

@@ -80,12 +80,13 @@ class Loop:
 
     def add(self, prompt: list[int], answer: int) -> Sequence:
         now = time.monotonic()
-        sequence = self.scheduler.add(Request("", prompt, answer, now, SamplingParams(temperature=0.0)), (b"", 0), now)
+        request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
+        sequence = self.scheduler.add(request, (b"", 0), now).sequence
         self.times[sequence.id] = []
         return sequence
 
     def step(self) -> None:
-        step = self.scheduler.schedule(time.monotonic())
+        step = self.scheduler.schedule(time.monotonic()).step
         if step.rows:
             self.flying.append((step, self.runner.launch(step)))
         if self.flying and (not step.rows or len(self.flying) == self.depth):

@@ -61,7 +61,7 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
             ask()
         began = time.perf_counter()
         while scheduler.has_work or flying:
-            step = scheduler.schedule(time.monotonic())
+            step = scheduler.schedule(time.monotonic()).step
             if step.rows:
                 flying.append((step, runner.launch(step)))
                 if len(flying) < depth:

@@ -1,7 +1,7 @@
-"""What the host tells the device to do in one step, and what comes back: plain values, no tensor.
+"""Types of one step: the work for the device, and its result. Plain values, no tensors.
 
 The scheduler fills a `Step`, the runner executes it. Nothing here imports torch, so that the front end and the
-scheduler may use these types.
+scheduler can use these types.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a request's tokens are chosen. Ranges are those of the proto; the servicer has checked them.
+    """Sampling parameters of a request. The servicer has checked them against the ranges in the proto.
 
-    seed: 64 bits; the front end draws one where the client gave none, so that a request can be continued.
-    ending_ids: tokens that may not be chosen before `min_tokens` tokens were generated.
-    logprobs, prompt_logprobs: how many likeliest tokens to report beside the chosen one; None for no report.
+    seed: 64 bits. The front end draws one if the client sent none, so that a request can be continued.
+    ending_ids: tokens that may not be sampled before `min_tokens` tokens were generated.
+    logprobs, prompt_logprobs: number of most likely tokens to report beside the sampled one; None for no report.
     """
 
     temperature: float = 1.0
@@ -36,16 +36,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def penalized(self) -> bool:
-        """True if the choice depends on which tokens there have been."""
+        """True if sampling depends on the earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that the runner meets for the first time.
+    """A request that is new to the runner.
 
-    prompt_ids: of the client's prompt. output_ids: generated before (by a dead engine), so that penalties and
-    min_tokens go on from there.
+    prompt_ids: tokens of the prompt.
+    output_ids: tokens generated before, by an earlier engine. Penalties and min_tokens count them.
     """
 
     request_id: int
@@ -55,15 +55,17 @@ class NewRequest:
 
 
 PENDING = -1
-"""In place of a token that the step before samples: the device has it, the host not yet."""
+"""Stands for a token that the step before samples: it is on the device, and not yet on the host."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A request's place in a step: compute `token_ids` at positions [start, start + len(token_ids)).
+    """One request in a step: compute `token_ids` at positions [start, start + len(token_ids)).
 
-    token_ids: or [PENDING] alone, the token that this request's row of the step launched just before samples.
+    token_ids: [PENDING] alone for the token that the request's row of the step before samples.
     block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
-    samples: these are the last tokens so far, so the step yields the next one.
+    samples: token_ids are the last tokens so far, and the step samples the next one.
+    block_version: rows with the same version differ only in the length of block_ids, so a runner may keep the blocks
+        that it has copied. 0 if that is unknown.
     """
 
     request_id: int
@@ -71,6 +73,7 @@ class Row(msgspec.Struct, frozen=True):
     start: int
     block_ids: list[int]
     samples: bool
+    block_version: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -79,9 +82,9 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One iteration. `ended` requests are forgotten before `new` ones are met, both before the rows are computed.
+    """One iteration. The runner forgets the `ended` requests, adds the `new` ones, then computes the rows.
 
-    Steps are computed in the order of their launch, so that one may be launched while the one before it runs.
+    Steps are computed in the order of their launch, so a step may be launched while the one before it runs.
     """
 
     rows: list[Row]
@@ -94,9 +97,9 @@ class Step:
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """One position's report: the token that stands there, its log-probability and rank (1 is the likeliest), and
-    the likeliest tokens, best first. Natural logarithms, of the model's own distribution: before penalties, bias
-    and temperature."""
+    """Log-probabilities at one position: the token there, its log-probability and rank (1 is the most likely), and the
+    most likely tokens, best first. Natural logarithms of the model's distribution, before penalties, bias and
+    temperature."""
 
     token_id: int
     logprob: float
@@ -107,15 +110,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step yields.
+    """Result of a step.
 
     token_ids: request_id -> the sampled token, for every row that samples.
-    logprobs: request_id -> the sampled token's report, where asked for.
-    prompt_logprobs: request_id -> reports of prompt tokens that this step's chunk predicted, in order: computing
-        positions [a, b) yields those of prompt tokens [a + 1, min(b + 1, prompt length)).
-    device_seconds: the device at work on this step.
-    captured: something of it was computed in a captured dispatch; captured_decodes: so many decode rows.
-    timed: its kernels were, one by one, and their latencies told.
+    logprobs: request_id -> the report of the sampled token, if requested.
+    prompt_logprobs: request_id -> reports of the prompt tokens that this step's chunk predicted, in order: positions
+        [a, b) yield the reports of prompt tokens [a + 1, min(b + 1, prompt length)).
+    device_seconds: time that the device computed the step.
+    captured: at least a part was computed in a captured dispatch.
+    captured_decodes: decode rows that were computed in a captured dispatch.
+    timed: each kernel was timed, and its latency observed.
     """
 
     token_ids: dict[int, int]

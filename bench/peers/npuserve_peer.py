@@ -43,7 +43,7 @@ class Npuserve(harness.Generator):
         spare = sum(map(len, prompts)) // (self.budget - len(prompts)) + len(prompts) + 1
         now = time.monotonic()
         ids = [self.scheduler.add(Request("", prompt, spare + steps, now, SamplingParams(temperature=0.0)),
-                                  (b"", 0), now).id for prompt in prompts]
+                                  (b"", 0), now).sequence.id for prompt in prompts]
         while self.step() < len(prompts):
             pass
         tick()
@@ -60,7 +60,7 @@ class Npuserve(harness.Generator):
 
         Returns the rows that got a token."""
         while len(self.flying) < 2:
-            step = self.scheduler.schedule(time.monotonic())
+            step = self.scheduler.schedule(time.monotonic()).step
             if not step.rows:
                 break
             self.flying.append((step, self.runner.launch(step)))

@@ -145,9 +145,9 @@ class BatchBuffers:
                 at[name] = _view(host, begin, dtype, (n,)).numpy()
             begin += _aligned(n * dtype.itemsize)
         self._turn = 0
-        # Each row's blocks as they were written last: a list of blocks grows and is never changed.
+        # Each row's blocks as they were written last, with the version and the number of blocks of that row.
         self._table = np.zeros((rows, max_blocks), np.int32)
-        self._written: list[tuple[list[int], int]] = [([], 0)] * rows
+        self._written = [(0, 0)] * rows
         self._hosts[0][: self._fixed].zero_()
         self._pad(self._at[0], 0, 0, rows)
         self._at[0]["slots"][:] = self._padding * block_size
@@ -258,12 +258,12 @@ class BatchBuffers:
     def _write_tables(self, rows: Sequence[Row], blocks: Sequence[int], first: int) -> None:
         """The first blocks[r] blocks of each row r."""
         for place, (row, used) in enumerate(zip(rows, blocks, strict=True), first):
-            own, (written, count) = row.block_ids, self._written[place]
-            if own is not written:
+            version, count = self._written[place]
+            if row.block_version != version or not version:
                 count = 0
             if used > count:
-                self._table[place, count:used] = own[count:used]
-                self._written[place] = own, used
+                self._table[place, count:used] = row.block_ids[count:used]
+                self._written[place] = row.block_version, used
 
     def _pad(self, at: dict[str, Array], first: int, begin: int, end: int) -> None:
         """Rows [begin, end) of the part at `first` become ones of one harmless token each: what they compute nobody
@@ -275,7 +275,7 @@ class BatchBuffers:
         at["sample_tokens"][rows] = np.arange(begin, end)
         at["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
         self._table[rows, 0] = self._padding
-        self._written[rows] = [([], 0)] * (end - begin)
+        self._written[rows] = [(0, 0)] * (end - begin)
 
     def _batch(
         self, first: int, tokens: int, rows: int, samples: int, cu_seqlens: list[int], context_lens: list[int],

@@ -1,4 +1,4 @@
-"""What the engine process puts on the metrics page, and the load that it reports to the front ends."""
+"""Metrics of the engine process, and the load that it reports to the front ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from npuserve.service.scheduling.scheduler import Scheduler
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
-"""The load that front ends are told is no older while steps run."""
+"""Maximum age of the load that is sent to front ends while steps run."""
 PAGE_SECONDS = 0.1
-"""Gauges, tallies, and counts that are kept elsewhere reach the page no more often while steps run."""
+"""Minimum time between two updates of the metrics page while steps run."""
 
-# Looked up once, since to find a child by its labels costs as much as to count with it.
+# Looked up once: finding a child by its labels costs as much as counting with it.
 PHASES = ("prefill", "mixed", "decode")
 MODES = ("captured", "eager")
 STEP_SECONDS = {(phase, mode): metrics.tally(metrics.step_seconds, phase, mode) for phase in PHASES for mode in MODES}
@@ -29,16 +29,16 @@ BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields
 
 
 class EngineMetrics:
-    """Reads the scheduler's counts; owns nothing but what it last reported."""
+    """Exporter of the scheduler's counts and of the steps' durations. Owns only the last reported values."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self._reported = (0, 0, 0, 0)
-        self._made = 0  # tokens since the load was last looked at
-        self._looked = 0.0
-        # Steps since the last page: (step, its result, launched, collected, whether there was more to do).
+        self._made = 0  # tokens since the last update of the load
+        self._updated = 0.0  # last update of the load
+        # Steps since the last page: (step, its result, launched, collected, whether more work was left).
         self._steps: list[tuple[Step, StepResult, float, float, bool]] = []
-        self._ended = 0.0  # when the device was done with the last step, as far as the host can tell
+        self._ended = 0.0  # end of the last step on the device, as the host estimates it
         self._busy = False
         self._generated = 0
         self._rate = 0.0
@@ -50,18 +50,18 @@ class EngineMetrics:
     def launched(self, step: Step, now: float) -> None:
         """Record the launch of a step at `now`."""
         for new in step.new:
-            if not new.output_ids:  # else it goes on after an engine's death or its client's loss
-                arrival = self._scheduler.arrival_of(new.request_id)
+            if not new.output_ids:  # otherwise it continues after a restart or a resume
+                arrival = self._scheduler.sequence(new.request_id).request.arrival
                 metrics.queue_time_seconds.observe(max(0.0, now - arrival))
             metrics.prompt_tokens_total.inc(len(new.prompt_ids))
 
     def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
-        """Call after a step was applied, in which it made so many tokens."""
-        # Counted with the next page, all at once: here every line would meet cold caches, at several times its cost.
+        """Record an applied step. made: its tokens for requests that have not ended."""
+        # Counted with the next page, all at once: here cold caches would multiply the cost of each line.
         busy = self._scheduler.has_work
         self._steps.append((step, result, launched, collected, busy))
         self._made += made
-        if not busy or collected - self._looked >= LOAD_SECONDS:
+        if not busy or collected - self._updated >= LOAD_SECONDS:
             self._update(collected)
 
     def cancelled(self, seconds: float) -> None:
@@ -80,7 +80,7 @@ class EngineMetrics:
 
     def _update(self, now: float) -> None:
         scheduler = self._scheduler
-        self._looked = now
+        self._updated = now
         metrics.generation_tokens_total.inc(self._made)
         self._generated += self._made
         self._made = 0
@@ -121,12 +121,12 @@ class EngineMetrics:
     def _count(self, step: Step, result: StepResult, launched: float, collected: float, busy: bool) -> None:
         decodes = [row.is_decode for row in step.rows].count(True)
         phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
-        # Where it had to wait for the step before, it began when that ended.
+        # It began when the step before ended, if it had to wait.
         began = max(launched, self._ended)
         if self._busy:
             HOST_GAP.observe(began - self._ended)
         self._ended = min(began + result.device_seconds, collected)
-        self._busy = busy  # a gap counts only where there is something to do
+        self._busy = busy  # a gap counts only if there is work
         STEP_SECONDS[phase, "captured" if result.captured else "eager"].observe(collected - began)
         STEP_TOKENS[phase].observe(step.num_tokens)
         if result.timed:

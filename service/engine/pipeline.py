@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from npuserve.npu.step import Step, StepResult
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Progress
+from npuserve.service.scheduling.step_plan import Plan
 
 
 class Runner(Protocol):
@@ -83,12 +84,12 @@ class StepPipeline:
         was empty and only a result can change that."""
         return bool(self._steps) and (self._is_starved or len(self._steps) == self._depth)
 
-    def plan(self) -> Step:
+    def plan(self) -> Plan:
         """Plan the next step. `launch` it if it has rows; otherwise there is nothing to compute."""
         self._planned = self._clock()
-        step = self._scheduler.schedule(self._planned)
-        self._is_starved = not step.rows
-        return step
+        plan = self._scheduler.schedule(self._planned)
+        self._is_starved = not plan.step.rows
+        return plan
 
     def launch(self, step: Step) -> StepInFlight:
         """Launch the step that was planned last."""
@@ -109,9 +110,9 @@ class StepPipeline:
         """Plan a step and launch it unless it is empty, then collect the oldest step if that must be done now.
 
         Return the step that was collected, None if none was. Each call launches or collects, unless there is nothing to
-        compute and nothing in flight.
+        compute and nothing in flight. Dropped requests are not reported: use `plan` and `launch` if there may be any.
         """
-        step = self.plan()
+        step = self.plan().step
         if step.rows:
             self.launch(step)
         return self.collect() if self.must_collect else None

@@ -1,4 +1,4 @@
-"""The engine process: loads the model, then serves the front ends until it is told to stop.
+"""The engine process: loads the model, then serves the front ends until SIGTERM.
 
     python -m npuserve.service.engine.process      started by the supervisor, which writes EngineArgs on its stdin
 """
@@ -19,7 +19,7 @@ import msgspec
 
 from npuserve.service import logs, metrics
 from npuserve.service.config import ServerConfig
-from npuserve.service.engine.blame import Blame
+from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_socket import EngineSocket
@@ -38,10 +38,18 @@ log = logging.getLogger("npuserve.service.engine.process")
 
 
 class EngineArgs(msgspec.Struct, frozen=True):
-    """config: the server's. folder: of the model. address: to bind. epoch: rises with each start of the engine. pulse:
-    the heartbeat's file. memory: descriptor of the file in memory that the model is to lie in, -1 for none; left: what
-    the life before said of it when it was ready (npu/execution/shared_weights.py). kernels: what the first engine
-    that was ready chose for the CPU kernels (kernels/native/choice.py), which this one keeps; None for none."""
+    """Arguments of the engine process, from the supervisor.
+
+    config: of the server.
+    folder: of the model.
+    address: of the socket to bind.
+    epoch: increases with each start of the engine.
+    pulse: file of the heartbeat; "" for none.
+    memory: descriptor of the file in memory for the model's weights; -1 for none.
+    left: description of its contents by the last engine that was ready (npu/execution/shared_weights.py).
+    kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
+        None to choose them.
+    """
 
     config: ServerConfig
     folder: str
@@ -57,9 +65,14 @@ def load_model(
     config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
     kernels: Mapping[str, Any] | None = None,
 ) -> Runner:
-    """The model on its device. observe: is told its kernels' latencies; None: the metrics page. memory: as
-    `load_runner` takes it. kernels: of `EngineArgs`. Raises ValueError, OSError or MemoryError where the model, the
-    settings or this machine are at fault."""
+    """Load the model onto its device.
+
+    observe: called with the latency of each timed kernel call; None for the metrics page.
+    memory: see `load_runner`.
+    kernels: see `EngineArgs`.
+
+    Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
+    """
     from npuserve.kernels.native.choice import CpuKernels, Wanted
     from npuserve.npu.execution.runner import load_runner
 
@@ -78,7 +91,7 @@ def load_model(
 
 
 def build(args: EngineArgs) -> Engine:
-    """Load the model and bind the socket. Raises what `load_model` does."""
+    """Load the model and bind the socket. Raises the errors of `load_model`."""
     from npuserve.kernels.registry import KERNELS
     from npuserve.npu.execution.shared_weights import SharedMemory
 
@@ -100,12 +113,12 @@ def build(args: EngineArgs) -> Engine:
         kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
         parameters=runner.parameters, deterministic=runner.deterministic)
-    records = restored(config, model, args.folder)
-    blame = Blame(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
-                  found=lambda: child.report("killer"))
+    records = load_streams(config, model, args.folder)
+    crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
+                           on_killer=lambda: child.report("killer"))
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
                     Pulse(args.pulse), records, frontends=config.frontends if args.epoch > 1 else 0,
-                    blame=blame)
+                    crashes=crashes)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
@@ -114,8 +127,10 @@ def build(args: EngineArgs) -> Engine:
 
 
 def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Log what the CPU kernels run on, and show it on the metrics page. Return it as JSON takes it; None where no CPU
-    kernels compute. kept: of an earlier engine."""
+    """Log the CPU kernels, and export them to the metrics page. Return them as JSON values; None without CPU kernels.
+
+    kept: the choice of an earlier engine.
+    """
     from npuserve.kernels.native.choice import describe
 
     chosen = runner.cpu_kernels
@@ -131,8 +146,8 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
     return found
 
 
-def restored(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
-    """The streams that may be resumed: those that the server kept when it was stopped last."""
+def load_streams(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
+    """Load the streams that the server kept when it stopped, so that they may be resumed."""
     records = Records(config.resume_seconds)
     if config.state_folder:
         try:
@@ -144,11 +159,11 @@ def restored(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
     return records
 
 
-def kept(engine: Engine, args: EngineArgs) -> None:
-    """The way back of `restored`, once the engine has ended."""
+def save_streams(engine: Engine, args: EngineArgs) -> None:
+    """Save the streams for `load_streams`, after the engine has ended."""
     if args.config.state_folder:
         try:
-            count = save(Path(args.config.state_folder), engine.model, args.folder, engine.ledger.records)
+            count = save(Path(args.config.state_folder), engine.model, args.folder, engine.registry.records)
         except OSError as error:
             logs.event(log, "the streams cannot be kept", level=logging.ERROR, error=str(error))
         else:
@@ -171,7 +186,7 @@ def main() -> int:
 
 
 def fault_code(error: Exception) -> int | None:
-    """The exit code for an error of the device, which is logged; None for any other error."""
+    """Log an error of the device and return the exit code for it; None for any other error."""
     from npuserve.npu.backends import fault
     from npuserve.npu.backends.base import Fault
 
@@ -183,7 +198,7 @@ def fault_code(error: Exception) -> int | None:
 
 
 def serve(args: EngineArgs) -> int:
-    """Until the engine is told to stop."""
+    """Run the engine until SIGTERM. Return the exit code."""
     try:
         engine = build(args)
     except (ValueError, OSError, MemoryError) as error:
@@ -191,14 +206,14 @@ def serve(args: EngineArgs) -> int:
             raise
         return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
-    short_slice.ask_for_it()  # this thread plans and listens; those that compute are there already
-    gc.freeze()  # what is here stays: no collection need look at it between two steps
+    short_slice.ask_for_it()  # for this thread; the compute threads exist already
+    gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
-    kept(engine, args)
+    save_streams(engine, args)
     return 0
 
 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # at once: the interpreter would take torch apart first, for a second or more
+    os._exit(code)  # skip the interpreter's finalization of torch, which takes a second or more

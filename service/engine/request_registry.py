@@ -1,62 +1,84 @@
-"""Which requests are live, for whom and under which name, and what is kept of those that may be resumed.
+"""Live requests of the engine, by front end and by name, and the records of the streams that may be resumed.
 
-    begin ──► live ──► its own end, an error, or `end` ──► (its record, for resume_seconds) ──► resume: live again
-                └──── resume: another reads it ────┘
+    add ──► live ──► finish, error or `end` ──► (its record, for resume_seconds) ──► resume: live again
+              └──── resume: another front end reads it ────┘
 
-Only what the engine tells of comes here; nothing is sent. An origin is a front end's name and its key.
+The engine reports here all that happens to a request. The registry sends nothing.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
-from npuserve.service.engine.blame import Blame
+from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.ipc.records import Records
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Dropped, Sequence
 
 Origin = tuple[bytes, int]
+"""A front end's identity and its key for a request."""
 
 
-class Ledger:
-    """Every live sequence of the scheduler, and their records. `now` is time.monotonic() seconds."""
+class Resumption(NamedTuple):
+    """A stream with a new reader.
 
-    def __init__(self, scheduler: Scheduler, records: Records, blame: Blame):
+    record: the answer so far.
+    previous: origin that read the stream until now; None if none did.
+    displaced: request that left the full queue for this one, if any.
+    """
+
+    record: Record
+    previous: Origin | None
+    displaced: Dropped | None
+
+
+class RequestRegistry:
+    """All live sequences of the scheduler, and the records of the streams. `now` is time.monotonic() seconds."""
+
+    def __init__(self, scheduler: Scheduler, records: Records, crashes: CrashTracker):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
         self._names: dict[tuple[str, str], Origin] = {}  # by client and request_id
         self._scheduler = scheduler
-        self._blame = blame
+        self._crashes = crashes
 
-    def begin(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> None:
-        """Queue a request. record: what is known of it already. Raises DuplicateRequest, EngineKiller and what
-        Scheduler.add does."""
+    def add(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> Dropped | None:
+        """Queue a request, and return the request that was displaced from the full queue, if any.
+
+        record: of a continued stream; None for a new request.
+
+        Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add.
+        """
         if _name(request) in self._names:
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
         try:
-            trial = self._blame.judge(request, len(request.output_ids)) if record else None
+            crashes = self._crashes.assess(request, len(request.output_ids)) if record else None
         except EngineKiller:
             self.records.drop(request.resume_token)
             raise
-        self.live[origin] = sequence = self._scheduler.add(request, origin, now)
-        if trial:
-            self._scheduler.quarantine.add(sequence.id, trial.deaths, trial.trial)
+        sequence, displaced = self._scheduler.add(request, origin, now)
+        self.live[origin] = sequence
+        if crashes:
+            self._scheduler.quarantine.add(sequence.id, crashes.crashes, crashes.quarantine_tokens)
         self._names[_name(request)] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
+        return displaced
 
-    def named(self, request_id: str, client: str = "") -> list[Sequence]:
-        """Return the live requests of that id. client: whose; "" for all clients."""
+    def find(self, request_id: str, client: str = "") -> list[Sequence]:
+        """Return the live requests with that id. client: its client; "" for all clients."""
         return [self.live[origin] for name, origin in self._names.items()
                 if name[1] == request_id and client in ("", name[0])]
 
-    def of(self, frontend: bytes) -> list[Sequence]:
+    def of_frontend(self, frontend: bytes) -> list[Sequence]:
         return [sequence for origin, sequence in self.live.items() if origin[0] == frontend]
 
-    def made(self, sequence: Sequence, output: Output, now: float) -> None:
-        """What a step made of it; with a finish, the scheduler has let it go."""
+    def record_output(self, sequence: Sequence, output: Output, now: float) -> None:
+        """Append a step's output to the record of a request. With a finish, the scheduler has ended the request."""
         record = self._record(sequence)
         if record:
             record.add(output)
@@ -64,55 +86,58 @@ class Ledger:
             self._forget(sequence, record, now)
 
     def end(self, sequence: Sequence, now: float, finish: Finish | None = None) -> None:
-        """Take it out of the scheduler. finish: None if it is left, and may be resumed."""
+        """End a request in the scheduler. finish: None if its reader has left; the stream may be resumed then."""
         record = self._record(sequence)
         if record and finish:
             record.add(Output(0, finish=finish))
         elif record:
-            _note(record, sequence)
+            _copy_progress(sequence, record)
         self._scheduler.cancel(sequence.id)
         self._forget(sequence, record, now)
 
-    def refuse(self, sequence: Sequence, now: float) -> None:
-        """The scheduler let it go with an error, before it had a token: nothing of it is kept."""
+    def discard(self, sequence: Sequence, now: float) -> None:
+        """Forget a request that the scheduler dropped with an error before its first token, and its record."""
         self._forget(sequence, None, now)
         self.records.drop(sequence.request.resume_token)
 
-    def resume(self, ask: Resume, origin: Origin, now: float) -> tuple[Record, Origin | None]:
-        """Give a stream to a new reader: its record, and whom it was taken from. A request that was left is queued
-        again. Raises StreamNotFound, InvalidField if the reader claims more tokens than there are, and what `begin`
-        does."""
-        record = self.records.find(ask.token, ask.owner, now)
+    def resume(self, message: Resume, origin: Origin, now: float) -> Resumption:
+        """Give a stream to a new reader. A request without a reader is queued again.
+
+        Raises StreamNotFound, InvalidField if the reader claims more tokens than there are, and the errors of `add`.
+        """
+        record = self.records.find(message.token, message.owner, now)
         if record is None:
             raise StreamNotFound("resume_token: no such stream; it was never here, or ended or was left too long ago")
         made = len(record.token_ids)
-        if ask.token_offset > made:
-            raise InvalidField("token_offset", f"must be in [0, {made}], got {ask.token_offset}")
-        before = None
+        if message.token_offset > made:
+            raise InvalidField("token_offset", f"must be in [0, {made}], got {message.token_offset}")
+        previous = displaced = None
         if record.ended is None:
-            before = self._names[_name(record.request)]
-            sequence = self.live.pop(before)
-            _note(record, sequence)
-            self._scheduler.adopt(sequence, origin, ask.deadline)
+            previous = self._names[_name(record.request)]
+            sequence = self.live.pop(previous)
+            _copy_progress(sequence, record)
+            self._scheduler.change_reader(sequence, origin, message.deadline)
             self.live[origin] = sequence
             self._names[_name(record.request)] = origin
-        record.request = msgspec.structs.replace(record.request, deadline=ask.deadline)
-        if before is None and record.finish is None:
-            self.begin(record.rest(accepted=False), origin, now, record)
-        return record, before
+        record.request = msgspec.structs.replace(record.request, deadline=message.deadline)
+        if previous is None and record.finish is None:
+            displaced = self.add(record.rest(accepted=False), origin, now, record)
+        return Resumption(record, previous, displaced)
 
     def restore(self, record: Record, origin: Origin, now: float) -> Origin | None:
-        """Go on with what a dead engine left; whom it was taken from, if two front ends read it. Raises what `begin`
-        does."""
+        """Continue a stream of an earlier engine. No request is displaced for it, since that engine had accepted it.
+
+        Return the origin that read the stream until now, if two front ends read it. Raises the errors of `add`.
+        """
         twin = self.records.live.get(record.request.resume_token)
-        before = self._names[_name(twin.request)] if twin else None
-        if before:
-            self.end(self.live[before], now)
-        self.begin(record.rest(accepted=True), origin, now, record)
-        return before
+        previous = self._names[_name(twin.request)] if twin else None
+        if previous:
+            self.end(self.live[previous], now)
+        self.add(record.rest(accepted=True), origin, now, record)
+        return previous
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless names, live requests and records are each other's."""
+        """Raise AssertionError unless names, live requests and records belong to each other."""
         assert {_name(s.request): o for o, s in self.live.items()} == self._names, "names are not of the live"
         assert all(s.origin == origin for origin, s in self.live.items()), "a sequence is live under another's origin"
         tokens = {s.request.resume_token for s in self.live.values()} - {""}
@@ -131,12 +156,12 @@ class Ledger:
 
 
 def _name(request: Request) -> tuple[str, str]:
-    """Return what names a live request: a request_id is its client's own."""
+    """Return the name of a live request: a request_id is unique per client."""
     return request.client, request.request_id
 
 
-def _note(record: Record, sequence: Sequence) -> None:
-    """What the sequence alone knows."""
+def _copy_progress(sequence: Sequence, record: Record) -> None:
+    """Copy to the record what outputs do not carry: the timing, and the cached tokens of the first admission."""
     record.timing = sequence.timing
-    if sequence.met:
+    if sequence.was_admitted:
         record.cached_tokens = sequence.cached_tokens

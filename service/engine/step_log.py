@@ -1,9 +1,9 @@
-"""A file in memory that holds which requests were in the steps in flight, so that it survives the engine's SIGKILL.
+"""Log of the requests in the steps in flight: a file in memory that survives the engine's SIGKILL.
 
-The engine writes it before each launch. The file has three parts: two lists of sequence ids, each with its length
-first, since at most two steps are in flight, and a table of the sequences' names. A sequence keeps its place in the
-table from its first step until it has ended, so that a step's list is written without a look at its requests. The next
-life of the engine reads all before it writes.
+The engine writes it before each launch. The file has three parts: two lists of sequence ids, each after its length,
+since at most two steps are in flight, and a table of the sequences' request hashes. A sequence keeps its place in the
+table from its first step until it has ended, so that a step's list is written without access to its requests. After a
+restart the engine reads the whole file before it writes.
 """
 
 from __future__ import annotations
@@ -21,89 +21,90 @@ from npuserve.npu.step import Step
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.sequence import Sequence
 
-_WORD = struct.calcsize("<Q")
-_NAME = struct.Struct("<QQ")
-"""1 + a sequence's id, 0 for a free place; its request's name."""
+_WORD_BYTES = struct.calcsize("<Q")
+_ENTRY = struct.Struct("<QQ")
+"""Table entry: 1 + the sequence's id, 0 for a free place; the hash of its request."""
 
 
-def name_of(request: Request) -> int:
-    """Return a 64-bit name that is the same in every life of the engine."""
+def request_hash(request: Request) -> int:
+    """Return a 64-bit hash of a request that is the same in every life of the engine."""
     text = f"{request.client}\0{request.request_id}\0{request.arrival.hex()}".encode()
-    return int.from_bytes(blake2b(text, digest_size=_WORD).digest(), "little")
+    return int.from_bytes(blake2b(text, digest_size=_WORD_BYTES).digest(), "little")
 
 
 class StepLog:
-    """The names of the requests in the steps in flight.
+    """Request hashes of the steps in flight.
 
-    path: of the file, made where it is missing; "" keeps nothing. OSError where it cannot be made.
-    rows: most rows of a step.
-    places: most sequences that have begun and not ended; others are not noted.
+    path: of the file, created if missing; "" keeps nothing. OSError if it cannot be created.
+    rows: maximum number of rows in a step.
+    places: maximum number of sequences that have begun and not ended. Others are not logged.
     """
 
     def __init__(self, path: str, rows: int, places: int):
         self._is_on = bool(path)
         self._rows = rows
-        self._half = _WORD * (1 + rows)
-        self._size = 2 * self._half + places * _NAME.size
+        self._list_bytes = _WORD_BYTES * (1 + rows)
+        self._size = 2 * self._list_bytes + places * _ENTRY.size
         self._map: mmap.mmap | bytearray = _open(path, self._size) if path else bytearray(self._size)
-        self._ids: list[list[int]] = [[], []]  # as they are in the lists
-        self._is_mine = False  # what the last life wrote is removed
-        self._next = 0
-        self._free = list(range(2 * self._half, self._size, _NAME.size))  # offsets in the table
-        self._places: dict[int, int] = {}
+        self._ids: list[list[int]] = [[], []]  # contents of the two lists
+        self._is_cleared = False  # the last life's contents are removed
+        self._last = 0  # list that was written last
+        self._free = list(range(2 * self._list_bytes, self._size, _ENTRY.size))  # offsets in the table
+        self._places: dict[int, int] = {}  # offset in the table by sequence id
 
     def read(self) -> frozenset[int]:
-        """Return the names of the requests in both lists."""
-        table = _NAME.iter_unpack(self._map[2 * self._half : self._size])
-        names = {number - 1: name for number, name in table if number}
+        """Return the hashes of the requests in both lists."""
+        table = _ENTRY.iter_unpack(self._map[2 * self._list_bytes : self._size])
+        hashes = {number - 1: key for number, key in table if number}
         found: set[int] = set()
-        for at in (0, self._half):
-            (count,) = struct.unpack_from("<Q", self._map, at)
-            ids = struct.unpack_from(f"<{min(count, self._rows)}Q", self._map, at + _WORD)
-            found.update(names[one] for one in ids if one in names)
+        for start in (0, self._list_bytes):
+            (count,) = struct.unpack_from("<Q", self._map, start)
+            ids = struct.unpack_from(f"<{min(count, self._rows)}Q", self._map, start + _WORD_BYTES)
+            found.update(hashes[one] for one in ids if one in hashes)
         return frozenset(found)
 
     def write(self, step: Step, sequence: Callable[[int], Sequence], is_first: bool) -> None:
         """Write a step's requests before its launch.
 
-        sequence: returns the one of a request_id.
+        sequence: returns the sequence of a request_id.
         is_first: no other step is in flight.
         """
         if not self._is_on:
             return
-        if not self._is_mine:
+        if not self._is_cleared:
             self.clear()
-        half = self._next = 1 - self._next
-        if is_first and self._ids[1 - half]:
-            self._put(1 - half, [])
+        current = self._last = 1 - self._last
+        if is_first and self._ids[1 - current]:
+            self._put(1 - current, [])
         for ended in step.ended:
             if (place := self._places.pop(ended, None)) is not None:
                 self._free.append(place)
         for new in step.new:
             if self._free:
                 self._places[new.request_id] = place = self._free.pop()
-                name = name_of(sequence(new.request_id).request)
-                _NAME.pack_into(self._map, place, 1 + new.request_id, name)
+                key = request_hash(sequence(new.request_id).request)
+                _ENTRY.pack_into(self._map, place, 1 + new.request_id, key)
         ids = [row.request_id for row in step.rows]
-        if ids != self._ids[half]:
-            self._put(half, ids)
+        if ids != self._ids[current]:
+            self._put(current, ids)
 
     def clear(self) -> None:
-        """No step is in flight."""
-        if not self._is_mine:
-            self._is_mine = True
+        """Empty both lists: no step is in flight."""
+        if not self._is_cleared:
+            self._is_cleared = True
             self._map[:] = bytes(self._size)
         self._put(0, [])
         self._put(1, [])
 
-    def _put(self, half: int, ids: list[int]) -> None:
-        self._ids[half] = ids
-        data, at = array("Q", [len(ids), *ids]).tobytes(), half * self._half
-        self._map[at : at + len(data)] = data
+    def _put(self, index: int, ids: list[int]) -> None:
+        """Write one of the two lists."""
+        self._ids[index] = ids
+        data, start = array("Q", [len(ids), *ids]).tobytes(), index * self._list_bytes
+        self._map[start : start + len(data)] = data
 
 
 def _open(path: str, size: int) -> mmap.mmap:
-    """Map the file, whose blocks are on the disk: a full disk then fails here, and no later write."""
+    """Map the file. Its blocks are allocated here, so that a full disk fails here and not in a later write."""
     with contextlib.suppress(FileNotFoundError):
         if Path(path).stat().st_size == size:
             return _map(path, size)

@@ -1,4 +1,26 @@
 """Decisions of the engine about requests: which are admitted, which run, which blocks they hold, when they end.
 
 Plain Python without I/O, torch and clocks. Imports of `service`: top level and `ipc`.
+
+The life of a request (states: sequence.py):
+
+1. `add` refuses the request (admission.py) or puts it into the queue (fair_queue.py).
+2. `schedule` admits it when it is the next in the queue, fewer than max_num_seqs requests run, and blocks for all its
+   known tokens are free. A prefix in the cache is shared and counts as computed. `Step.new` announces the request to
+   the runner.
+3. Each `schedule` gives it a row with its uncomputed tokens, as many as the token budget allows. There are no phases:
+   one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
+   next one.
+4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
+5. If blocks run out, the request may be preempted: its blocks are freed, its tokens stay, and it returns to step 2 to
+   compute them again. Its prefix may still be in the cache then.
+6. It is paused while its reader is slow. A paused request gets no rows and does not count as running. It keeps its
+   blocks until others need them.
+7. It ends once: by its own token in `apply`, by `cancel`, or dropped because of its deadline or of a full queue. Its
+   blocks are free at once. `Step.ended` of the next step makes the runner forget it. Results of steps in flight for it
+   are discarded.
+
+Deadlines. A request ends a margin before its deadline, with the tokens that it has; the margin follows the measured gap
+between tokens (pace.py). A request without tokens ends when its prompt cannot be computed in time, as far as steps were
+measured, and is not admitted then.
 """

@@ -1,100 +1,124 @@
-"""Which requests are let into the queue.
+"""Decision whether a new request may enter the queue.
 
-1. One that could never fit the KV cache is the client's mistake.
-2. A client has a limit of its own, if it was given one.
-3. A deadline that the first token would miss, as far as anything was measured (deadlines.py), ends a request before
+1. A request that could never fit the KV cache is invalid.
+2. A client has at most `client_limit` live requests, if it has a limit.
+3. A request whose first token would miss its deadline, as far as anything was measured (pace.py), is refused before
    anything is queued or computed for it.
-4. If the queue is full, the newest request of the client with the most makes room for that of a client with fewer;
-   otherwise the newcomer is refused. Either is told when to try again.
+4. If the queue is full, the newest request of the client with the most requests is displaced by that of a client with
+   fewer. Otherwise the new request is refused. Both errors carry a time to retry.
 
-What an engine before this one had accepted is let in.
+A request that an earlier engine had accepted is always accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.account import Account
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.deadlines import Pace
-from npuserve.service.scheduling.fair_queue import Account, FairQueue
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.fair_queue import FairQueue
+from npuserve.service.scheduling.pace import Pace
+from npuserve.service.scheduling.sequence import Dropped, Sequence
+
+
+class Occupancy(NamedTuple):
+    """Admitted and paused requests at one moment.
+
+    running, paused: number of requests.
+    prefill_tokens: uncomputed prompt tokens of the running requests.
+    paused_blocks: blocks that the paused requests hold.
+    """
+
+    running: int
+    paused: int
+    prefill_tokens: int = 0
+    paused_blocks: int = 0
+
+    @classmethod
+    def of(cls, running: Collection[Sequence], paused: Collection[Sequence], with_sums: bool) -> Occupancy:
+        """Count the requests, and sum their tokens and blocks if `with_sums`: that takes a pass over all of them."""
+        if not with_sums:
+            return cls(len(running), len(paused))
+        return cls(
+            len(running), len(paused), sum(n for s in running if (n := s.num_uncomputed_tokens) > 1),
+            sum(len(s.block_ids) for s in paused))
 
 
 class Admission:
-    """Owns nothing: reads what the scheduler has. running, paused: those that hold blocks."""
+    """Reads the queue, the block counts and the measured pace of the scheduler. Changes none of them."""
 
-    def __init__(
-        self, queue: FairQueue, running: Collection[Sequence], paused: dict[int, Sequence], blocks: BlockManager,
-        pace: Pace, max_num_seqs: int, max_queue: int,
-    ):
+    def __init__(self, queue: FairQueue, blocks: BlockManager, pace: Pace, max_num_seqs: int, max_queue: int):
         self._queue = queue
-        self._running = running
-        self._paused = paused
         self._blocks = blocks
         self._pace = pace
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
 
-    def displaced_by(self, request: Request, account: Account, now: float) -> tuple[Sequence, QueueFull] | None:
-        """Who must leave the queue for this request of this client, and what it is told; None if there is room.
+    def check(self, request: Request, account: Account, occupancy: Occupancy, now: float) -> Dropped | None:
+        """Return the request that must leave the queue for the new one, with its error; None if there is space.
 
-        Raises InvalidField, QueueFull, DeadlineExceeded for a request that is not let in.
+        account: of the request's client.
+        occupancy: `prefill_tokens` and `paused_blocks` are read only if the request has a deadline.
+
+        Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
-        self._check(request)
+        self._check_size(request)
         if request.past.accepted:
             return None
         if request.client_limit and account.live >= request.client_limit:
             raise QueueFull(
                 f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
                 f"{account.live} requests of this client have not ended",
-                self._pace.retry(now, account.live), "client_limit")
+                self._pace.retry_seconds(now, account.live), "client_limit")
         if request.deadline is not None:
-            self._check_deadline(request, account, now)
-        running, waiting = len(self._running), len(self._queue)
-        if running + waiting + len(self._paused) < self._max_num_seqs + self._max_queue:
+            self._check_deadline(request, request.deadline - now, account, occupancy)
+        waiting = len(self._queue)
+        if occupancy.running + waiting + occupancy.paused < self._max_num_seqs + self._max_queue:
             return None
-        retry = self._pace.retry(now, running)
+        retry = self._pace.retry_seconds(now, occupancy.running)
         displaced = self._queue.displaced_by(account)
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
-        why = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
-        return displaced, QueueFull(why, retry, "displaced")
+        reason = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
+        return Dropped(displaced, QueueFull(reason, retry, "displaced"))
 
-    def _check(self, request: Request) -> None:
+    def _check_size(self, request: Request) -> None:
         if not request.prompt_ids:
             raise InvalidField("prompt", "must have at least 1 token")
         if len(request.output_ids) >= request.max_tokens:
             raise InvalidField(
                 "stopping.max_tokens", f"must be more than the {len(request.output_ids)} tokens generated before, "
                 f"got {request.max_tokens}")
-        # The last token is sampled, never computed, so it needs no room.
-        prompt, room = len(request.prompt_ids), self._blocks.capacity + 1
-        if prompt >= room:
-            raise InvalidField("prompt", f"must be at most {room - 1} tokens, what the KV cache holds, got {prompt}")
-        if prompt + request.max_tokens > room:
+        # The last token is sampled, never computed, so it needs no slot.
+        prompt, slots = len(request.prompt_ids), self._blocks.capacity
+        if prompt > slots:
+            raise InvalidField("prompt", f"must be at most {slots} tokens, what the KV cache holds, got {prompt}")
+        if prompt + request.max_tokens > slots + 1:
             raise InvalidField(
-                "stopping.max_tokens", f"must be at most {room - prompt} after a prompt of {prompt} tokens, since the "
-                f"KV cache holds {room - 1}; got {request.max_tokens}")
+                "stopping.max_tokens", f"must be at most {slots + 1 - prompt} after a prompt of {prompt} tokens, since "
+                f"the KV cache holds {slots}; got {request.max_tokens}")
 
-    def _check_deadline(self, request: Request, account: Account, now: float) -> None:
-        assert request.deadline is not None
-        left, wait = max(0.0, request.deadline - now), self.wait(request, account)
-        if wait + self._pace.margin > left:
+    def _check_deadline(self, request: Request, left: float, account: Account, occupancy: Occupancy) -> None:
+        wait = self._first_token_seconds(request, account, occupancy)
+        if wait + self._pace.margin > max(0.0, left):
             raise DeadlineExceeded(
-                f"deadline: in {left:.3f} s; the first token would take about {wait:.3f} s, and the margin before a "
-                f"deadline is {self._pace.margin:.3f} s")
+                f"deadline: in {max(0.0, left):.3f} s; the first token would take about {wait:.3f} s, and the margin "
+                f"before a deadline is {self._pace.margin:.3f} s")
 
-    def wait(self, request: Request, account: Account) -> float:
-        """About how many seconds until its first token: until there is a seat and room for it, or until the prompts
-        before it are computed, and then its own."""
-        pace, running, known = self._pace, len(self._running), len(request.prompt_ids) + len(request.output_ids)
-        requests, tokens = self._queue.ahead(account, request.priority, pace.answer)
+    def _first_token_seconds(self, request: Request, account: Account, occupancy: Occupancy) -> float:
+        """Estimate the time to a new request's first token.
+
+        It waits until enough running requests have ended for its blocks and for max_num_seqs, or until the prompts
+        before it are computed, whichever is later; then its own prompt is computed.
+        """
+        pace, running, known = self._pace, occupancy.running, len(request.prompt_ids) + len(request.output_ids)
+        requests, tokens = self._queue.ahead(account, request.priority, pace.answer_tokens)
         counts = self._blocks.counts
-        held = sum(len(sequence.block_ids) for sequence in self._paused.values())
-        room = max(0, counts.free + counts.cached + held - running) * self._blocks.block_size
-        fitting = min(self._max_num_seqs - running, (requests + 1) * room / (tokens + known))
-        begun = sum(n for s in self._running if (n := s.num_uncomputed_tokens) > 1)
-        seat = pace.drained(max(0.0, requests + 1 - fitting), running)
-        return max(seat, pace.seconds(tokens + begun)) + pace.seconds(known)
+        blocks = max(0, counts.free + counts.cached + occupancy.paused_blocks - running)  # one is left to each running
+        slots = blocks * self._blocks.block_size
+        fitting = min(self._max_num_seqs - running, (requests + 1) * slots / (tokens + known))
+        drain = pace.drain_seconds(max(0.0, requests + 1 - fitting), running)
+        return max(drain, pace.prefill_seconds(tokens + occupancy.prefill_tokens)) + pace.prefill_seconds(known)

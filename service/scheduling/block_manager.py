@@ -1,20 +1,21 @@
-"""KV-cache blocks: who holds which, and which hold a prefix that another request may share.
+"""KV-cache blocks: their reference counts, and the prefix cache.
 
 A block is in exactly one of three states:
 
-    used     refs >= 1   in that many block tables; its digest is known once it is full and computed
-    cached   refs == 0   still holds a prefix under its digest: shared again on a hit, evicted when blocks run out
-    free     refs == 0   holds nothing of worth
+    used     refs >= 1   in `refs` block tables; its digest is known once it is full and computed
+    cached   refs == 0   holds a prefix under its digest: shared again on a hit, evicted when blocks run out
+    free     refs == 0   its contents are not needed
 
-Full blocks are found by content. The digest of a block is a 16-byte BLAKE2b of its parent's digest and its token ids;
-the root is a keyed digest of the request's cache salt, under a key drawn anew by each manager. So equal digests mean
-equal salt, equal tokens and equal position, but for a collision: with n blocks in the cache the odds are about
-n**2 / 2**129, 1e-27 for a million. As the key is secret, nobody can search for a collision outside the server.
-The method is automatic prefix caching of vLLM (v1, KVCacheManager), with eviction of the least recently used leaf.
+Full blocks are found by content. The digest of a block is a 16-byte BLAKE2b of its parent's digest and its token ids.
+The root is a keyed digest of the request's cache salt; each manager generates its own key. Equal digests therefore mean
+equal salt, equal tokens and equal position, except after a collision. With n blocks in the cache its probability is
+about n**2 / 2**129, 1e-27 for a million blocks. The key is secret, so nobody can search for a collision outside the
+server. The method is vLLM's automatic prefix caching (v1, KVCacheManager), which evicts the least recently used leaf.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from array import array
 from collections import Counter, OrderedDict, deque
@@ -24,15 +25,18 @@ from typing import NamedTuple
 
 DIGEST_BYTES = 16
 AUDIT_BLOCKS = 1024
-"""Blocks in one part of an audit, which takes less than 1 ms."""
+"""Blocks in one part of an audit. A part takes less than 1 ms."""
+
+
+_versions = itertools.count(1)  # of all managers: a runner may serve one after another
 
 
 class IntegrityError(RuntimeError):
-    """A state owner found itself inconsistent: a bug, never a client's fault."""
+    """Inconsistent state: a bug, never a client's fault."""
 
 
 class BlockCounts(NamedTuple):
-    """Blocks by state; they add up to num_blocks."""
+    """Number of blocks by state. The sum is num_blocks."""
 
     used: int
     cached: int
@@ -40,23 +44,27 @@ class BlockCounts(NamedTuple):
 
 
 class BlockTable:
-    """The blocks of one holder. Only the BlockManager changes it; others read `block_ids`.
+    """Block table of one request. Only the BlockManager changes it; others read `block_ids` and `version`.
 
-    block_ids: block i holds positions [i * block_size, (i + 1) * block_size). Grows in place; `free` replaces the
-    list, so one handed out before keeps its values. num_registered: leading blocks that need no registering any more.
+    block_ids: block i holds positions [i * block_size, (i + 1) * block_size). Grows in place. `free` replaces the list,
+        so a list that was read before keeps its values.
+    version: number of the allocation; 0 while the table is empty. Two tables, or one table before and after `free`,
+        never have the same version in this process. Tables read under one version differ at most in their length.
+    num_registered: leading blocks that are registered, or need not be.
     """
 
-    __slots__ = ("_digests", "_salt", "block_ids", "num_registered")
+    __slots__ = ("_digests", "_salt", "block_ids", "num_registered", "version")
 
     def __init__(self, salt: str = "") -> None:
         self.block_ids: list[int] = []
+        self.version = 0
         self.num_registered = 0
         self._salt = salt
-        self._digests: list[bytes] = []  # of the leading full blocks; tokens never change, so neither do these
+        self._digests: list[bytes] = []  # of the leading full blocks, constant because the tokens are
 
 
 class BlockManager:
-    """Gives out `num_blocks` blocks of `block_size` tokens by reference count; every call is O(blocks it touches)."""
+    """Allocates `num_blocks` blocks of `block_size` tokens by reference count. Every call is O(blocks it touches)."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -73,7 +81,7 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Number of tokens in num_blocks blocks."""
         return self.num_blocks * self.block_size
 
     @property
@@ -82,13 +90,13 @@ class BlockManager:
         return BlockCounts(self.num_blocks - cached - free, cached, free)
 
     def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
-        """The blocks of the longest cached prefix, at most len(token_ids) - 1 tokens so that one is left to compute.
+        """Return the blocks of the longest cached prefix, of at most len(token_ids) - 1 tokens: one must be computed.
 
-        Takes nothing; hand the result to `allocate` before any other call.
+        Allocates nothing. Pass the result to `allocate` before any other call.
         """
         found: list[int] = []
         if self.prefix_cache:
-            for digest in self._digests(table, token_ids, (len(token_ids) - 1) // self.block_size):
+            for digest in self._compute_digests(table, token_ids, (len(token_ids) - 1) // self.block_size):
                 block = self._by_digest.get(digest)
                 if block is None:
                     break
@@ -96,9 +104,10 @@ class BlockManager:
         return found
 
     def allocate(self, table: BlockTable, num_tokens: int, prefix: Sequence[int] = (), spare: int = 0) -> bool:
-        """Make `table` hold positions [0, num_tokens), sharing `prefix` at its beginning (an empty table only).
+        """Extend `table` to hold positions [0, num_tokens). Return False, and change nothing, if that is impossible.
 
-        All or nothing: False, and nothing changed, if that would leave fewer than `spare` blocks cached or free.
+        prefix: blocks to share at the beginning of an empty table, from `find_prefix`.
+        spare: minimum number of cached and free blocks to leave.
         """
         missing = -(-num_tokens // self.block_size) - len(prefix) - len(table.block_ids)
         if missing <= 0 and not prefix:
@@ -106,6 +115,8 @@ class BlockManager:
         reusable = sum(1 for block in prefix if not self._refs[block])
         if missing + spare > len(self._free) + len(self._cached) - reusable:
             return False
+        if not table.version:
+            table.version = next(_versions)
         if prefix:
             for block in prefix:
                 if not self._refs[block]:
@@ -120,14 +131,14 @@ class BlockManager:
         return True
 
     def register(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Let others find the blocks that are full: the KV of token_ids[:num_computed] is in the cache.
+        """Add the full blocks to the prefix cache: the KV of token_ids[:num_computed] is computed.
 
-        Where another block holds the same content already, that one stays the one to be found.
+        A digest that another block has already keeps that block.
         """
         full = num_computed // self.block_size
         if not self.prefix_cache or full <= table.num_registered:
             return
-        digests = self._digests(table, token_ids, full)
+        digests = self._compute_digests(table, token_ids, full)
         for index in range(table.num_registered, full):
             digest, block = digests[index], table.block_ids[index]
             if self._by_digest.setdefault(digest, block) == block:
@@ -135,7 +146,7 @@ class BlockManager:
         table.num_registered = full
 
     def free(self, table: BlockTable) -> None:
-        """Give all blocks back, the last first, so that a prefix is evicted from its end."""
+        """Release all blocks of a table, the last first, so that a prefix is evicted from its end."""
         for block in reversed(table.block_ids):
             self._refs[block] -= 1
             if not self._refs[block]:
@@ -144,27 +155,28 @@ class BlockManager:
                 else:
                     self._cached[block] = None
         table.block_ids = []
+        table.version = 0
         table.num_registered = 0
 
     def flush_prefix_cache(self) -> int:
-        """Forget every prefix block that no table holds; how many these were. Those in use stay shareable."""
+        """Free all cached blocks, and return their number. Used blocks stay in the prefix cache."""
         flushed = len(self._cached)
         while self._cached:
             self._free.append(self._evict())
         return flushed
 
     def audit(self, holders: Iterable[BlockTable]) -> Iterator[None]:
-        """Check all blocks, AUDIT_BLOCKS at a time, with a yield after each part. Nothing may change until it ends.
+        """Check all blocks, AUDIT_BLOCKS at a time, with a yield after each part. Nothing may change before its end.
 
-        Raises IntegrityError unless the state is consistent and `holders` are exactly those that hold blocks.
+        Raises IntegrityError unless the state is consistent and `holders` are exactly the tables with blocks.
         """
         held: Counter[int] = Counter()
         for table in holders:
             if len(set(table.block_ids)) < len(table.block_ids):
                 raise IntegrityError(f"a block table holds a block twice: {table.block_ids}")
             held.update(table.block_ids)
-        if strangers := sorted(block for block in held if not 0 <= block < self.num_blocks):
-            raise IntegrityError(f"block tables hold blocks that do not exist: {strangers}")
+        if unknown := sorted(block for block in held if not 0 <= block < self.num_blocks):
+            raise IntegrityError(f"block tables hold blocks that do not exist: {unknown}")
         free = bytearray(self.num_blocks)  # 1 where the free list has the block
         for start in range(0, len(self._free), AUDIT_BLOCKS):
             for block in self._free[start : start + AUDIT_BLOCKS]:
@@ -172,7 +184,7 @@ class BlockManager:
                     raise IntegrityError(f"block {block}: does not exist, or is in the free list twice")
                 free[block] = 1
             yield
-        found = 0  # blocks that their digests find
+        found = 0  # blocks with a digest that maps to them
         for start in range(0, self.num_blocks, AUDIT_BLOCKS):
             for block in range(start, min(start + AUDIT_BLOCKS, self.num_blocks)):
                 refs, digest, is_cached = self._refs[block], self._digest[block], block in self._cached
@@ -208,16 +220,16 @@ class BlockManager:
         self._digest[block] = None
         return block
 
-    def _digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:
-        """Digests of the first `count` full blocks or more, computed once per table."""
+    def _compute_digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:
+        """Return the digests of at least the first `count` full blocks. Each is computed once per table."""
         digests, size = table._digests, self.block_size
         if len(digests) < count:
-            parent = digests[-1] if digests else self._root(table._salt)
+            parent = digests[-1] if digests else self._root_digest(table._salt)
             for start in range(len(digests) * size, count * size, size):
                 tokens = array("I", token_ids[start : start + size]).tobytes()
                 parent = blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
                 digests.append(parent)
         return digests
 
-    def _root(self, salt: str) -> bytes:
+    def _root_digest(self, salt: str) -> bytes:
         return blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=self._key).digest()

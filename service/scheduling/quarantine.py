@@ -1,9 +1,10 @@
-"""Requests on trial: they may have killed the engine before, and run apart from others for some tokens.
+"""Requests that may have crashed the engine: they run apart from all others until they have made some tokens.
 
-While requests are on trial, only one group of them runs. Requests with the most deaths come first. Groups are as small
-as possible while all trials together take about MAX_TRIAL_STEPS steps. A group has at most half of the requests, so
-that each death leaves fewer. The usual trial of TRIAL_TOKENS tokens runs each request alone, where there are at most
-MAX_TRIAL_STEPS // TRIAL_TOKENS of them. A request that has made its tokens waits until the others have made theirs.
+While the quarantine has requests, only one group of them runs. The requests with the most crashes come first. A group
+is as small as possible, so that a crash shows which request is at fault, while all groups together take about
+MAX_QUARANTINE_STEPS steps. A group has at most half of the requests, so that each crash leaves fewer candidates. With
+the usual QUARANTINE_TOKENS tokens, up to MAX_QUARANTINE_STEPS // QUARANTINE_TOKENS requests run one at a time. A
+request that has made its tokens waits until the others have made theirs.
 """
 
 from __future__ import annotations
@@ -12,54 +13,57 @@ from collections.abc import Iterable
 
 from npuserve.service.scheduling.sequence import Sequence
 
-TRIAL_TOKENS = 4
-"""At least three: the steps in flight may lose two, and the first token of a life is made without a decode step."""
-MAX_TRIAL_STEPS = 512
+QUARANTINE_TOKENS = 4
+"""At least three: a crash may lose two steps in flight, and a request's first token is made without a decode step."""
+MAX_QUARANTINE_STEPS = 512
 
 
 class Quarantine:
-    """The requests on trial, by the sequences' ids. True while there are any."""
+    """Requests in quarantine, by sequence id. True if there are any."""
 
     def __init__(self) -> None:
-        self._deaths: dict[int, int] = {}
-        self._left: dict[int, int] = {}  # tokens
+        self._crashes: dict[int, int] = {}
+        self._tokens_left: dict[int, int] = {}
         self._group: set[int] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._left)
+        return bool(self._tokens_left)
 
-    def add(self, sequence_id: int, deaths: int, tokens: int) -> None:
-        """Put a request on trial until it has made `tokens` more."""
-        self._deaths[sequence_id], self._left[sequence_id] = deaths, tokens
+    def add(self, sequence_id: int, crashes: int, tokens: int) -> None:
+        """Put a request into quarantine until it has made `tokens` more tokens.
 
-    def made(self, sequence_id: int) -> None:
-        """Count a token of any request."""
-        if sequence_id in self._left:
-            self._left[sequence_id] -= 1
-            if not self._left[sequence_id]:
-                self.clear(sequence_id)
+        crashes: of the engine, while the request was in a step.
+        """
+        self._crashes[sequence_id], self._tokens_left[sequence_id] = crashes, tokens
 
-    def clear(self, sequence_id: int) -> None:
-        """End its trial: it passed, ended, or is paused for its reader."""
-        if self._left.pop(sequence_id, None) is not None:
-            del self._deaths[sequence_id]
+    def count_token(self, sequence_id: int) -> None:
+        """Count a token of any request, and release the request after its last one."""
+        if sequence_id in self._tokens_left:
+            self._tokens_left[sequence_id] -= 1
+            if not self._tokens_left[sequence_id]:
+                self.release(sequence_id)
+
+    def release(self, sequence_id: int) -> None:
+        """Remove a request: it made its tokens, ended, or was paused for its reader. Nothing if it is not there."""
+        if self._tokens_left.pop(sequence_id, None) is not None:
+            del self._crashes[sequence_id]
             self._group.discard(sequence_id)
 
-    def admits(self, sequence_id: int) -> bool:
+    def may_run(self, sequence_id: int) -> bool:
         """Return whether a request may run now."""
-        if not self._left:
+        if not self._tokens_left:
             return True
         if not self._group:
-            most = max(self._deaths.values())
-            level = [one for one, deaths in self._deaths.items() if deaths == most]
-            groups = max(2, MAX_TRIAL_STEPS // max(self._left[one] for one in level))
-            self._group = set(level[: -(-len(level) // groups)])
+            most = max(self._crashes.values())
+            candidates = [one for one, crashes in self._crashes.items() if crashes == most]
+            groups = max(2, MAX_QUARANTINE_STEPS // max(self._tokens_left[one] for one in candidates))
+            self._group = set(candidates[: -(-len(candidates) // groups)])
         return sequence_id in self._group
 
-    def part(self, running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Split the running requests into those that may run now and the others."""
-        may: list[Sequence] = []
+    def split(self, running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Split the running requests: the ones that may run now, and the others."""
+        allowed: list[Sequence] = []
         others: list[Sequence] = []
         for sequence in running:
-            (may if self.admits(sequence.id) else others).append(sequence)
-        return may, others
+            (allowed if self.may_run(sequence.id) else others).append(sequence)
+        return allowed, others

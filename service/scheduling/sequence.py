@@ -1,45 +1,85 @@
-"""The engine's side of one request: its tokens, how far they are computed, its blocks and its clock."""
+"""State of one request in the scheduler: its tokens, the number of computed ones, its blocks and its timing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
 from npuserve.npu.step import TokenLogprobs
+from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request, Timing
+from npuserve.service.scheduling.account import Account
 from npuserve.service.scheduling.block_manager import BlockTable
 
-if TYPE_CHECKING:
-    from npuserve.service.scheduling.fair_queue import Account
+
+class State(Enum):
+    """Where a request is in its life. Methods of Sequence make the transitions; the Scheduler calls them.
+
+        WAITING ──admit──► RUNNING ──preempt──► PREEMPTED ──admit──► RUNNING
+        RUNNING ──pause──► PAUSED ──unpause──► RESUMED ──resume──► RUNNING
+        PAUSED ──preempt──► PAUSED_WITHOUT_BLOCKS ──unpause──► PREEMPTED, or WAITING if never admitted
+        RESUMED ──preempt──► PREEMPTED
+        RESUMED ──pause──► PAUSED
+        WAITING, PREEMPTED ──pause──► PAUSED_WITHOUT_BLOCKS
+        any of them ──end──► ENDED
+    """
+
+    WAITING = "waiting"
+    """In the queue. Never admitted, holds no blocks."""
+    PREEMPTED = "preempted"
+    """In the queue. Admitted before, holds no blocks."""
+    RUNNING = "running"
+    """Holds blocks, and gets rows."""
+    PAUSED = "paused"
+    """Gets no rows, because its reader is slow. Holds blocks until others need them."""
+    PAUSED_WITHOUT_BLOCKS = "paused without blocks"
+    """Gets no rows, because its reader is slow. Not in the queue."""
+    RESUMED = "resumed"
+    """Its reader has caught up. Holds blocks, and runs as soon as fewer than max_num_seqs requests run."""
+    ENDED = "ended"
+    """Holds no blocks. The scheduler has forgotten it."""
+
+
+_QUEUED = State.WAITING, State.PREEMPTED
+_PAUSED = State.PAUSED, State.PAUSED_WITHOUT_BLOCKS
+_HOLDING = State.RUNNING, State.PAUSED, State.RESUMED
 
 
 class Sequence:
-    """The mutable state of one Request. Only the Scheduler changes it; the engine reads.
+    """Mutable state of one Request. Only the Scheduler changes it; the engine reads it.
 
-    id: rises with every request added; never used twice. origin: front end's identity and its key.
-    rank: its age, the place among the requests with a seat. turn: the place among its client's requests that wait, by
-    age and priority. Lower is earlier; both are constant (see scheduler.py). account: its client's.
-    token_ids: prompt, then answer, as far as it is on the host. Steps in flight sample num_pending_tokens more.
-    num_computed_tokens: positions below it are in the KV cache, or will be once the steps in flight have run.
+    id: increases with every request added, and is never reused.
+    origin: the front end's identity and its key for the request.
+    deadline: end of the request's use, in seconds of the clock of Request.arrival; None for no deadline.
+    age_key: order among running requests: (arrival, id), the oldest first.
+    queue_key: order among the waiting requests of one client, by priority and age. Lower is earlier. Both keys are
+        constant; see fair_queue.py.
+    account: of the request's client.
+    token_ids: prompt and answer, without the tokens that are not on the host yet.
+    num_pending_tokens: tokens that the steps in flight sample.
+    num_computed_tokens: the positions below it are in the KV cache, or will be after the steps in flight.
+    num_prefill_tokens: tokens that were known at the last admission.
+    num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
+    num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
-    waits: holds no block; not yet admitted, or preempted. paused: its reader is slow, so it gets no row.
-    met: the runner knows it.
-    in_flight: steps planned and not yet applied that have a row of it.
+    was_admitted: the request was admitted before, and the runner knows it.
 
-    Time in seconds since the request's arrival is cut into disjoint phases, each closed at `clock`:
+    The seconds since the request's arrival are divided into disjoint phases. Each phase ends at `clock`:
 
         arrival ──queue──► admitted ──chunk──►│──chunk──►│──decode──►│ preempted ──queue──► admitted ──chunk──► ...
-                                           (each │ is the end of a step that it had a row in)
+                                           (each │ is the end of a step with a row of the request)
 
-    Of a request that goes on (Request.past) they begin with those so far; unshared: seconds of computing of which it is
-    not known how device and host shared them.
+    The phases of a continued request begin with those in Request.past. `unshared` is the part of its computing time
+    whose division between device and host is unknown.
     """
 
     __slots__ = (
-        "account", "blocks", "cached_tokens", "clock", "decode", "device", "id", "in_flight", "met",
+        "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id",
         "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
-        "origin", "paused", "prefill_chunks", "queue", "rank", "request", "token_ids", "turn", "unshared", "waits",
+        "num_steps_in_flight", "origin", "prefill_chunks", "queue", "queue_key", "request", "state", "token_ids",
+        "unshared", "was_admitted",
     )
 
     def __init__(
@@ -48,23 +88,22 @@ class Sequence:
         self.id = id
         self.origin = origin
         self.request = request
-        self.rank = (request.arrival, id)
-        self.turn = (request.priority * aging_seconds + request.arrival, id)
+        self.deadline = request.deadline
+        self.age_key = (request.arrival, id)
+        self.queue_key = (request.priority * aging_seconds + request.arrival, id)
         self.account = account
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        self.num_prefill_tokens = 0  # tokens that were known at the last admission
+        self.num_prefill_tokens = 0
         past = request.past
-        # Prompt tokens that need no log-probability report any more; the first has none.
         self.num_reported_tokens = 1 + past.num_reported
         self.cached_tokens = past.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt)
-        self.waits = True
-        self.paused = False
-        self.met = False
-        self.in_flight = 0
+        self.state = State.WAITING
+        self.was_admitted = False
+        self.num_steps_in_flight = 0
         timing = past.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
         self.clock = timing.last_step_end
         self.queue = timing.queue
@@ -74,12 +113,24 @@ class Sequence:
         self.unshared = sum(timing.prefill_chunks) + timing.decode - timing.device - timing.host
 
     @property
+    def is_queued(self) -> bool:
+        return self.state in _QUEUED
+
+    @property
+    def is_paused(self) -> bool:
+        return self.state in _PAUSED
+
+    @property
+    def holds_blocks(self) -> bool:
+        return self.state in _HOLDING
+
+    @property
     def block_ids(self) -> list[int]:
         return self.blocks.block_ids
 
     @property
     def num_tokens(self) -> int:
-        """Those of the steps in flight included."""
+        """Number of tokens, including the ones that steps in flight sample."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -91,47 +142,62 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
-    def may_go_on(self) -> bool:
-        """It may sample one more token: there would not be too many of them, and the one before is on the host or the
-        first that is not."""
+    def can_sample(self) -> bool:
+        """True if a step may sample one more token: max_tokens allows it, and at most one token is pending."""
         pending = self.num_pending_tokens
         return pending < 2 and (
             not pending or len(self.token_ids) + pending - self.num_prompt_tokens < self.request.max_tokens)
 
     @property
-    def had_turn(self) -> bool:
-        """It ran, here or in the engine before, and goes on before those that did not."""
-        return self.met or (self.request.past.accepted and bool(self.request.output_ids))
+    def has_run(self) -> bool:
+        """True if the request ran in this engine or an earlier one. It is admitted before requests that did not."""
+        return self.was_admitted or (self.request.past.accepted and bool(self.request.output_ids))
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """False: it computes its whole prompt, since it was asked to or since every position must be reported."""
+        """False if the whole prompt must be computed: on request, or because every position must be reported."""
         return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
 
     def admit(self, num_cached_tokens: int, now: float) -> None:
-        """It has blocks for all its tokens, of which the first `num_cached_tokens` are computed."""
-        if not self.met:
-            self.met = True
+        """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
+        if not self.was_admitted:
+            self.was_admitted = True
             if self.request.past.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
-        self.waits = False
+        self.state = State.RUNNING
         self.num_computed_tokens = num_cached_tokens
         self.num_prefill_tokens = len(self.token_ids)
         self.queue += now - self.clock
         self.clock = now
 
     def preempt(self) -> None:
-        """Back to the queue, to be computed again from the beginning; its tokens stay."""
-        self.waits = True
+        """Mark all tokens as not computed, after the blocks were freed. The tokens stay."""
+        self.state = State.PAUSED_WITHOUT_BLOCKS if self.state is State.PAUSED else State.PREEMPTED
         self.num_computed_tokens = 0
 
-    def go_on(self, now: float) -> None:
-        """After a pause, with its blocks. What it waited is queue."""
-        self.queue += now - self.clock
-        self.clock = now
+    def pause(self) -> None:
+        """Stop a request whose reader is slow."""
+        self.state = State.PAUSED if self.holds_blocks else State.PAUSED_WITHOUT_BLOCKS
+
+    def unpause(self) -> None:
+        """End the pause: RESUMED with blocks, in the queue without."""
+        if self.state is State.PAUSED:
+            self.state = State.RESUMED
+        else:
+            self.state = State.PREEMPTED if self.was_admitted else State.WAITING
+
+    def resume(self, now: float) -> None:
+        """Run the request again with its blocks. The time of the pause counts as queue, unless a step is in flight."""
+        self.state = State.RUNNING
+        if not self.num_steps_in_flight:
+            self.queue += now - self.clock
+            self.clock = now
+
+    def end(self) -> None:
+        self.state = State.ENDED
 
     def end_step(self, start: int, device_seconds: float, now: float) -> None:
-        """A step with its row from position `start` on ended `now`."""
+        """Close the phase of a step that ended `now`, and had a row of the request from position `start` on."""
         elapsed = now - self.clock
         self.clock = now
         self.device += min(device_seconds, elapsed)
@@ -141,7 +207,7 @@ class Sequence:
             self.decode += elapsed
 
     def finish_reason(self) -> FinishReason | None:
-        """What its last token ends it for, if anything."""
+        """Return the reason for which the last token ends the request, or None."""
         request, generated = self.request, len(self.token_ids) - self.num_prompt_tokens
         if generated >= request.sampling.min_tokens:
             if self.token_ids[-1] in request.eos_token_ids:
@@ -152,8 +218,11 @@ class Sequence:
 
     @property
     def timing(self) -> Timing:
-        """The phases so far: queue + sum(prefill_chunks) + decode == last_step_end - arrival, and of the last two
-        device + host are all but what is unshared. What it waits since is not in them."""
+        """Phases up to the end of the last step; the time since then is not included.
+
+        queue + sum(prefill_chunks) + decode == last_step_end - arrival, and
+        device + host == sum(prefill_chunks) + decode - unshared.
+        """
         computing = sum(self.prefill_chunks) + self.decode
         return Timing(
             queue=self.queue, prefill_chunks=list(self.prefill_chunks), decode=self.decode, device=self.device,
@@ -161,16 +230,20 @@ class Sequence:
         )
 
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:
-        """How it ended, with all its generated tokens or, where the front end cut the answer, `keep` of them."""
+        """Return the end of the request.
+
+        keep: generated tokens in the answer, where the front end cut it; None for all.
+        """
         generated = self.num_generated_tokens if keep is None else keep
         return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing)
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What one step made for one request. reason: set if it ended with this step.
+    """Result of one step for one request.
 
-    logprobs: one per token of token_ids, where asked for. prompt_logprobs: the reports of prompt tokens that follow
-    those reported before; recomputed ones are not repeated.
+    reason: set if the request ended with this step.
+    logprobs: one report per token of token_ids; None unless requested.
+    prompt_logprobs: reports of the prompt tokens that follow those reported before. Recomputed ones are not repeated.
     """
 
     sequence: Sequence
@@ -178,3 +251,20 @@ class Progress(msgspec.Struct, frozen=True):
     reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Dropped(NamedTuple):
+    """A request that the scheduler ended on its own: expired, or displaced from a full queue.
+
+    error: None if its deadline came and it has generated tokens, which are its answer.
+    """
+
+    sequence: Sequence
+    error: ServeError | None
+
+
+class Added(NamedTuple):
+    """A queued request, and the request that was displaced from a full queue for it, if any."""
+
+    sequence: Sequence
+    displaced: Dropped | None

@@ -61,7 +61,7 @@ def serve(
         while order and all_asks[order[0]].tick <= tick:
             index = order.pop(0)
             request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
-            sequence = scheduler.add(request, (b"", 0), float(tick))
+            sequence = scheduler.add(request, (b"", 0), float(tick)).sequence
             ids[sequence.id] = index
             live[sequence.id] = sequence
             if (after := all_asks[index].cancel) is not None:
@@ -70,7 +70,7 @@ def serve(
             if live.pop(sequence_id, None):
                 scheduler.cancel(sequence_id)
                 answers[sequence_id].reason = "cancelled"
-        step = pipeline.plan()
+        step = pipeline.plan().step
         scheduler.check_integrity()
         if step.rows:
             pending += sum(row.token_ids == [PENDING] for row in step.rows)
@@ -81,7 +81,7 @@ def serve(
             break
     assert not live, "it never ends"
     assert blocks.counts.used == 0, "blocks leaked"
-    runner.launch(Step([], ended=scheduler._ended))
+    runner.launch(Step([], ended=scheduler.take_ended()))
     assert not runner._sampler._states
     assert (pending > 0) <= (depth == 2)
     return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler

@@ -74,5 +74,5 @@ async def whole_server(
         thread.join(10)
     assert not thread.is_alive()
     scheduler.check_integrity()
-    engine.ledger.check_integrity()
+    engine.registry.check_integrity()
     assert scheduler.blocks.counts.used == 0, "blocks leaked"

@@ -86,23 +86,21 @@ def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int
     made = Answers([[] for _ in prompts])
     arriving = deque(enumerate(prompts))
     places: dict[int, int] = {}
-    told: set[int] = set()
     while arriving or scheduler.has_work:
         while arriving and (
             len(made.steps) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
         ):
             place, prompt = arriving.popleft()
             request = Request("", prompt, count, float(place), SamplingParams(temperature=0.0))
-            places[scheduler.add(request, (b"", place), time.monotonic()).id] = place
+            places[scheduler.add(request, (b"", place), time.monotonic()).sequence.id] = place
         if (done := pipeline.advance()) is None:
             continue
-        told.update(done.step.ended)
         made.steps.append([len(row.token_ids) for row in done.step.rows])
         made.decodes += sum(row.is_decode for row in done.step.rows)
         made.captured += done.result.captured_decodes
         for progress in done.progress:
             made.tokens[places[progress.sequence.id]] += progress.token_ids
-    runner.collect(runner.launch(Step([], ended=sorted(places.keys() - told))))
+    runner.collect(runner.launch(Step([], ended=scheduler.take_ended())))
     return made
 
 

@@ -225,7 +225,7 @@ class Bench:
         now, vocabulary = time.monotonic(), self.runner.config.vocab_size
         prompt = [random.randrange(vocabulary) for _ in range(tokens)]
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
-        return self.scheduler.add(request, (b"", 0), now).id
+        return self.scheduler.add(request, (b"", 0), now).sequence.id
 
     def step(self) -> Timed:
         """Launches what there is to launch, and collects the step that was launched first."""

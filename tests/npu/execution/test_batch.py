@@ -131,7 +131,7 @@ def test_block_lists_grow_and_are_replaced():
     for step, block in enumerate([7, 3, 9, 1]):
         own.append(block)
         other = [20 + step]
-        rows = [Row(0, [1], 2 * step + 1, own, True), Row(1, [1], 1, other, True)]
+        rows = [Row(0, [1], 2 * step + 1, own, True, 1), Row(1, [1], 1, other, True, 2 + step)]
         if step % 2:
             rows.reverse()
         ((_, batch),) = filled(buffers, (rows, 2))

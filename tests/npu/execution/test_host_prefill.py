@@ -130,10 +130,10 @@ class Talks:
             self.arrivals += 1
             request = Request(f"r{self.arrivals}", prompt, count, float(self.arrivals),
                               SamplingParams(seed=seed, **({"temperature": 0.0} | sampling)))
-            sequences.append(self.scheduler.add(request, (b"", 0), 0.0))
+            sequences.append(self.scheduler.add(request, (b"", 0), 0.0).sequence)
         flying: list[Any] = []
         for _ in range(3000):
-            step = self.scheduler.schedule(0.0)
+            step = self.scheduler.schedule(0.0).step
             if step.rows:
                 flying.append((step, self.runner.launch(step)))
             if flying and (not step.rows or len(flying) == self.depth):

@@ -74,8 +74,8 @@ def serve(messages: dict[int, list[m.ToEngine]], double_buffering: bool, pool: i
     engine = script.engine = Engine(
         scheduler, runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
     engine.run()
-    assert not engine.ledger.live
-    engine.ledger.check_integrity()
+    assert not engine.registry.live
+    engine.registry.check_integrity()
     assert not engine._pipeline
     assert blocks.counts.used == 0, "blocks leaked"
     scheduler.check_integrity()
@@ -173,5 +173,5 @@ def test_what_is_in_flight_is_applied_before_the_engine_stops() -> None:
     runner.launch = stopping  # type: ignore[method-assign]
     engine.run()
     assert not runner._flying
-    sequence = next(iter(engine.ledger.live.values()))
-    assert sequence.in_flight == sequence.num_pending_tokens == 0
+    sequence = next(iter(engine.registry.live.values()))
+    assert sequence.num_steps_in_flight == sequence.num_pending_tokens == 0

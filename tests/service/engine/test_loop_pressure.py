@@ -56,8 +56,8 @@ class Gate:
             self.blocks, max_num_batched_tokens=64, aging_seconds=10,
             **{"max_num_seqs": 2, "max_queue": 1, **options})
         for _ in range(500):  # nobody knows better
-            self.scheduler._pace.step(0, 1, 9.0)
-        self.scheduler._pace.step = lambda *sample: None  # type: ignore[method-assign]
+            self.scheduler._pace.record_step(0, 1, 9.0)
+        self.scheduler._pace.record_step = lambda *sample: None  # type: ignore[method-assign]
         self.address = f"{tmp_path}/engine"
         self.engine = Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)

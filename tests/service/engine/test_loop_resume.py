@@ -34,7 +34,7 @@ class Resuming(Running):
 
     def stop(self) -> None:
         super().stop()
-        self.engine.ledger.check_integrity()
+        self.engine.registry.check_integrity()
 
 
 @contextmanager
@@ -252,7 +252,7 @@ def test_two_front_ends_that_read_one_stream(tmp_path: Path) -> None:
 
 
 def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_SECONDS", 30.0)
+    monkeypatch.setattr(module, "RESTORE_SECONDS", 30.0)
     with running(tmp_path, frontends=2) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
         first.send(m.Restore([], [left(9, 1)], is_last=False))
@@ -268,7 +268,7 @@ def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GATHER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RESTORE_SECONDS", 0.1)
     with running(tmp_path, frontends=2) as engine:
         peer = Reader(engine.address)
         peer.send(m.Restore([restored(1, 3)], []))

@@ -48,15 +48,15 @@ class FakeDevice:
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.num_slots = num_blocks * block_size
         self.known: dict[int, NewRequest] = {}
-        self.met: set[int] = set()
+        self.announced: set[int] = set()
         self.sampled: dict[int, int] = {}  # by the step before
 
     def run(self, step: Step, device_seconds: float = 0.0) -> StepResult:
         for request_id in step.ended:
             del self.known[request_id]
         for new in step.new:
-            assert new.request_id not in self.met, "met twice"
-            self.met.add(new.request_id)
+            assert new.request_id not in self.announced, "announced twice"
+            self.announced.add(new.request_id)
             self.known[new.request_id] = new
         written: set[int] = set()
         contexts: dict[int, tuple[int, ...]] = {}

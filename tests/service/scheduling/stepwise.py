@@ -10,14 +10,14 @@ from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Dropped, Sequence
 from tests.service.scheduling.reference import FakeDevice, answer_alone, report
 
 TICK = 1 / 64  # sums of it are exact
 
 
 @dataclass
-class House:
+class SchedulerHarness:
     """A scheduler with its device and a clock; every step of it is checked.
 
     depth: steps planned before the oldest of them is applied; 1 is the plain loop.
@@ -52,15 +52,16 @@ class House:
 
     def add(self, prompt: list[int], max_tokens: int = 3, **fields: object) -> Sequence:
         fields = {"arrival": self.now, **fields}
-        sequence = self.scheduler.add(Request("r", prompt, max_tokens, **fields), (b"", 0), self.now)  # type: ignore[arg-type]
+        request = Request("r", prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        sequence, displaced = self.scheduler.add(request, (b"", 0), self.now)
         self.salts[sequence.id] = sequence.request.cache_salt
         self.live[sequence.id] = sequence
-        self.settle()
+        self.settle([displaced] if displaced else [])
         return sequence
 
-    def settle(self) -> None:
-        """Take in what the scheduler has dropped."""
-        for sequence, error in self.scheduler.dropped():
+    def settle(self, dropped: list[Dropped]) -> None:
+        """Take in the requests that the scheduler has dropped."""
+        for sequence, error in dropped:
             del self.live[sequence.id]
             assert sequence.block_ids == []
             assert (error is None) == (sequence.num_generated_tokens > 0)
@@ -81,17 +82,16 @@ class House:
 
     def plan(self) -> Step:
         """Schedule, check and launch."""
-        self.scheduler.expire(self.now)
-        self.settle()
-        active = [s for s in self.live.values() if not s.paused]
-        held = [s for s in self.live.values() if not s.waits and s.id in self.scheduler._paused]
-        running = [s for s in active if not s.waits and s not in held]
+        self.settle(self.scheduler.expire(self.now))
+        active = [s for s in self.live.values() if not s.is_paused]
+        held = [s for s in self.live.values() if s.holds_blocks and s.id in self.scheduler._paused]
+        running = [s for s in active if s.holds_blocks and s not in held]
         decoding = [s for s in running if s.num_uncomputed_tokens == 1]
-        returning = [s for s in held if not s.paused and s.num_uncomputed_tokens == 1]
+        returning = [s for s in held if not s.is_paused and s.num_uncomputed_tokens == 1]
         preemptions = self.scheduler.preemptions
         planned = {s.id: s.num_tokens for s in self.live.values()}
-        step = self.scheduler.schedule(self.now)
-        self.scheduler.check_integrity()
+        step, dropped = self.scheduler.schedule(self.now)
+        self.settle(dropped)
         rows = [self.live[row.request_id] for row in step.rows]
         assert step.num_tokens <= self.budget
         assert self.scheduler.num_running <= self.max_num_seqs
@@ -104,18 +104,18 @@ class House:
             assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
             assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
             self.started.setdefault(sequence.id, self.now)
-        assert not any(s.paused for s in rows), "a row for a slow reader"
+        assert not any(s.is_paused for s in rows), "a row for a slow reader"
         for victim in running:
-            if victim.waits:
-                assert all(victim.rank > s.rank for s in rows if s in running), "preempted by one that ranks after it"
-                assert all(s.waits or not s.paused for s in held), "preempted before the paused"
+            if not victim.holds_blocks:
+                assert all(victim.age_key > s.age_key for s in rows if s in running), "preempted by a younger one"
+                assert all(not s.holds_blocks or not s.is_paused for s in held), "preempted before the paused"
         if self.depth == 1:
             assert step.rows or not active, "requests, and no progress"
-            assert all(s.waits or s in rows for s in decoding), "a decode row starves"
-            first = min((s for s in active if not s.waits), key=lambda s: s.rank, default=None)
+            assert all(not s.holds_blocks or s in rows for s in decoding), "a decode row starves"
+            first = min((s for s in active if s.holds_blocks), key=lambda s: s.age_key, default=None)
             assert first in rows or first is None, "the first in rank makes no progress"
             if self.scheduler.preemptions == preemptions:
-                decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.rank)
+                decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.age_key)
                 assert rows[: len(decoding)] == decoding, "chunks before decodes"
         if step.rows:
             self.flying.append((step, self.device.run(step, TICK / 2)))
@@ -178,5 +178,5 @@ class House:
             assert self.prompt_logprobs[sequence.id] == expected
 
 
-def crowded(**fields: object) -> House:
-    return House(num_blocks=6, block_size=2, **fields)  # type: ignore[arg-type]
+def crowded(**fields: object) -> SchedulerHarness:
+    return SchedulerHarness(num_blocks=6, block_size=2, **fields)  # type: ignore[arg-type]

@@ -198,6 +198,25 @@ def test_a_list_handed_out_survives_free() -> None:
     assert table.block_ids == []
 
 
+def test_block_table_version_changes_with_each_allocation_after_free() -> None:
+    blocks, others = BlockManager(4, 2), BlockManager(4, 2)
+    table, other = BlockTable(), BlockTable()
+    assert table.version == 0
+    seen = {0}
+    for _ in range(3):
+        assert blocks.allocate(table, 2)
+        version = table.version
+        assert blocks.allocate(table, 4)
+        assert table.version == version  # it has grown
+        assert others.allocate(other, 1)
+        assert {version, other.version}.isdisjoint(seen)
+        assert version != other.version
+        seen |= {version, other.version}
+        blocks.free(table)
+        others.free(other)
+        assert table.version == 0
+
+
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0), (-1, 4)])
 def test_bad_sizes(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):

@@ -8,46 +8,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.errors import DeadlineExceeded
-from npuserve.service.scheduling.deadlines import LEAST_MARGIN, RETRY, Deadlines, Pace
+from npuserve.service.scheduling.deadlines import Deadlines
+from npuserve.service.scheduling.pace import MAX_RETRY_SECONDS, MIN_MARGIN_SECONDS, MIN_RETRY_SECONDS, Pace
 from tests.service.scheduling.reference import answer_alone
-from tests.service.scheduling.stepwise import TICK, House, crowded
+from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 
 # What was measured
 
 
 def test_nothing_measured_refuses_nobody() -> None:
     pace = Pace(64)
-    assert (pace.seconds(1000), pace.drained(5, 2), pace.retry(0.0, 2), pace.margin) == (0.0, 0.0, None, LEAST_MARGIN)
+    assert (pace.prefill_seconds(1000), pace.drain_seconds(5, 2)) == (0.0, 0.0)
+    assert (pace.retry_seconds(0.0, 2), pace.margin) == (None, MIN_MARGIN_SECONDS)
 
 
 def test_steps_of_few_and_of_many_tokens() -> None:
     pace = Pace(64)
-    pace.step(4, 0, 0.03)
-    assert (pace.seconds(1), pace.seconds(640)) == (0.03, 0.03)
-    pace.step(4, 60, 0.64)
-    assert pace.seconds(640) == pytest.approx(6.4)
-    assert pace.seconds(1) == 0.03
-    assert pace.seconds(0) == 0.0
+    pace.record_step(4, 0, 0.03)
+    assert (pace.prefill_seconds(1), pace.prefill_seconds(640)) == (0.03, 0.03)
+    pace.record_step(4, 60, 0.64)
+    assert pace.prefill_seconds(640) == pytest.approx(6.4)
+    assert pace.prefill_seconds(1) == 0.03
+    assert pace.prefill_seconds(0) == 0.0
     assert pace.margin == pytest.approx(2 * (0.03 + 0.1 * 0.61))
 
 
 def test_pace_many_decode_rows_leave_the_prompt_estimate_unchanged() -> None:
     pace = Pace(256)
-    pace.step(0, 256, 0.256)
+    pace.record_step(0, 256, 0.256)
     for _ in range(100):
-        pace.step(250, 0, 0.5)
-    assert pace.seconds(2560) == pytest.approx(2.56)
+        pace.record_step(250, 0, 0.5)
+    assert pace.prefill_seconds(2560) == pytest.approx(2.56)
     assert pace.step_seconds(250, 0) == pytest.approx(0.5)
     assert pace.step_seconds(6, 250) == pytest.approx(max(0.5, 0.256))
 
 
 def test_retry_follows_the_seats_that_become_free() -> None:
     pace = Pace(64)
-    pace.answered(4.0, 10)
-    assert [pace.retry(100.0, 8) for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
-    assert pace.retry(101.0, 8) == pytest.approx(1.0)
-    assert [pace.retry(101.0, 8) for _ in range(99)][-1] == pytest.approx(RETRY[1])
-    assert pace.retry(1000.0, 4000) == RETRY[0]
+    pace.record_answer(4.0, 10)
+    assert [pace.retry_seconds(100.0, 8) for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
+    assert pace.retry_seconds(101.0, 8) == pytest.approx(1.0)
+    assert [pace.retry_seconds(101.0, 8) for _ in range(99)][-1] == pytest.approx(MAX_RETRY_SECONDS)
+    assert pace.retry_seconds(1000.0, 4000) == MIN_RETRY_SECONDS
 
 
 @given(
@@ -71,241 +73,239 @@ def test_deadlines_are_those_set_last(changes: list[tuple[int, int | None]], now
 # In the scheduler
 
 
-def measured(**fields: object) -> House:
+def measured(**fields: object) -> SchedulerHarness:
     """Prefill takes 1/64 s for each 8 tokens, and an answer of 8 tokens about 8/64 s."""
-    house = House(**{"budget": 8, "max_num_seqs": 1, "prefix_cache": False, **fields})  # type: ignore[arg-type]
-    house.add([1] * 8, 8)
-    house.finish()
-    return house
+    harness = SchedulerHarness(**{"budget": 8, "max_num_seqs": 1, "prefix_cache": False, **fields})  # type: ignore[arg-type]
+    harness.add([1] * 8, 8)
+    harness.finish()
+    return harness
 
 
 def test_an_unmeetable_deadline_is_refused_at_once() -> None:
-    house = measured()
+    harness = measured()
     for prompt, left, refused in ((8, 0.5, False), (200, 0.2, True), (8, 0.01, True)):
         if refused:
             with pytest.raises(DeadlineExceeded, match=r"^deadline: in 0\.\d+ s; .*, and the margin .* is 0\.\d+ s$"):
-                house.add([1] * prompt, 2, deadline=house.now + left)
+                harness.add([1] * prompt, 2, deadline=harness.now + left)
         else:
-            house.add([1] * prompt, 2, deadline=house.now + left)
-    assert len(house.live) == 1
-    house.finish()
-    assert house.scheduler.tokens_in_vain == 0
+            harness.add([1] * prompt, 2, deadline=harness.now + left)
+    assert len(harness.live) == 1
+    harness.finish()
+    assert harness.scheduler.tokens_in_vain == 0
 
 
 def test_the_queue_ahead_counts() -> None:
-    house = measured()
+    harness = measured()
     for _ in range(20):
-        house.add([1] * 8, 8)
+        harness.add([1] * 8, 8)
     with pytest.raises(DeadlineExceeded):
-        house.add([1] * 8, 8, deadline=house.now + 1.0)
-    house.add([1] * 8, 8, deadline=house.now + 10.0)
-    urgent = house.add([1] * 8, 8, deadline=house.now + 1.0, priority=-1)
-    other = house.add([1] * 8, 8, deadline=house.now + 1.0, client="other")
-    house.finish()
-    assert {urgent.id, other.id} <= set(house.reasons)
+        harness.add([1] * 8, 8, deadline=harness.now + 1.0)
+    harness.add([1] * 8, 8, deadline=harness.now + 10.0)
+    urgent = harness.add([1] * 8, 8, deadline=harness.now + 1.0, priority=-1)
+    other = harness.add([1] * 8, 8, deadline=harness.now + 1.0, client="other")
+    harness.finish()
+    assert {urgent.id, other.id} <= set(harness.reasons)
 
 
 def test_a_deadline_that_passes_in_the_queue_costs_nothing() -> None:
-    house = House(max_num_seqs=1)
-    first = house.add([1], 60)
-    house.tick()
-    late = house.add([2] * 9, 5, deadline=house.now + 5 * TICK)
-    house.finish()
-    assert isinstance(house.dropped[late.id], DeadlineExceeded)
-    assert (late.met, late.num_computed_tokens, house.scheduler.tokens_in_vain) == (False, 0, 0)
-    house.check_answer(first)
+    harness = SchedulerHarness(max_num_seqs=1)
+    first = harness.add([1], 60)
+    harness.tick()
+    late = harness.add([2] * 9, 5, deadline=harness.now + 5 * TICK)
+    harness.finish()
+    assert isinstance(harness.dropped[late.id], DeadlineExceeded)
+    assert (late.was_admitted, late.num_computed_tokens, harness.scheduler.tokens_in_vain) == (False, 0, 0)
+    harness.check_answer(first)
 
 
 def test_a_prompt_that_cannot_be_computed_in_time_is_dropped_before_it_is_begun() -> None:
-    house = measured(max_num_seqs=2)
-    blocker = house.add([1] * 9, 200)
-    house.tick()
-    for _ in range(3):  # a full house
-        house.add([1] * 9, 20)
-    hopeless = house.add([2] * 30, 5, deadline=house.now + 1.9)
-    while hopeless.id in house.live:
-        assert not hopeless.met
-        house.tick()
-    assert isinstance(house.dropped[hopeless.id], DeadlineExceeded)
-    assert house.scheduler.tokens_in_vain == 0
-    house.cancel(blocker)
-    house.finish()
+    harness = measured(max_num_seqs=2)
+    blocker = harness.add([1] * 9, 200)
+    harness.tick()
+    for _ in range(3):  # a full harness
+        harness.add([1] * 9, 20)
+    hopeless = harness.add([2] * 30, 5, deadline=harness.now + 1.9)
+    while hopeless.id in harness.live:
+        assert not hopeless.was_admitted
+        harness.tick()
+    assert isinstance(harness.dropped[hopeless.id], DeadlineExceeded)
+    assert harness.scheduler.tokens_in_vain == 0
+    harness.cancel(blocker)
+    harness.finish()
 
 
 def test_tokens_in_vain_are_counted() -> None:
-    house = House(budget=8, prefix_cache=False)
-    house.add([1] * 40, 5, deadline=house.now + 4 * TICK)  # nothing is measured yet
-    house.finish()
-    assert len(house.dropped) == 1
-    assert 8 <= house.scheduler.tokens_in_vain <= 32
+    harness = SchedulerHarness(budget=8, prefix_cache=False)
+    harness.add([1] * 40, 5, deadline=harness.now + 4 * TICK)  # nothing is measured yet
+    harness.finish()
+    assert len(harness.dropped) == 1
+    assert 8 <= harness.scheduler.tokens_in_vain <= 32
 
 
 def test_what_was_made_before_the_deadline_stands() -> None:
-    house = House()
-    sequence = house.add([1, 2, 3], 60, deadline=house.now + 1.0)
-    house.finish()
-    assert house.dropped == {sequence.id: None}
+    harness = SchedulerHarness()
+    sequence = harness.add([1, 2, 3], 60, deadline=harness.now + 1.0)
+    harness.finish()
+    assert harness.dropped == {sequence.id: None}
     finish = sequence.finish("deadline")
-    assert finish.generated_tokens == len(house.tokens[sequence.id]) > 10
-    assert house.tokens[sequence.id] == answer_alone(sequence.request)[0][: finish.generated_tokens]
+    assert finish.generated_tokens == len(harness.tokens[sequence.id]) > 10
+    assert harness.tokens[sequence.id] == answer_alone(sequence.request)[0][: finish.generated_tokens]
     assert finish.timing.last_step_end < 101.0
 
 
 def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added() -> None:
-    house = House()
-    deadline = house.now + 10.0
-    sequence = house.add([1, 2, 3], 60, deadline=deadline)
-    house.tick()
-    assert house.scheduler.next_deadline == pytest.approx(deadline - LEAST_MARGIN)
+    harness = SchedulerHarness()
+    deadline = harness.now + 10.0
+    sequence = harness.add([1, 2, 3], 60, deadline=deadline)
+    harness.tick()
+    assert harness.scheduler.next_deadline == pytest.approx(deadline - MIN_MARGIN_SECONDS)
     for _ in range(8):
-        house.plan()
-        house.now += 0.5
-        house.collect()
-    margin = house.scheduler._pace.margin
+        harness.plan()
+        harness.now += 0.5
+        harness.collect()
+    margin = harness.scheduler._pace.margin
     assert margin > 0.9
-    assert house.scheduler.next_deadline == pytest.approx(deadline - margin)
-    house.scheduler.expire(deadline - margin - TICK)
-    house.settle()
-    assert sequence.id in house.live
-    house.scheduler.expire(deadline - margin + TICK)
-    house.settle()
-    assert house.dropped == {sequence.id: None}
+    assert harness.scheduler.next_deadline == pytest.approx(deadline - margin)
+    harness.settle(harness.scheduler.expire(deadline - margin - TICK))
+    assert sequence.id in harness.live
+    harness.settle(harness.scheduler.expire(deadline - margin + TICK))
+    assert harness.dropped == {sequence.id: None}
 
 
 def test_deadline_is_admitted_while_many_rows_decode() -> None:
     """64 decode rows of a budget of 256 take as long as a chunk of 192 tokens does."""
-    house = House(budget=256, num_blocks=2000, max_num_seqs=65, prefix_cache=False)
-    house.add([2] * 512, 1)
-    house.finish()
+    harness = SchedulerHarness(budget=256, num_blocks=2000, max_num_seqs=65, prefix_cache=False)
+    harness.add([2] * 512, 1)
+    harness.finish()
     for _ in range(64):
-        house.add([1], 100)
+        harness.add([1], 100)
     for _ in range(50):
-        house.tick()
-    assert house.scheduler.num_running == 64
-    deadline = house.now + 0.45  # 2,000 tokens are 11 steps of 2 ticks
-    sequence = house.add([3] * 2000, 2, deadline=deadline)
-    while sequence.id in house.live:
-        house.tick()
-    assert house.reasons[sequence.id] == "length"
-    assert house.now < deadline
+        harness.tick()
+    assert harness.scheduler.num_running == 64
+    deadline = harness.now + 0.45  # 2,000 tokens are 11 steps of 2 ticks
+    sequence = harness.add([3] * 2000, 2, deadline=deadline)
+    while sequence.id in harness.live:
+        harness.tick()
+    assert harness.reasons[sequence.id] == "length"
+    assert harness.now < deadline
 
 
 def test_a_new_reader_has_its_own_deadline() -> None:
-    house = House()
-    sequence = house.add([1, 2, 3], 40, deadline=house.now + 0.1)
-    house.tick()
-    house.pause(sequence)
-    house.scheduler.adopt(sequence, (b"other", 1), None)
-    assert (sequence.origin, sequence.paused) == ((b"other", 1), False)
-    house.scheduler.check_integrity()
-    house.finish()
-    house.check_answer(sequence)
+    harness = SchedulerHarness()
+    sequence = harness.add([1, 2, 3], 40, deadline=harness.now + 0.1)
+    harness.tick()
+    harness.pause(sequence)
+    harness.scheduler.change_reader(sequence, (b"other", 1), None)
+    assert (sequence.origin, sequence.is_paused) == ((b"other", 1), False)
+    harness.scheduler.check_integrity()
+    harness.finish()
+    harness.check_answer(sequence)
 
 
 # Slow readers
 
 
 def test_a_paused_request_gets_no_row_and_goes_on_where_it_was() -> None:
-    house = House()
-    slow, other = house.add([1, 2, 3], 20), house.add([4, 5, 6], 20)
+    harness = SchedulerHarness()
+    slow, other = harness.add([1, 2, 3], 20), harness.add([4, 5, 6], 20)
     for _ in range(3):
-        house.tick()
-    house.pause(slow)
+        harness.tick()
+    harness.pause(slow)
     made = len(slow.token_ids)
     for _ in range(5):
-        assert [row.request_id for row in house.tick().rows] == [other.id]
-    assert (len(slow.token_ids), slow.waits, house.scheduler.num_paused) == (made, False, 1)
+        assert [row.request_id for row in harness.tick().rows] == [other.id]
+    assert (len(slow.token_ids), not slow.holds_blocks, harness.scheduler.num_paused) == (made, False, 1)
     assert slow.block_ids
-    house.unpause(slow)
-    assert [row.start for row in house.tick().rows] == [made - 1, other.num_computed_tokens - 1]
-    house.finish()
-    house.check_answer(slow)
-    house.check_answer(other)
-    assert house.scheduler.preemptions == 0
+    harness.unpause(slow)
+    assert [row.start for row in harness.tick().rows] == [made - 1, other.num_computed_tokens - 1]
+    harness.finish()
+    harness.check_answer(slow)
+    harness.check_answer(other)
+    assert harness.scheduler.preemptions == 0
 
 
 def test_the_paused_have_no_seats() -> None:
-    house = House(max_num_seqs=2)
-    slow = [house.add([1, 2, 3], 20), house.add([1, 2], 20)]
-    house.tick()
+    harness = SchedulerHarness(max_num_seqs=2)
+    slow = [harness.add([1, 2, 3], 20), harness.add([1, 2], 20)]
+    harness.tick()
     for sequence in slow:
-        house.pause(sequence)
-    others = [house.add([4, 5], 30) for _ in range(3)]
-    assert [row.request_id for row in house.tick().rows] == [others[0].id, others[1].id]
-    house.unpause(slow[0])  # there is no seat: it gives up its blocks, and has the next one
-    house.tick()
-    assert slow[0].waits
-    assert others[2].waits
-    house.unpause(slow[1])
-    house.finish()
-    assert house.started[others[2].id] > 0
+        harness.pause(sequence)
+    others = [harness.add([4, 5], 30) for _ in range(3)]
+    assert [row.request_id for row in harness.tick().rows] == [others[0].id, others[1].id]
+    harness.unpause(slow[0])  # there is no seat: it gives up its blocks, and has the next one
+    harness.tick()
+    assert not slow[0].holds_blocks
+    assert not others[2].holds_blocks
+    harness.unpause(slow[1])
+    harness.finish()
+    assert harness.started[others[2].id] > 0
     for sequence in (*slow, *others):
-        house.check_answer(sequence)
+        harness.check_answer(sequence)
 
 
 def test_the_paused_are_the_first_to_be_preempted_whatever_their_rank() -> None:
-    house = crowded(prefix_cache=False)
-    first, second = house.add([1, 1, 1], 8), house.add([2, 2, 2], 8)
-    house.tick()
-    house.pause(first)
-    while not first.waits:
-        assert house.scheduler.preemptions == 0
-        house.tick()
-        if second.id not in house.live:
-            second = house.add([2, 2, 2], 8)
-    assert not house.scheduler.num_waiting
-    house.unpause(first)
-    assert house.scheduler.num_waiting == 1
-    house.finish()
-    house.check_answer(first)
+    harness = crowded(prefix_cache=False)
+    first, second = harness.add([1, 1, 1], 8), harness.add([2, 2, 2], 8)
+    harness.tick()
+    harness.pause(first)
+    while first.holds_blocks:
+        assert harness.scheduler.preemptions == 0
+        harness.tick()
+        if second.id not in harness.live:
+            second = harness.add([2, 2, 2], 8)
+    assert not harness.scheduler.num_waiting
+    harness.unpause(first)
+    assert harness.scheduler.num_waiting == 1
+    harness.finish()
+    harness.check_answer(first)
 
 
 def test_an_admission_takes_the_blocks_of_the_paused() -> None:
-    house = House(num_blocks=8, block_size=4, prefix_cache=False)
-    slow = [house.add([n] * 9, 4) for n in (1, 2)]
-    house.tick()
+    harness = SchedulerHarness(num_blocks=8, block_size=4, prefix_cache=False)
+    slow = [harness.add([n] * 9, 4) for n in (1, 2)]
+    harness.tick()
     for sequence in slow:
-        house.pause(sequence)
-    big = house.add([3] * 20, 4)
-    assert [row.request_id for row in house.tick().rows] == [big.id]
-    assert [sequence.waits for sequence in slow] == [False, True]  # of the last rank, and no more than it needs
+        harness.pause(sequence)
+    big = harness.add([3] * 20, 4)
+    assert [row.request_id for row in harness.tick().rows] == [big.id]
+    assert [sequence.holds_blocks for sequence in slow] == [True, False]  # the youngest, and no more than it needs
     for sequence in slow:
-        house.unpause(sequence)
-    house.finish()
+        harness.unpause(sequence)
+    harness.finish()
     for sequence in (*slow, big):
-        house.check_answer(sequence)
+        harness.check_answer(sequence)
 
 
 @pytest.mark.parametrize("when", ["waiting", "running", "preempted"])
 def test_a_paused_request_ends_by_cancel(when: str) -> None:
-    house = crowded(prefix_cache=False)
-    other, slow = house.add([1, 1, 1], 8), house.add([2, 2, 2], 8)
+    harness = crowded(prefix_cache=False)
+    other, slow = harness.add([1, 1, 1], 8), harness.add([2, 2, 2], 8)
     if when != "waiting":
-        house.tick()
-    house.pause(slow)
-    while when == "preempted" and not slow.waits:
-        house.tick()
-    house.cancel(slow)
-    house.scheduler.check_integrity()
-    house.unpause(slow)
-    house.pause(slow)
-    house.finish()
-    house.check_answer(other)
+        harness.tick()
+    harness.pause(slow)
+    while when == "preempted" and slow.holds_blocks:
+        harness.tick()
+    harness.cancel(slow)
+    harness.scheduler.check_integrity()
+    harness.unpause(slow)
+    harness.pause(slow)
+    harness.finish()
+    harness.check_answer(other)
 
 
 def test_a_pause_is_no_time_of_computing() -> None:
-    house = House()
-    slow = house.add([1, 2, 3], 6)
+    harness = SchedulerHarness()
+    slow = harness.add([1, 2, 3], 6)
     for _ in range(3):
-        house.tick()
-    house.pause(slow)
-    house.now += 50
-    house.unpause(slow)
-    house.finish()
-    house.check_answer(slow)
+        harness.tick()
+    harness.pause(slow)
+    harness.now += 50
+    harness.unpause(slow)
+    harness.finish()
+    harness.check_answer(slow)
     assert slow.timing.queue >= 50
-    assert house.scheduler._pace.seat < 1
-    assert house.scheduler._pace.gap < 1
+    assert harness.scheduler._pace.answer_seconds < 1
+    assert harness.scheduler._pace.token_gap < 1
 
 
 @given(
@@ -316,36 +316,36 @@ def test_a_pause_is_no_time_of_computing() -> None:
 def test_all_end_before_their_deadlines(
     asks: list[tuple[int, int, int, int]], seats: int, depth: int, pool: int
 ) -> None:
-    house = House(num_blocks=pool, block_size=4, max_num_seqs=seats, depth=depth, budget=8)
+    harness = SchedulerHarness(num_blocks=pool, block_size=4, max_num_seqs=seats, depth=depth, budget=8)
     asked = {}
     for tick in range(300):
         for arrival, prompt, answer, left in asks:
             if arrival == tick:
-                deadline = house.now + left * TICK
+                deadline = harness.now + left * TICK
                 try:
-                    sequence = house.add([prompt % 7] * prompt, answer, deadline=deadline)
+                    sequence = harness.add([prompt % 7] * prompt, answer, deadline=deadline)
                 except DeadlineExceeded:
                     continue
                 asked[sequence.id] = sequence, deadline
-        house.tick()
-        for key in house.live:
-            assert asked[key][1] > house.now - 4 * TICK, "it goes on after its deadline"
-    house.finish()
-    assert len(house.reasons) + len(house.dropped) == len(asked)
+        harness.tick()
+        for key in harness.live:
+            assert asked[key][1] > harness.now - 4 * TICK, "it goes on after its deadline"
+    harness.finish()
+    assert len(harness.reasons) + len(harness.dropped) == len(asked)
     for key, (sequence, _) in asked.items():
-        if key in house.reasons:
-            house.check_answer(sequence)
+        if key in harness.reasons:
+            harness.check_answer(sequence)
 
 
 def test_a_paused_request_s_deadline_comes_too() -> None:
-    house = House()
-    slow = house.add([1, 2, 3], 60, deadline=house.now + 0.5)
+    harness = SchedulerHarness()
+    slow = harness.add([1, 2, 3], 60, deadline=harness.now + 0.5)
     for _ in range(3):
-        house.tick()
-    house.pause(slow)
-    assert house.scheduler.next_deadline == pytest.approx(slow.request.deadline - LEAST_MARGIN, abs=TICK)
-    house.now += 0.5
-    house.tick()
-    house.tick()
-    assert house.dropped == {slow.id: None}
-    house.finish()
+        harness.tick()
+    harness.pause(slow)
+    assert harness.scheduler.next_deadline == pytest.approx(slow.deadline - MIN_MARGIN_SECONDS, abs=TICK)
+    harness.now += 0.5
+    harness.tick()
+    harness.tick()
+    assert harness.dropped == {slow.id: None}
+    harness.finish()

@@ -12,78 +12,78 @@ from hypothesis import strategies as st
 from npuserve.service.errors import QueueFull
 from npuserve.service.ipc.messages import Past, Request
 from npuserve.service.scheduling.block_manager import IntegrityError
-from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, REMEMBERED, FairQueue
+from npuserve.service.scheduling.fair_queue import MAX_IDLE_ACCOUNTS, PRIORITY_TOKENS, FairQueue
 from npuserve.service.scheduling.sequence import Sequence
-from tests.service.scheduling.stepwise import House
+from tests.service.scheduling.stepwise import SchedulerHarness
 
 
-def order(house: House) -> list[int]:
-    return sorted(house.started, key=lambda key: (house.started[key], key))
+def order(harness: SchedulerHarness) -> list[int]:
+    return sorted(harness.started, key=lambda key: (harness.started[key], key))
 
 
-def one_seat() -> House:
-    return House(max_num_seqs=1, prefix_cache=False)
+def one_seat() -> SchedulerHarness:
+    return SchedulerHarness(max_num_seqs=1, prefix_cache=False)
 
 
 def test_a_client_with_one_request_does_not_wait_for_all_of_anothers() -> None:
-    house = one_seat()
+    harness = one_seat()
     for _ in range(6):
-        house.add([1, 2, 3], 2, client="many")
-    house.tick()
-    late = house.add([1, 2, 3], 2, client="one")
-    house.finish()
-    assert order(house).index(late.id) == 1
+        harness.add([1, 2, 3], 2, client="many")
+    harness.tick()
+    late = harness.add([1, 2, 3], 2, client="one")
+    harness.finish()
+    assert order(harness).index(late.id) == 1
 
 
 def test_clients_take_turns_and_each_ones_own_go_in_order() -> None:
-    house = one_seat()
-    asked = [house.add([1, 2, 3], 2, client=client).id for client in "aaabbbccc"]
-    house.finish()
-    assert order(house) == [asked[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
+    harness = one_seat()
+    asked = [harness.add([1, 2, 3], 2, client=client).id for client in "aaabbbccc"]
+    harness.finish()
+    assert order(harness) == [asked[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
 
 
 def test_turns_are_by_tokens_not_by_requests() -> None:
-    house = one_seat()
+    harness = one_seat()
     for _ in range(4):
-        house.add([1] * 12, 1, client="long")
+        harness.add([1] * 12, 1, client="long")
     for _ in range(20):
-        house.add([1, 1, 1], 1, client="short")
-    asked = dict(house.live)
+        harness.add([1, 1, 1], 1, client="short")
+    asked = dict(harness.live)
     turns = 0
-    while {s.request.client for s in house.live.values() if s.waits} == {"long", "short"}:
-        house.tick()
+    while {s.request.client for s in harness.live.values() if not s.holds_blocks} == {"long", "short"}:
+        harness.tick()
         computed = Counter({"long": 0, "short": 0})
-        for key in house.started:
+        for key in harness.started:
             computed[asked[key].request.client] += len(asked[key].request.prompt_ids)
         assert abs(computed["long"] - computed["short"]) <= 12 + 3
         turns += 1
     assert turns > 10
-    house.finish()
+    harness.finish()
 
 
 def test_nobody_saves_up_turns() -> None:
     """A client that asked for little for long gets no more than its share when it asks for much."""
-    house = one_seat()
-    house.add([1, 2, 3], 1, client="rare")
+    harness = one_seat()
+    harness.add([1, 2, 3], 1, client="rare")
     for _ in range(20):
-        house.add([1, 2, 3], 1, client="busy")
+        harness.add([1, 2, 3], 1, client="busy")
     for _ in range(12):
-        house.tick()
-    before = len(house.started)
-    rare = {house.add([1, 2, 3], 1, client="rare").id for _ in range(8)}
-    house.finish()
-    following = order(house)[before:]
+        harness.tick()
+    before = len(harness.started)
+    rare = {harness.add([1, 2, 3], 1, client="rare").id for _ in range(8)}
+    harness.finish()
+    following = order(harness)[before:]
     assert sum(key in rare for key in following[:8]) == 4
 
 
 def test_a_lower_priority_value_goes_first_whoever_asks() -> None:
-    house = House(max_num_seqs=1, aging=1000.0)
-    first = house.add([1], 1, client="a")
-    house.tick()
-    others = [house.add([1], 1, client="a", priority=priority).id for priority in (3, -2)]
-    fresh = house.add([1], 1, client="b", priority=3).id
-    house.finish()
-    assert order(house) == [first.id, others[1], fresh, others[0]]
+    harness = SchedulerHarness(max_num_seqs=1, aging=1000.0)
+    first = harness.add([1], 1, client="a")
+    harness.tick()
+    others = [harness.add([1], 1, client="a", priority=priority).id for priority in (3, -2)]
+    fresh = harness.add([1], 1, client="b", priority=3).id
+    harness.finish()
+    assert order(harness) == [first.id, others[1], fresh, others[0]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -92,25 +92,25 @@ def test_no_stream_of_new_clients_starves_one_that_had_much(
     per_tick: int, seats: int, spent: int, blocks: int
 ) -> None:
     """Clients who were never here before come without end, more than can be served."""
-    house = House(num_blocks=blocks, block_size=2, max_num_seqs=seats, budget=8, max_queue=30)
+    harness = SchedulerHarness(num_blocks=blocks, block_size=2, max_num_seqs=seats, budget=8, max_queue=30)
     for _ in range(spent):
-        house.add([1, 2, 3, 4], 4, client="old")
-    patient = house.add([1, 2, 3, 4], 4, client="old")
+        harness.add([1, 2, 3, 4], 4, client="old")
+    patient = harness.add([1, 2, 3, 4], 4, client="old")
     new = 0
     for _ in range(3000):
-        if patient.id not in house.live:
+        if patient.id not in harness.live:
             break
         for _ in range(per_tick):
             new += 1
             try:
-                house.add([5, 6, 5], 3, client=f"new {new}")
+                harness.add([5, 6, 5], 3, client=f"new {new}")
             except QueueFull:
-                house.settle()
-        house.tick()
-    assert patient.id in house.reasons or isinstance(house.dropped.get(patient.id), QueueFull)
-    for sequence in [*house.live.values()]:
-        house.cancel(sequence)
-    house.finish()
+                harness.settle([])
+        harness.tick()
+    assert patient.id in harness.reasons or isinstance(harness.dropped.get(patient.id), QueueFull)
+    for sequence in [*harness.live.values()]:
+        harness.cancel(sequence)
+    harness.finish()
 
 
 # Priority among clients
@@ -118,18 +118,18 @@ def test_no_stream_of_new_clients_starves_one_that_had_much(
 
 @pytest.mark.parametrize("urgency", [-100, -7, 0, 100])
 def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
-    house, worth = one_seat(), abs(urgency) * PRIORITY_TOKENS
+    harness, worth = one_seat(), abs(urgency) * PRIORITY_TOKENS
     request = 12 + 3
     for _ in range(40 + worth // 10):
-        house.add([1] * 12, 4, client="flood", priority=urgency)
-        house.add([2] * 12, 4, client="quiet")
-    asked, greatest, seen = dict(house.live), 0, 0
+        harness.add([1] * 12, 4, client="flood", priority=urgency)
+        harness.add([2] * 12, 4, client="quiet")
+    asked, greatest, seen = dict(harness.live), 0, 0
     computed = Counter({"flood": 0, "quiet": 0})
-    while {s.request.client for s in house.live.values() if s.waits} == {"flood", "quiet"}:
-        house.tick()
-        for key in itertools.islice(house.started, seen, None):
+    while {s.request.client for s in harness.live.values() if not s.holds_blocks} == {"flood", "quiet"}:
+        harness.tick()
+        for key in itertools.islice(harness.started, seen, None):
             computed[asked[key].request.client] += request
-        seen = len(house.started)
+        seen = len(harness.started)
         ahead = computed["flood"] - computed["quiet"]
         greatest = max(greatest, abs(ahead))
         assert -request <= (ahead if urgency < 0 else -ahead if urgency > 0 else abs(ahead))
@@ -139,121 +139,121 @@ def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
 
 def test_who_comes_while_another_has_borrowed_is_not_behind_it() -> None:
     """Each lone request of the quiet client has its turn soon, however long the flood."""
-    house = one_seat()
+    harness = one_seat()
     for _ in range(400):
-        house.add([1] * 12, 4, client="flood", priority=-100)
-    while house.scheduler._queue.account("flood").time < 100 * PRIORITY_TOKENS:
-        house.tick()
+        harness.add([1] * 12, 4, client="flood", priority=-100)
+    while harness.scheduler._queue.account("flood").virtual_time < 100 * PRIORITY_TOKENS:
+        harness.tick()
     for _ in range(5):
-        before = len(house.started)
-        quiet = house.add([2] * 12, 4, client="quiet")
-        while quiet.waits:
-            house.tick()
-        assert len(house.started) - before <= 3
-        while quiet.id in house.live:
-            house.tick()
+        before = len(harness.started)
+        quiet = harness.add([2] * 12, 4, client="quiet")
+        while not quiet.holds_blocks:
+            harness.tick()
+        assert len(harness.started) - before <= 3
+        while quiet.id in harness.live:
+            harness.tick()
 
 
 def test_urgent_requests_without_end_do_not_evict_another_for_ever() -> None:
-    house = House(num_blocks=8, block_size=2, max_num_seqs=4, budget=8, aging=1000.0, prefix_cache=False)
-    quiet = house.add([1, 1, 1], 9, client="quiet")
-    house.tick()
+    harness = SchedulerHarness(num_blocks=8, block_size=2, max_num_seqs=4, budget=8, aging=1000.0, prefix_cache=False)
+    quiet = harness.add([1, 1, 1], 9, client="quiet")
+    harness.tick()
     ticks = 0
-    while quiet.id in house.live:
-        if house.scheduler.num_waiting < 3:
-            house.add([2, 2, 2], 9, client="flood", priority=-100)
-        house.tick()
+    while quiet.id in harness.live:
+        if harness.scheduler.num_waiting < 3:
+            harness.add([2, 2, 2], 9, client="flood", priority=-100)
+        harness.tick()
         ticks += 1
         assert ticks < 60, "starved"
-    house.check_answer(quiet)
-    assert house.scheduler.preemptions
+    harness.check_answer(quiet)
+    assert harness.scheduler.preemptions
 
 
 # A full queue
 
 
 def test_a_full_queue_makes_room_for_who_has_fewer() -> None:
-    house = House(max_num_seqs=1, max_queue=4)
-    hogs = [house.add([1], 2, client="hog") for _ in range(5)]
-    house.tick()
-    guest = house.add([1], 2, client="guest")
-    error = house.dropped[hogs[-1].id]
+    harness = SchedulerHarness(max_num_seqs=1, max_queue=4)
+    hogs = [harness.add([1], 2, client="hog") for _ in range(5)]
+    harness.tick()
+    guest = harness.add([1], 2, client="guest")
+    error = harness.dropped[hogs[-1].id]
     assert isinstance(error, QueueFull)
-    assert (error.why, hogs[-1].met) == ("displaced", False)
+    assert (error.why, hogs[-1].was_admitted) == ("displaced", False)
     assert error.message.startswith("displaced: max_queue is 4")
-    second = house.add([1], 2, client="guest")
+    second = harness.add([1], 2, client="guest")
     with pytest.raises(QueueFull, match="max_queue is 4"):  # three of the hog's, two of the guest's
-        house.add([1], 2, client="guest")
+        harness.add([1], 2, client="guest")
     with pytest.raises(QueueFull):
-        house.add([1], 2, client="hog")
-    house.finish()
-    assert {guest.id, second.id, *(hog.id for hog in hogs[:3])} == set(house.reasons)
+        harness.add([1], 2, client="hog")
+    harness.finish()
+    assert {guest.id, second.id, *(hog.id for hog in hogs[:3])} == set(harness.reasons)
 
 
 def test_the_least_urgent_of_a_client_is_displaced_and_none_that_runs() -> None:
-    house = House(max_num_seqs=2, max_queue=2)
+    harness = SchedulerHarness(max_num_seqs=2, max_queue=2)
     for _ in range(2):
-        house.add([1], 9, client="hog")
-    house.tick()
-    usual = house.add([1], 9, client="hog")
-    urgent = house.add([1], 9, client="hog", priority=-100)
+        harness.add([1], 9, client="hog")
+    harness.tick()
+    usual = harness.add([1], 9, client="hog")
+    urgent = harness.add([1], 9, client="hog", priority=-100)
     for _ in range(2):
-        house.add([1], 9, client="guest", priority=100)
-    assert list(house.dropped) == [usual.id, urgent.id]
+        harness.add([1], 9, client="guest", priority=100)
+    assert list(harness.dropped) == [usual.id, urgent.id]
     with pytest.raises(QueueFull):
-        house.add([1], 9, client="guest")
-    house.finish()
+        harness.add([1], 9, client="guest")
+    harness.finish()
 
 
 def test_who_has_tokens_already_is_not_displaced() -> None:
-    house = House(max_num_seqs=1, max_queue=2)
-    house.add([1], 9, client="hog")
-    house.tick()
-    goes_on = [house.add([1], 9, client="hog", output_ids=[4]) for _ in range(2)]
+    harness = SchedulerHarness(max_num_seqs=1, max_queue=2)
+    harness.add([1], 9, client="hog")
+    harness.tick()
+    goes_on = [harness.add([1], 9, client="hog", output_ids=[4]) for _ in range(2)]
     with pytest.raises(QueueFull):
-        house.add([1], 9, client="guest")
-    assert not house.dropped
-    house.finish()
-    assert {sequence.id for sequence in goes_on} <= set(house.reasons)
+        harness.add([1], 9, client="guest")
+    assert not harness.dropped
+    harness.finish()
+    assert {sequence.id for sequence in goes_on} <= set(harness.reasons)
 
 
 def test_a_client_s_limit() -> None:
-    house = House()
-    first = house.add([1], 9, client="a", client_limit=2)
-    house.add([1], 9, client="a", client_limit=2)
+    harness = SchedulerHarness()
+    first = harness.add([1], 9, client="a", client_limit=2)
+    harness.add([1], 9, client="a", client_limit=2)
     with pytest.raises(QueueFull, match=r"^client limit: max_requests_per_client .* is 2, and 2 requests") as caught:
-        house.add([1], 9, client="a", client_limit=2)
+        harness.add([1], 9, client="a", client_limit=2)
     assert caught.value.why == "client_limit"
-    house.add([1], 9, client="b", client_limit=2)
-    house.cancel(first)
-    house.add([1], 9, client="a", client_limit=2)
-    house.finish()
+    harness.add([1], 9, client="b", client_limit=2)
+    harness.cancel(first)
+    harness.add([1], 9, client="a", client_limit=2)
+    harness.finish()
 
 
 def test_what_an_engine_before_had_accepted_is_not_refused() -> None:
-    house = House(max_num_seqs=1, max_queue=0)
-    accepted = {"past": Past(accepted=True), "client": "a", "client_limit": 1, "deadline": house.now + 1e-3}
+    harness = SchedulerHarness(max_num_seqs=1, max_queue=0)
+    accepted = {"past": Past(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
     for _ in range(3):
-        house.add([1], 1, **accepted)
-    assert house.scheduler.num_waiting == 3
+        harness.add([1], 1, **accepted)
+    assert harness.scheduler.num_waiting == 3
 
 
 def test_those_refused_one_after_the_other_are_told_times_that_follow_each_other() -> None:
-    house = House(max_num_seqs=2, max_queue=0)
+    harness = SchedulerHarness(max_num_seqs=2, max_queue=0)
     for _ in range(2):
-        house.add([1], 40)
-    house.finish()
+        harness.add([1], 40)
+    harness.finish()
     for _ in range(2):
-        house.add([1], 40)
-    house.tick()
+        harness.add([1], 40)
+    harness.tick()
     told = []
     for _ in range(4):
         with pytest.raises(QueueFull) as caught:
-            house.add([1], 40)
+            harness.add([1], 40)
         told.append(caught.value.retry_seconds)
     gaps = [b - a for a, b in itertools.pairwise(told)]
-    assert gaps == pytest.approx([house.scheduler._pace.seat / 2] * 3)
-    house.finish()
+    assert gaps == pytest.approx([harness.scheduler._pace.answer_seconds / 2] * 3)
+    harness.finish()
 
 
 # What is remembered
@@ -262,36 +262,36 @@ def test_those_refused_one_after_the_other_are_told_times_that_follow_each_other
 def waiting(queue: FairQueue, number: int, client: str) -> Sequence:
     account = queue.account(client)
     sequence = Sequence(number, (b"", number), Request("r", [1, 2], 3, 0.0), 1.0, account)
-    queue.join(account)
+    queue.add_live(account)
     queue.push(sequence)
     return sequence
 
 
 def test_clients_that_left_are_forgotten_within_bounds() -> None:
     queue = FairQueue(4)
-    for number in range(3 * REMEMBERED):
+    for number in range(3 * MAX_IDLE_ACCOUNTS):
         sequence = waiting(queue, number, f"client {number}")
-        assert queue.first() is sequence
-        queue.had_turn(sequence, 1)
-        sequence.account.time += 10**6
-        queue.leave(sequence.account)
+        assert queue.next() is sequence
+        queue.admit(sequence, 1)
+        sequence.account.virtual_time += 10**6
+        queue.remove_live(sequence.account)
         assert not list(queue.faults())
-    assert len(queue._accounts) <= 4 + REMEMBERED + 1
+    assert len(queue._accounts) <= 4 + MAX_IDLE_ACCOUNTS + 1
 
 
 def test_faults_are_seen() -> None:
     queue = FairQueue(4)
     sequence = waiting(queue, 1, "a")
     sequence.account.waiting = 2
-    assert "1 live and 2 waiting, but 1 stand in lines" in next(queue.faults())
+    assert "1 live and 2 waiting, but 1 are in its queue" in next(queue.faults())
     sequence.account.waiting = 1
     queue._length = 3
-    assert next(queue.faults()) == "1 sequences stand in lines, 3 were counted"
-    house = House()
-    house.add([1])
-    house.scheduler._queue._length = 7
+    assert next(queue.faults()) == "1 sequences are in queues, 3 were counted"
+    harness = SchedulerHarness()
+    harness.add([1])
+    harness.scheduler._queue._length = 7
     with pytest.raises(IntegrityError, match="1 sequences, but 7 are waiting"):
-        house.scheduler.check_integrity()
+        harness.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize(("mine", "expected"), [("a", (3, 6)), ("b", (2, 4)), ("new", (0, 0))])

@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.engine.blame import CLEAR_TOKENS, Blame
-from npuserve.service.engine.step_log import StepLog, name_of
+from npuserve.service.engine.crash_tracker import CLEAR_TOKENS, CrashTracker
+from npuserve.service.engine.step_log import StepLog, request_hash
 from npuserve.service.errors import EngineKiller
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.quarantine import MAX_TRIAL_STEPS, TRIAL_TOKENS, Quarantine
+from npuserve.service.scheduling.quarantine import MAX_QUARANTINE_STEPS, QUARANTINE_TOKENS, Quarantine
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import State
 from tests.service.scheduling.reference import FakeDevice
+from tests.service.scheduling.stepwise import SchedulerHarness
 
 ANSWER = 24
 
@@ -28,32 +30,46 @@ ANSWER = 24
 def test_quarantine_without_trials_admits_all() -> None:
     quarantine = Quarantine()
     assert not quarantine
-    assert quarantine.admits(7)
-    quarantine.made(7)
-    quarantine.clear(7)
+    assert quarantine.may_run(7)
+    quarantine.count_token(7)
+    quarantine.release(7)
 
 
 def test_quarantine_most_deaths_are_tried_first_and_one_at_a_time() -> None:
     quarantine = Quarantine()
     for number, deaths in enumerate([1, 2, 1]):
-        quarantine.add(number, deaths, TRIAL_TOKENS)
+        quarantine.add(number, deaths, QUARANTINE_TOKENS)
     for number in (1, 0, 2):
-        for _ in range(TRIAL_TOKENS):
-            assert [n for n in range(4) if quarantine.admits(n)] == [number]
-            quarantine.made(number)
+        for _ in range(QUARANTINE_TOKENS):
+            assert [n for n in range(4) if quarantine.may_run(n)] == [number]
+            quarantine.count_token(number)
     assert not quarantine
-    assert quarantine.admits(3)
+    assert quarantine.may_run(3)
 
 
 @pytest.mark.parametrize(("count", "tokens", "size"), [
-    (128, TRIAL_TOKENS, 1), (129, TRIAL_TOKENS, 2), (33, 104, 9), (9, 104, 3), (2, CLEAR_TOKENS + TRIAL_TOKENS, 1),
-    (33, CLEAR_TOKENS + TRIAL_TOKENS, 17)])
+    (128, QUARANTINE_TOKENS, 1), (129, QUARANTINE_TOKENS, 2), (33, 104, 9), (9, 104, 3),
+    (2, CLEAR_TOKENS + QUARANTINE_TOKENS, 1), (33, CLEAR_TOKENS + QUARANTINE_TOKENS, 17)])
 def test_quarantine_groups_keep_the_steps_of_all_trials_bounded(count: int, tokens: int, size: int) -> None:
     quarantine = Quarantine()
     for number in range(count):
         quarantine.add(number, 1, tokens)
-    assert sum(quarantine.admits(number) for number in range(count)) == size
-    assert -(-count // size) * tokens <= max(MAX_TRIAL_STEPS, 2 * tokens)
+    assert sum(quarantine.may_run(number) for number in range(count)) == size
+    assert -(-count // size) * tokens <= max(MAX_QUARANTINE_STEPS, 2 * tokens)
+
+
+def test_quarantine_of_a_preempted_request_gives_it_no_row() -> None:
+    """Two requests of one group run, and the older preempts the younger for a block."""
+    harness = SchedulerHarness(num_blocks=6, block_size=2, prefix_cache=False)
+    sequences = [harness.add([number] * 3, 8) for number in range(4)]
+    for sequence in sequences:
+        harness.scheduler.quarantine.add(sequence.id, 1, MAX_QUARANTINE_STEPS)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    assert sequences[1].state is State.PREEMPTED
+    harness.finish()
+    for sequence in sequences:
+        harness.check_answer(sequence)
 
 
 class Hunt:
@@ -88,7 +104,7 @@ class Hunt:
             self.found += 1
 
         self.lives += 1
-        blame = Blame(self.path, self.seats, 100, found)
+        tracker = CrashTracker(self.path, self.seats, 100, found)
         scheduler = Scheduler(BlockManager(2048, 4), max_num_seqs=self.seats, max_num_batched_tokens=self.budget,
                               max_queue=100, aging_seconds=10)
         device = FakeDevice(2048, 4, salts := {})
@@ -97,27 +113,27 @@ class Hunt:
         for n in self.left:
             request = Request(f"r{n}", [n % 7, n // 7, 3], self.answer, float(n), output_ids=list(self.made[n]))
             try:
-                trial = blame.judge(request, len(request.output_ids))
+                record = tracker.assess(request, len(request.output_ids))
             except EngineKiller:
                 self.failed.add(n)
                 continue
-            sequence = scheduler.add(request, (b"", n), 0.0)
-            if trial:
-                scheduler.quarantine.add(sequence.id, trial.deaths, trial.trial)
+            sequence, _ = scheduler.add(request, (b"", n), 0.0)
+            if record:
+                scheduler.quarantine.add(sequence.id, record.crashes, record.quarantine_tokens)
             salts[sequence.id] = ""
             numbers[sequence.id] = n
-        blame.save()
+        tracker.save()
         flying: deque[tuple[object, object]] = deque()
         for now in range(1, 4000):
-            step = scheduler.schedule(float(now))
+            step, _ = scheduler.schedule(float(now))
             scheduler.check_integrity()
             if step.rows:
-                blame.launched(step, scheduler.sequence, not flying)
+                tracker.before_launch(step, scheduler.sequence, not flying)
                 if any(self.kills(numbers[row.request_id], row, began[numbers[row.request_id]]) for row in step.rows):
                     return
                 flying.append((step, device.run(step)))
             elif not flying:
-                blame.idle()
+                tracker.mark_idle()
                 return
             if len(flying) == 2 or not step.rows:
                 for progress in scheduler.apply(*flying.popleft(), float(now)):  # type: ignore[arg-type]
@@ -157,13 +173,13 @@ def test_killer_after_some_tokens_of_each_life_is_found(tokens: int) -> None:
 
 def killed(path: str, among: int, request: Request, tokens: int, others: int = 0) -> None:
     """One life in which the request makes `tokens` and is then in a fatal step with others."""
-    blame = Blame(path, 8, 8)
-    blame.judge(request, tokens - among)
-    blame.save()
+    tracker = CrashTracker(path, 8, 8)
+    tracker.assess(request, tokens - among)
+    tracker.save()
     rows = [Row(n, [1], 1, [], True) for n in range(others + 1)]
     requests = [request, *(Request(f"other {n}", [1], 9, 0.0) for n in range(others))]
     new = [NewRequest(row.request_id, [1], [], SamplingParams()) for row in rows]
-    blame.launched(Step(rows, new), lambda n: SimpleNamespace(request=requests[n]), True)  # type: ignore[arg-type, return-value]
+    tracker.before_launch(Step(rows, new), lambda n: SimpleNamespace(request=requests[n]), True)  # type: ignore[arg-type, return-value]
 
 
 def test_deaths_at_random_places_blame_nobody(tmp_path: object) -> None:
@@ -171,9 +187,9 @@ def test_deaths_at_random_places_blame_nobody(tmp_path: object) -> None:
     path, request, tokens = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0), 0
     for made in (40, 90, 55, 130, 20, 77):
         killed(path, made, request, tokens := tokens + made)
-    trial = Blame(path, 8, 8).judge(request, tokens)
-    assert trial
-    assert trial.deaths == 6
+    record = CrashTracker(path, 8, 8).assess(request, tokens)
+    assert record
+    assert record.crashes == 6
 
 
 def test_tokens_clear_deaths(tmp_path: object) -> None:
@@ -181,46 +197,46 @@ def test_tokens_clear_deaths(tmp_path: object) -> None:
     killed(path, 5, request, 5)
     killed(path, 2, request, 7)
     killed(path, CLEAR_TOKENS, request, 7 + CLEAR_TOKENS)
-    trial = Blame(path, 8, 8).judge(request, 7 + CLEAR_TOKENS)
-    assert trial
-    assert trial.deaths == 1
+    record = CrashTracker(path, 8, 8).assess(request, 7 + CLEAR_TOKENS)
+    assert record
+    assert record.crashes == 1
 
 
 def test_two_lives_in_a_step_of_several_make_no_killer(tmp_path: object) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     for _ in range(5):
         killed(path, 0, request, 3, others=1)
-    assert Blame(path, 8, 8).judge(request, 3)
+    assert CrashTracker(path, 8, 8).assess(request, 3)
     for _ in range(2):
         killed(path, 0, request, 3)
     with pytest.raises(EngineKiller, match="died 7 times"):
-        Blame(path, 8, 8).judge(request, 3)
+        CrashTracker(path, 8, 8).assess(request, 3)
 
 
 def test_a_death_while_idle_blames_nobody(tmp_path: object) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     killed(path, 0, request, 3)
-    Blame(path, 8, 8).idle()
-    assert Blame(path, 8, 8).judge(request, 3) is None
+    CrashTracker(path, 8, 8).mark_idle()
+    assert CrashTracker(path, 8, 8).assess(request, 3) is None
 
 
 def test_a_second_restore_in_one_life_counts_once(tmp_path: object) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     killed(path, 0, request, 3)
-    blame = Blame(path, 8, 8)
+    tracker = CrashTracker(path, 8, 8)
     for _ in range(4):
-        trial = blame.judge(request, 3)
-        assert trial
-        assert trial.deaths == 1
+        record = tracker.assess(request, 3)
+        assert record
+        assert record.crashes == 1
 
 
 def test_a_full_disk_is_logged_and_the_engine_starts(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
     path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
     killed(path, 0, request, 3)
-    blame = Blame(path, 8, 8)
-    blame.judge(request, 3)
+    tracker = CrashTracker(path, 8, 8)
+    tracker.assess(request, 3)
     os.mkdir(f"{path}.new")  # in the way of the new file
-    blame.save()
+    tracker.save()
     assert "cannot be noted" in caplog.text
 
 
@@ -229,12 +245,12 @@ def test_step_log_of_the_last_life_is_gone_with_the_first_step_or_pause(tmp_path
     path, first, second = f"{tmp_path}/steps", Request("a", [1], 9, 0.0), Request("b", [1], 9, 0.0)
     killed(path, 0, first, 3, others=2)
     log = StepLog(path, 8, 8)
-    assert name_of(first) in log.read()
+    assert request_hash(first) in log.read()
     assert len(log.read()) == 3
     log.clear()
     assert log.read() == frozenset()
     killed(path, 0, second, 3)
-    assert StepLog(path, 8, 8).read() == {name_of(second)}
+    assert StepLog(path, 8, 8).read() == {request_hash(second)}
 
 
 def test_step_log_holds_the_steps_in_flight_alone(tmp_path: object) -> None:
@@ -244,7 +260,7 @@ def test_step_log_holds_the_steps_in_flight_alone(tmp_path: object) -> None:
         rows = [Row(n, [1], 1, [], True) for n in ids]
         begun = [NewRequest(n, [1], [], SamplingParams()) for n in new]
         log.write(Step(rows, begun, list(ended)), lambda n: SimpleNamespace(request=requests[n]), is_first)  # type: ignore[arg-type, return-value]
-        names = {name_of(request): request.request_id for request in requests}
+        names = {request_hash(request): request.request_id for request in requests}
         return sorted(names[name] for name in StepLog(f"{tmp_path}/steps", 8, 4).read())
 
     assert step(0, 1, new=(0, 1), is_first=True) == ["r0", "r1"]

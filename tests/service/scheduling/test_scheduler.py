@@ -7,107 +7,108 @@ from hypothesis import strategies as st
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service.errors import InvalidField, QueueFull
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.step_plan import Plan
 from tests.service.scheduling.reference import VOCABULARY
-from tests.service.scheduling.stepwise import TICK, House, crowded
+from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 
 # What is planned
 
 
 def test_prompt_then_tokens_then_end() -> None:
-    house = House()
-    sequence = house.add([1, 2, 3], 3)
-    first = house.tick()
+    harness = SchedulerHarness()
+    sequence = harness.add([1, 2, 3], 3)
+    first = harness.tick()
     assert [(n.request_id, n.prompt_ids, n.output_ids) for n in first.new] == [(sequence.id, [1, 2, 3], [])]
     assert [(r.token_ids, r.start, r.samples) for r in first.rows] == [([1, 2, 3], 0, True)]
-    second = house.tick()
+    second = harness.tick()
     assert not second.new
-    assert [(r.token_ids, r.start, r.is_decode) for r in second.rows] == [(house.tokens[0][:1], 3, True)]
-    house.finish()
-    house.check_answer(sequence)
-    assert len(house.tokens[0]) == 3
+    assert [(r.token_ids, r.start, r.is_decode) for r in second.rows] == [(harness.tokens[0][:1], 3, True)]
+    harness.finish()
+    harness.check_answer(sequence)
+    assert len(harness.tokens[0]) == 3
 
 
 def test_budget_makes_chunks_and_decodes_go_first() -> None:
-    house = House(budget=6)
-    house.add([1, 2], 20)
-    house.tick()
-    long = house.add([3] * 12, 2)
-    shapes = [[(r.request_id, r.start, len(r.token_ids), r.samples) for r in house.tick().rows] for _ in range(3)]
+    harness = SchedulerHarness(budget=6)
+    harness.add([1, 2], 20)
+    harness.tick()
+    long = harness.add([3] * 12, 2)
+    shapes = [[(r.request_id, r.start, len(r.token_ids), r.samples) for r in harness.tick().rows] for _ in range(3)]
     assert shapes == [
         [(0, 2, 1, True), (1, 0, 5, False)],
         [(0, 3, 1, True), (1, 5, 5, False)],
         [(0, 4, 1, True), (1, 10, 2, True)],
     ]
-    house.finish()
-    house.check_answer(long)
+    harness.finish()
+    harness.check_answer(long)
     assert len(long.timing.prefill_chunks) == 3
 
 
 def test_chunk_rows_name_only_the_blocks_that_they_need() -> None:
-    house = House(budget=6)
-    house.add([3] * 20, 2)
-    assert [len(house.tick().rows[0].block_ids) for _ in range(4)] == [2, 3, 5, 5]
+    harness = SchedulerHarness(budget=6)
+    harness.add([3] * 20, 2)
+    assert [len(harness.tick().rows[0].block_ids) for _ in range(4)] == [2, 3, 5, 5]
 
 
 def test_decode_rows_copy_no_block_list() -> None:
-    house = House()
-    sequence = house.add([3] * 20, 9)
-    house.tick()
-    assert house.tick().rows[0].block_ids is sequence.block_ids
+    harness = SchedulerHarness()
+    sequence = harness.add([3] * 20, 9)
+    harness.tick()
+    assert harness.tick().rows[0].block_ids is sequence.block_ids
 
 
 def test_seats_are_bounded() -> None:
-    house = House(max_num_seqs=2)
+    harness = SchedulerHarness(max_num_seqs=2)
     for _ in range(5):
-        house.add([1, 2])
-    assert [r.request_id for r in house.tick().rows] == [0, 1]
-    assert (house.scheduler.num_running, house.scheduler.num_waiting) == (2, 3)
-    house.finish()
+        harness.add([1, 2])
+    assert [r.request_id for r in harness.tick().rows] == [0, 1]
+    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 3)
+    harness.finish()
 
 
 def test_no_more_seats_than_budget_so_that_all_decode() -> None:
-    house = House(max_num_seqs=8, budget=3)
+    harness = SchedulerHarness(max_num_seqs=8, budget=3)
     for _ in range(6):
-        house.add([1], 6)
-    house.tick()
-    assert house.scheduler.num_running == 3
-    assert len(house.tick().rows) == 3
-    house.finish()
-    house = House(max_num_seqs=8, budget=3, depth=2)
+        harness.add([1], 6)
+    harness.tick()
+    assert harness.scheduler.num_running == 3
+    assert len(harness.tick().rows) == 3
+    harness.finish()
+    harness = SchedulerHarness(max_num_seqs=8, budget=3, depth=2)
     for _ in range(6):
-        house.add([1], 6)
-    assert [len(house.plan().rows) for _ in range(3)] == [3, 3, 0]  # and none is two tokens ahead of the host
-    house.finish()
+        harness.add([1], 6)
+    assert [len(harness.plan().rows) for _ in range(3)] == [3, 3, 0]  # and none is two tokens ahead of the host
+    harness.finish()
 
 
 def test_nothing_to_do() -> None:
-    house = House()
-    assert not house.scheduler.has_work
-    assert house.scheduler.schedule(house.now) == Step([], [], [])
+    harness = SchedulerHarness()
+    assert not harness.scheduler.has_work
+    assert harness.scheduler.schedule(harness.now) == Plan(Step([], [], []), [])
 
 
 def test_none_is_passed_by_a_smaller_one_behind_it() -> None:
-    house = House(num_blocks=8, block_size=4, prefix_cache=False)
-    house.add([1] * 16, 4)  # 4 blocks
-    house.tick()
-    big, small = house.add([2] * 20, 4), house.add([3], 2)
-    house.tick()
-    assert big.waits
-    assert small.waits
-    house.finish()
-    assert house.started[big.id] <= house.started[small.id]
+    harness = SchedulerHarness(num_blocks=8, block_size=4, prefix_cache=False)
+    harness.add([1] * 16, 4)  # 4 blocks
+    harness.tick()
+    big, small = harness.add([2] * 20, 4), harness.add([3], 2)
+    harness.tick()
+    assert not big.holds_blocks
+    assert not small.holds_blocks
+    harness.finish()
+    assert harness.started[big.id] <= harness.started[small.id]
 
 
 def test_admission_leaves_a_block_for_each_running_request() -> None:
-    house = House(num_blocks=4, block_size=4, prefix_cache=False)
-    house.add([1] * 6, 5)
-    house.tick()
-    second = house.add([2] * 8, 5)
-    house.tick()
-    assert house.blocks.counts.free == 2  # enough for the second, until the first grows
-    assert second.waits
-    house.finish()
-    assert house.scheduler.preemptions == 0
+    harness = SchedulerHarness(num_blocks=4, block_size=4, prefix_cache=False)
+    harness.add([1] * 6, 5)
+    harness.tick()
+    second = harness.add([2] * 8, 5)
+    harness.tick()
+    assert harness.blocks.counts.free == 2  # enough for the second, until the first grows
+    assert not second.holds_blocks
+    harness.finish()
+    assert harness.scheduler.preemptions == 0
 
 
 # Refusals
@@ -125,77 +126,77 @@ def test_admission_leaves_a_block_for_each_running_request() -> None:
 def test_what_never_fits_is_refused(
     prompt: list[int], max_tokens: int, fields: dict[str, object], field_name: str, text: str
 ) -> None:
-    house = House(num_blocks=8, block_size=4)
+    harness = SchedulerHarness(num_blocks=8, block_size=4)
     with pytest.raises(InvalidField, match=text) as caught:
-        house.add(prompt, max_tokens, **fields)
+        harness.add(prompt, max_tokens, **fields)
     assert caught.value.field == field_name
-    assert not house.scheduler.has_work
+    assert not harness.scheduler.has_work
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(32, 1), (30, 3), (1, 32)])
 def test_what_just_fits_is_served(prompt: int, max_tokens: int) -> None:
-    house = House(num_blocks=8, block_size=4)
-    sequence = house.add([1] * prompt, max_tokens)
-    house.finish()
-    house.check_answer(sequence)
-    assert house.scheduler.preemptions == 0
+    harness = SchedulerHarness(num_blocks=8, block_size=4)
+    sequence = harness.add([1] * prompt, max_tokens)
+    harness.finish()
+    harness.check_answer(sequence)
+    assert harness.scheduler.preemptions == 0
 
 
 def test_queue_full() -> None:
-    house = House(max_num_seqs=2, max_queue=1)
+    harness = SchedulerHarness(max_num_seqs=2, max_queue=1)
     for _ in range(3):
-        house.add([1], 2)
+        harness.add([1], 2)
     with pytest.raises(QueueFull, match="max_queue is 1") as caught:
-        house.add([1], 2)
+        harness.add([1], 2)
     assert caught.value.retry_seconds > 0
-    house.tick()
+    harness.tick()
     with pytest.raises(QueueFull, match="max_queue is 1, and 1 requests wait"):
-        house.add([1], 2)
-    house.tick()
-    house.add([1], 2)
-    house.finish()
-    assert len(house.reasons) == 4
+        harness.add([1], 2)
+    harness.tick()
+    harness.add([1], 2)
+    harness.finish()
+    assert len(harness.reasons) == 4
 
 
 def test_no_queue_at_all_still_fills_the_seats() -> None:
-    house = House(max_num_seqs=2, max_queue=0)
-    house.add([1], 2)
-    house.add([1], 2)
+    harness = SchedulerHarness(max_num_seqs=2, max_queue=0)
+    harness.add([1], 2)
+    harness.add([1], 2)
     with pytest.raises(QueueFull):
-        house.add([1], 2)
-    house.finish()
+        harness.add([1], 2)
+    harness.finish()
 
 
 def test_preemption_turns_no_newcomer_away() -> None:
-    house = House(num_blocks=4, block_size=2, max_num_seqs=2, max_queue=1)
-    house.add([1, 1], 6)
-    house.add([2, 2], 6)
-    while not house.scheduler.preemptions:
-        house.tick()
-    house.add([3, 3], 2)
+    harness = SchedulerHarness(num_blocks=4, block_size=2, max_num_seqs=2, max_queue=1)
+    harness.add([1, 1], 6)
+    harness.add([2, 2], 6)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    harness.add([3, 3], 2)
     with pytest.raises(QueueFull):
-        house.add([3, 3], 2)
-    house.finish()
+        harness.add([3, 3], 2)
+    harness.finish()
 
 
 # Priorities
 
 
 def test_lower_priority_value_goes_first() -> None:
-    house = House(max_num_seqs=1, aging=10.0)
+    harness = SchedulerHarness(max_num_seqs=1, aging=10.0)
     for priority in (0, 5, -5, 0):
-        house.add([1], 1, priority=priority)
-    house.finish()
-    assert sorted(house.started, key=house.started.__getitem__) == [2, 0, 3, 1]
+        harness.add([1], 1, priority=priority)
+    harness.finish()
+    assert sorted(harness.started, key=harness.started.__getitem__) == [2, 0, 3, 1]
 
 
 def test_waiting_is_worth_priority() -> None:
-    house = House(max_num_seqs=1, aging=10.0)
-    house.add([1], 1, priority=1, arrival=80.0)
-    house.add([1], 1, priority=0, arrival=91.0)
-    house.add([1], 1, priority=0, arrival=89.0)
-    house.finish()
-    assert sorted(house.started, key=house.started.__getitem__) == [2, 0, 1]
+    harness = SchedulerHarness(max_num_seqs=1, aging=10.0)
+    harness.add([1], 1, priority=1, arrival=80.0)
+    harness.add([1], 1, priority=0, arrival=91.0)
+    harness.add([1], 1, priority=0, arrival=89.0)
+    harness.finish()
+    assert sorted(harness.started, key=harness.started.__getitem__) == [2, 0, 1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -208,144 +209,144 @@ def test_no_stream_of_urgent_requests_starves_another(
 ) -> None:
     """More urgent requests than the device can serve, without end: only those that arrive within gap * aging ticks
     overtake, and the wait ends when these are served."""
-    house = House(num_blocks=num_blocks, block_size=2, max_num_seqs=seats, budget=8, aging=aging * TICK)
-    patient = house.add([1, 2, 3, 4], 4, priority=gap)
+    harness = SchedulerHarness(num_blocks=num_blocks, block_size=2, max_num_seqs=seats, budget=8, aging=aging * TICK)
+    patient = harness.add([1, 2, 3, 4], 4, priority=gap)
     urgent: list[Sequence] = []
     horizon = patient.request.arrival + gap * aging * TICK
     limit = 12 * (1 + per_tick * gap * aging)
     ticks = 0
-    while patient.id in house.live:
-        urgent += [house.add([5, 6, 5, len(urgent) % VOCABULARY], 4) for _ in range(per_tick)]
-        house.tick()
+    while patient.id in harness.live:
+        urgent += [harness.add([5, 6, 5, len(urgent) % VOCABULARY], 4) for _ in range(per_tick)]
+        harness.tick()
         ticks += 1
         assert ticks <= limit, "starved"
-    overtook = [s for s in urgent if house.started.get(s.id, house.now) < house.started[patient.id]]
+    overtook = [s for s in urgent if harness.started.get(s.id, harness.now) < harness.started[patient.id]]
     assert all(s.request.arrival <= horizon for s in overtook)
-    house.check_answer(patient)
-    for sequence in [*house.live.values()]:
-        house.cancel(sequence)
-    house.finish()
+    harness.check_answer(patient)
+    for sequence in [*harness.live.values()]:
+        harness.cancel(sequence)
+    harness.finish()
 
 
 # Preemption
 
 
 def test_the_last_in_rank_is_preempted_and_ends_as_if_alone() -> None:
-    house = crowded()
-    first, second = house.add([1, 1, 1], 8), house.add([2, 2, 2], 8)
-    while not house.scheduler.preemptions:
-        house.tick()
-    assert second.waits
-    assert not first.waits
+    harness = crowded()
+    first, second = harness.add([1, 1, 1], 8), harness.add([2, 2, 2], 8)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    assert not second.holds_blocks
+    assert first.holds_blocks
     assert second.block_ids == []
     assert second.num_computed_tokens == 0
     assert second.num_generated_tokens > 0
-    assert house.scheduler.num_waiting == 1
-    house.finish()
-    house.check_answer(first)
-    house.check_answer(second)
+    assert harness.scheduler.num_waiting == 1
+    harness.finish()
+    harness.check_answer(first)
+    harness.check_answer(second)
 
 
 def test_age_decides_who_is_preempted_whatever_the_priority() -> None:
-    house = crowded(aging=10.0)
-    early, late = house.add([1, 1, 1], 8, priority=2), house.add([2, 2, 2], 8, priority=-1)
-    while not house.scheduler.preemptions:
-        house.tick()
-    assert late.waits
-    assert not early.waits
-    house.finish()
+    harness = crowded(aging=10.0)
+    early, late = harness.add([1, 1, 1], 8, priority=2), harness.add([2, 2, 2], 8, priority=-1)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    assert not late.holds_blocks
+    assert early.holds_blocks
+    harness.finish()
 
 
 def test_the_last_in_rank_preempts_itself() -> None:
-    house = House(num_blocks=5, block_size=4, budget=3, prefix_cache=False)
-    last = house.add([1] * 3, 8)
-    house.tick()
-    first = house.add([2] * 12, 2, arrival=house.now - 50)
-    while not house.scheduler.preemptions:
-        step = house.tick()
-    assert last.waits
+    harness = SchedulerHarness(num_blocks=5, block_size=4, budget=3, prefix_cache=False)
+    last = harness.add([1] * 3, 8)
+    harness.tick()
+    first = harness.add([2] * 12, 2, arrival=harness.now - 50)
+    while not harness.scheduler.preemptions:
+        step = harness.tick()
+    assert not last.holds_blocks
     assert [r.request_id for r in step.rows] == [first.id]
-    house.finish()
-    house.check_answer(last)
-    house.check_answer(first)
+    harness.finish()
+    harness.check_answer(last)
+    harness.check_answer(first)
 
 
 def test_a_preempted_request_is_the_next() -> None:
-    house = crowded(max_num_seqs=2)
-    house.add([1, 1, 1], 8)
-    second = house.add([2, 2, 2], 8)
-    house.tick()
-    urgent = house.add([3, 3, 3], 8, priority=-1)
-    while not house.scheduler.preemptions:
-        house.tick()
-    while second.waits:
-        assert urgent.waits
-        house.tick()
-    house.finish()
-    house.check_answer(second)
+    harness = crowded(max_num_seqs=2)
+    harness.add([1, 1, 1], 8)
+    second = harness.add([2, 2, 2], 8)
+    harness.tick()
+    urgent = harness.add([3, 3, 3], 8, priority=-1)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    while not second.holds_blocks:
+        assert not urgent.holds_blocks
+        harness.tick()
+    harness.finish()
+    harness.check_answer(second)
 
 
 def test_of_the_preempted_the_oldest_is_the_next_whatever_the_priority() -> None:
-    house = House(num_blocks=37, block_size=1, max_num_seqs=8, budget=16, aging=0.001)
-    sequences = [house.add([0], 24, sampling=SamplingParams(ending_ids=(0, 4))) for _ in range(3)]
-    house.tick()
+    harness = SchedulerHarness(num_blocks=37, block_size=1, max_num_seqs=8, budget=16, aging=0.001)
+    sequences = [harness.add([0], 24, sampling=SamplingParams(ending_ids=(0, 4))) for _ in range(3)]
+    harness.tick()
     for prompt, priority in ([0, 0], 0), ([0], 0), ([0], -2):
-        sequences.append(house.add(prompt, 24, sampling=SamplingParams(ending_ids=(0, 4)), priority=priority))
-    house.finish()  # each of its steps checks that nobody was preempted for one of a later rank
-    assert house.scheduler.preemptions
+        sequences.append(harness.add(prompt, 24, sampling=SamplingParams(ending_ids=(0, 4)), priority=priority))
+    harness.finish()  # each of its steps checks that nobody was preempted for one of a later rank
+    assert harness.scheduler.preemptions
     for sequence in sequences:
-        house.check_answer(sequence)
+        harness.check_answer(sequence)
 
 
 def test_a_preempted_request_samples_only_when_it_has_caught_up() -> None:
-    house = crowded(prefix_cache=False, budget=4)
-    house.add([1, 1, 1], 8)
-    second = house.add([2, 2, 2], 8)
-    while not second.waits or not second.met:
-        house.tick()
+    harness = crowded(prefix_cache=False, budget=4)
+    harness.add([1, 1, 1], 8)
+    second = harness.add([2, 2, 2], 8)
+    while second.holds_blocks or not second.was_admitted:
+        harness.tick()
     known = second.num_tokens
     rows = []
-    while second.id in house.live:
-        rows += [r for r in house.tick().rows if r.request_id == second.id]
+    while second.id in harness.live:
+        rows += [r for r in harness.tick().rows if r.request_id == second.id]
     again = rows[: next(i for i, r in enumerate(rows) if r.samples) + 1]
     assert [t for r in again for t in r.token_ids] == second.token_ids[:known]
     assert len(again) > 1
-    house.check_answer(second)
+    harness.check_answer(second)
 
 
 def test_a_preempted_request_finds_its_own_prefix_and_is_counted_once() -> None:
-    house = crowded()
-    house.add([1, 1, 1], 8)
-    second = house.add([2, 2, 2], 8)
-    while not house.scheduler.preemptions:
-        house.tick()
-    while second.waits:
-        house.tick()
+    harness = crowded()
+    harness.add([1, 1, 1], 8)
+    second = harness.add([2, 2, 2], 8)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    while not second.holds_blocks:
+        harness.tick()
     assert second.num_computed_tokens > 1
-    house.finish()
+    harness.finish()
     assert second.finish("length").cached_tokens == 0
-    assert (house.scheduler.prefix_queries, house.scheduler.prefix_hits) == (6, 0)
+    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (6, 0)
 
 
 def test_the_runner_meets_a_preempted_request_once() -> None:
-    house = crowded()
-    house.add([1, 1, 1], 8)
-    house.add([2, 2, 2], 8)
+    harness = crowded()
+    harness.add([1, 1, 1], 8)
+    harness.add([2, 2, 2], 8)
     steps = []
-    while house.live:
-        steps.append(house.tick())
-    assert house.scheduler.preemptions
+    while harness.live:
+        steps.append(harness.tick())
+    assert harness.scheduler.preemptions
     assert [n.request_id for s in steps for n in s.new] == [0, 1]
-    house.add([1], 1)
-    steps.append(house.tick())
+    harness.add([1], 1)
+    steps.append(harness.tick())
     assert sorted(i for s in steps for i in s.ended) == [0, 1]
 
 
 def test_prompt_logprobs_are_reported_once_each() -> None:
-    house = crowded(prefix_cache=True, budget=3)
-    house.add([1, 1, 1], 8)
-    second = house.add([2, 2, 2, 3], 7, sampling=SamplingParams(prompt_logprobs=0, logprobs=0))
-    house.finish()
-    assert house.scheduler.preemptions
-    assert [r.token_id for r in house.prompt_logprobs[second.id]] == [2, 2, 3]
-    house.check_answer(second)
+    harness = crowded(prefix_cache=True, budget=3)
+    harness.add([1, 1, 1], 8)
+    second = harness.add([2, 2, 2, 3], 7, sampling=SamplingParams(prompt_logprobs=0, logprobs=0))
+    harness.finish()
+    assert harness.scheduler.preemptions
+    assert [r.token_id for r in harness.prompt_logprobs[second.id]] == [2, 2, 3]
+    harness.check_answer(second)

@@ -11,60 +11,60 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.scheduling.block_manager import IntegrityError
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Sequence, State
 from tests.service.scheduling.reference import answer_alone
-from tests.service.scheduling.stepwise import House, crowded
+from tests.service.scheduling.stepwise import SchedulerHarness, crowded
 
 # Prefixes
 
 
 def test_a_whole_cached_prompt_computes_its_last_tokens() -> None:
-    house = House(block_size=4)
+    harness = SchedulerHarness(block_size=4)
     prompt = [1, 2, 3, 4, 5, 6, 0, 1]
-    first = house.add(prompt)
-    house.finish()
-    second = house.add(prompt)
-    step = house.tick()
+    first = harness.add(prompt)
+    harness.finish()
+    second = harness.add(prompt)
+    step = harness.tick()
     assert [(r.start, r.token_ids) for r in step.rows] == [(4, [5, 6, 0, 1])]
-    house.finish()
+    harness.finish()
     assert (first.cached_tokens, second.cached_tokens) == (0, 4)
-    assert (house.scheduler.prefix_queries, house.scheduler.prefix_hits) == (16, 4)
-    house.check_answer(second)
+    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (16, 4)
+    harness.check_answer(second)
 
 
 def test_one_token_left_is_the_least() -> None:
-    house = House(block_size=4)
-    house.add([1, 2, 3, 4, 5])
-    house.finish()
-    second = house.add([1, 2, 3, 4, 6])
-    step = house.tick()
+    harness = SchedulerHarness(block_size=4)
+    harness.add([1, 2, 3, 4, 5])
+    harness.finish()
+    second = harness.add([1, 2, 3, 4, 6])
+    step = harness.tick()
     assert [(r.start, r.token_ids, r.samples) for r in step.rows] == [(4, [6], True)]
-    house.finish()
+    harness.finish()
     assert len(second.timing.prefill_chunks) == 1
 
 
 def test_the_answer_is_a_prefix_too() -> None:
-    house = House(block_size=2)
-    first = house.add([1, 2, 3], 6)
-    house.finish()
-    second = house.add(first.token_ids, 2)
-    house.tick()
+    harness = SchedulerHarness(block_size=2)
+    first = harness.add([1, 2, 3], 6)
+    harness.finish()
+    second = harness.add(first.token_ids, 2)
+    harness.tick()
     assert second.cached_tokens == 8  # 9 tokens, the last of which was never computed
-    house.finish()
-    house.check_answer(second)
+    harness.finish()
+    harness.check_answer(second)
 
 
 def test_sharing_between_running_requests() -> None:
-    house = House(block_size=2, budget=16)
-    first = house.add([1, 2, 3, 4, 5], 9)
-    house.tick()
-    second = house.add([1, 2, 3, 4, 6], 9)
-    house.tick()
+    harness = SchedulerHarness(block_size=2, budget=16)
+    first = harness.add([1, 2, 3, 4, 5], 9)
+    harness.tick()
+    second = harness.add([1, 2, 3, 4, 6], 9)
+    harness.tick()
     assert first.block_ids[:2] == second.block_ids[:2]
-    house.cancel(first)
-    house.scheduler.check_integrity()
-    house.finish()
-    house.check_answer(second)
+    harness.cancel(first)
+    harness.scheduler.check_integrity()
+    harness.finish()
+    harness.check_answer(second)
 
 
 @pytest.mark.parametrize(
@@ -74,142 +74,142 @@ def test_sharing_between_running_requests() -> None:
     ],
 )
 def test_who_shares_nothing(fields: dict[str, object]) -> None:
-    house = House(block_size=2)
-    house.add([1, 2, 3, 4, 5])
-    house.finish()
-    sequence = house.add([1, 2, 3, 4, 5], **fields)
-    assert house.tick().rows[0].start == 0
-    house.finish()
+    harness = SchedulerHarness(block_size=2)
+    harness.add([1, 2, 3, 4, 5])
+    harness.finish()
+    sequence = harness.add([1, 2, 3, 4, 5], **fields)
+    assert harness.tick().rows[0].start == 0
+    harness.finish()
     assert sequence.cached_tokens == 0
-    house.check_answer(sequence)
+    harness.check_answer(sequence)
 
 
 def test_a_bypassing_request_leaves_its_prefix_to_others() -> None:
-    house = House(block_size=2)
-    house.add([1, 2, 3, 4, 5], bypass_prefix_cache=True)
-    house.finish()
-    assert house.scheduler.prefix_queries == 0
-    sequence = house.add([1, 2, 3, 4, 5])
-    house.finish()
+    harness = SchedulerHarness(block_size=2)
+    harness.add([1, 2, 3, 4, 5], bypass_prefix_cache=True)
+    harness.finish()
+    assert harness.scheduler.prefix_queries == 0
+    sequence = harness.add([1, 2, 3, 4, 5])
+    harness.finish()
     assert sequence.cached_tokens == 4
 
 
 def test_flush_while_in_use() -> None:
-    house = House(block_size=2)
-    old = house.add([6, 5, 4, 3, 2], 1)
-    house.finish()
-    running = house.add([1, 2, 3, 4, 5], 9)
-    house.tick()
-    assert house.blocks.flush_prefix_cache() == 2
-    house.scheduler.check_integrity()
-    house.tick()
-    again = house.add(old.request.prompt_ids)
-    house.finish()
+    harness = SchedulerHarness(block_size=2)
+    old = harness.add([6, 5, 4, 3, 2], 1)
+    harness.finish()
+    running = harness.add([1, 2, 3, 4, 5], 9)
+    harness.tick()
+    assert harness.blocks.flush_prefix_cache() == 2
+    harness.scheduler.check_integrity()
+    harness.tick()
+    again = harness.add(old.request.prompt_ids)
+    harness.finish()
     assert again.cached_tokens == 0
     for sequence in (old, running, again):
-        house.check_answer(sequence)
+        harness.check_answer(sequence)
 
 
 def test_continuing_what_a_dead_engine_began() -> None:
-    whole = House()
+    whole = SchedulerHarness()
     request = whole.add([1, 2, 3], 9)
     whole.finish()
     answer = whole.tokens[request.id]
-    house = House(budget=4)
-    sequence = house.add([1, 2, 3], 9, output_ids=answer[:4])
-    assert house.tick().new[0].output_ids == answer[:4]
-    house.finish()
-    assert house.tokens[sequence.id] == answer[4:]
-    house.check_answer(sequence)
+    harness = SchedulerHarness(budget=4)
+    sequence = harness.add([1, 2, 3], 9, output_ids=answer[:4])
+    assert harness.tick().new[0].output_ids == answer[:4]
+    harness.finish()
+    assert harness.tokens[sequence.id] == answer[4:]
+    harness.check_answer(sequence)
 
 
 # Cancel
 
 
 def test_cancel_of_one_that_waits_is_not_told_to_the_runner() -> None:
-    house = House(max_num_seqs=1)
-    house.add([1], 2)
-    waiting = house.add([1], 2)
-    house.tick()
-    house.cancel(waiting)
-    assert house.scheduler.num_waiting == 0
-    house.finish()
-    house.add([1], 1)
-    assert house.tick().ended == [0]
+    harness = SchedulerHarness(max_num_seqs=1)
+    harness.add([1], 2)
+    waiting = harness.add([1], 2)
+    harness.tick()
+    harness.cancel(waiting)
+    assert harness.scheduler.num_waiting == 0
+    harness.finish()
+    harness.add([1], 1)
+    assert harness.tick().ended == [0]
 
 
 def test_cancel_of_one_that_runs_frees_at_once_and_is_told_once() -> None:
-    house = House()
-    sequence, other = house.add([1] * 9, 9), house.add([2] * 9, 9)
-    house.tick()
-    used = house.blocks.counts.used
-    house.cancel(sequence)
-    assert house.blocks.counts.used == used - 3
-    house.scheduler.check_integrity()
-    assert [house.tick().ended for _ in range(2)] == [[0], []]
-    assert house.scheduler.cancel(sequence.id) is None
-    house.finish()
-    house.check_answer(other)
+    harness = SchedulerHarness()
+    sequence, other = harness.add([1] * 9, 9), harness.add([2] * 9, 9)
+    harness.tick()
+    used = harness.blocks.counts.used
+    harness.cancel(sequence)
+    assert harness.blocks.counts.used == used - 3
+    harness.scheduler.check_integrity()
+    assert [harness.tick().ended for _ in range(2)] == [[0], []]
+    assert harness.scheduler.cancel(sequence.id) is None
+    harness.finish()
+    harness.check_answer(other)
 
 
 def test_cancel_of_a_preempted_one_is_told() -> None:
-    house = crowded()
-    house.add([1, 1, 1], 8)
-    second = house.add([2, 2, 2], 8)
-    while not second.waits or not second.met:
-        house.tick()
-    house.cancel(second)
-    house.scheduler.check_integrity()
-    assert house.tick().ended == [second.id]
-    house.finish()
+    harness = crowded()
+    harness.add([1, 1, 1], 8)
+    second = harness.add([2, 2, 2], 8)
+    while second.holds_blocks or not second.was_admitted:
+        harness.tick()
+    harness.cancel(second)
+    harness.scheduler.check_integrity()
+    assert harness.tick().ended == [second.id]
+    harness.finish()
 
 
 def test_cancel_between_launch_and_apply() -> None:
-    house = House()
-    gone, other = house.add([1, 2], 9), house.add([3, 4], 9)
-    house.plan()
-    house.cancel(gone)
-    house.collect()
-    assert house.tokens[gone.id] == []
-    house.finish()
-    house.check_answer(other)
+    harness = SchedulerHarness()
+    gone, other = harness.add([1, 2], 9), harness.add([3, 4], 9)
+    harness.plan()
+    harness.cancel(gone)
+    harness.collect()
+    assert harness.tokens[gone.id] == []
+    harness.finish()
+    harness.check_answer(other)
 
 
 def test_ended_is_kept_while_there_is_nothing_to_launch() -> None:
-    house = House()
-    house.add([1], 1)
-    house.finish()
-    assert house.scheduler.schedule(house.now).ended == []
-    house.add([1], 1)
-    assert house.tick().ended == [0]
-    house.finish()
+    harness = SchedulerHarness()
+    harness.add([1], 1)
+    harness.finish()
+    assert harness.scheduler.schedule(harness.now).step.ended == []
+    harness.add([1], 1)
+    assert harness.tick().ended == [0]
+    harness.finish()
 
 
 def test_cancel_of_the_unknown() -> None:
-    assert House().scheduler.cancel(3) is None
+    assert SchedulerHarness().scheduler.cancel(3) is None
 
 
 def test_arrival_of_the_living() -> None:
-    house = House()
-    sequence = house.add([1], 1, arrival=99.5)
-    assert house.scheduler.arrival_of(sequence.id) == 99.5
-    house.finish()
+    harness = SchedulerHarness()
+    sequence = harness.add([1], 1, arrival=99.5)
+    assert harness.scheduler.sequence(sequence.id).request.arrival == 99.5
+    harness.finish()
     with pytest.raises(KeyError):
-        house.scheduler.arrival_of(sequence.id)
+        harness.scheduler.sequence(sequence.id)
 
 
 def test_integrity_sees_a_leak() -> None:
-    house = House()
-    sequence = house.add([1, 2, 3], 9)
-    house.tick()
-    sequence.waits = True
+    harness = SchedulerHarness()
+    sequence = harness.add([1, 2, 3], 9)
+    harness.tick()
+    sequence.state = State.PREEMPTED
     with pytest.raises(IntegrityError, match="sequence 0 is among the running, but"):
-        house.scheduler.check_integrity()
-    sequence.waits = False
-    del house.scheduler._sequences[0]
-    house.scheduler._running.clear()
+        harness.scheduler.check_integrity()
+    sequence.state = State.RUNNING
+    del harness.scheduler._sequences[0]
+    harness.scheduler._running.clear()
     with pytest.raises(IntegrityError, match="1 blocks are used, but no sequence is left"):
-        house.scheduler.check_integrity()
+        harness.scheduler.check_integrity()
 
 
 # All of it at once
@@ -225,7 +225,7 @@ Ask = tuple[int, int | None, list[int], dict[str, object]]
 @st.composite
 def requests(draw: st.DrawFn) -> Ask:
     """(tick of arrival, ticks until it is cancelled, ticks from one pause or its end to the next, arguments of
-    House.add)."""
+    SchedulerHarness.add)."""
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.sampled_from([0, 4, 7, 12]))] + draw(st.lists(st.integers(0, 6), min_size=1, max_size=2))
     sampling = SamplingParams(
@@ -255,7 +255,7 @@ def test_all_get_what_they_would_have_got_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
     depth: int, prefix_cache: bool, flush_at: int, aging: float,
 ) -> None:
-    house = House(
+    harness = SchedulerHarness(
         num_blocks=-(-pool // block_size), block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, depth=depth,
         prefix_cache=prefix_cache, aging=aging,
     )
@@ -266,7 +266,7 @@ def test_all_get_what_they_would_have_got_alone(
     for tick in range(60):
         for arrival, cancel_after, gaps, fields in asks:
             if arrival == tick:
-                sequence = house.add(**fields)  # type: ignore[arg-type]
+                sequence = harness.add(**fields)  # type: ignore[arg-type]
                 all_sequences.append(sequence)
                 if cancel_after is not None:
                     cancels[tick + cancel_after].append(sequence)
@@ -274,26 +274,26 @@ def test_all_get_what_they_would_have_got_alone(
                     turns[turn].append(sequence)
                 turns[tick].remove(sequence)
         for sequence in turns[tick]:
-            (house.unpause if sequence.paused else house.pause)(sequence)
+            (harness.unpause if sequence.is_paused else harness.pause)(sequence)
         for sequence in cancels[tick]:
-            if sequence.id in house.live:
+            if sequence.id in harness.live:
                 cancelled.add(sequence.id)
-            house.cancel(sequence)
+            harness.cancel(sequence)
         if tick == flush_at:
-            house.blocks.flush_prefix_cache()
-            house.scheduler.check_integrity()
-        house.tick()
-    assert not any(sequence.paused for sequence in house.live.values())
-    house.finish()
+            harness.blocks.flush_prefix_cache()
+            harness.scheduler.check_integrity()
+        harness.tick()
+    assert not any(sequence.is_paused for sequence in harness.live.values())
+    harness.finish()
     assert len(all_sequences) == len(asks)
     for sequence in all_sequences:
         if sequence.id in cancelled:
-            assert sequence.id not in house.reasons
+            assert sequence.id not in harness.reasons
             answer, _ = answer_alone(sequence.request)
-            assert house.tokens[sequence.id] == answer[: len(house.tokens[sequence.id])]
+            assert harness.tokens[sequence.id] == answer[: len(harness.tokens[sequence.id])]
         else:
-            house.check_answer(sequence)
-    assert 0 <= house.scheduler.prefix_hits <= house.scheduler.prefix_queries
-    assert len(house.device.known) <= len(house.scheduler._ended)
-    event(f"preemptions: {min(house.scheduler.preemptions, 3)}")
-    event(f"hits: {house.scheduler.prefix_hits > 0}")
+            harness.check_answer(sequence)
+    assert 0 <= harness.scheduler.prefix_hits <= harness.scheduler.prefix_queries
+    assert len(harness.device.known) <= len(harness.scheduler._ended)
+    event(f"preemptions: {min(harness.scheduler.preemptions, 3)}")
+    event(f"hits: {harness.scheduler.prefix_hits > 0}")

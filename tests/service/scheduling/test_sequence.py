@@ -4,7 +4,7 @@ import pytest
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.ipc.messages import Finish, Request, Timing
-from npuserve.service.scheduling.fair_queue import Account
+from npuserve.service.scheduling.account import Account
 from npuserve.service.scheduling.sequence import Sequence
 
 
@@ -23,9 +23,9 @@ def test_begins_with_prompt_and_what_a_dead_engine_made() -> None:
 
 
 def test_rank_is_age_and_turn_is_priority_in_seconds_of_waiting() -> None:
-    assert make().rank == make().turn == make(priority=-3).rank == (10.0, 5)
-    assert make(priority=-3, arrival=35.0).turn < make(arrival=10.0).turn
-    assert make(priority=-3, arrival=45.0).turn > make(arrival=10.0).turn
+    assert make().age_key == make().queue_key == make(priority=-3).age_key == (10.0, 5)
+    assert make(priority=-3, arrival=35.0).queue_key < make(arrival=10.0).queue_key
+    assert make(priority=-3, arrival=45.0).queue_key > make(arrival=10.0).queue_key
 
 
 def test_phases_are_disjoint_and_add_up() -> None:
@@ -116,11 +116,11 @@ def test_tokens_of_steps_in_flight_are_planned_and_at_most_one_beyond_the_host_i
     sequence.num_computed_tokens = 3
     sequence.num_pending_tokens = 1
     assert (sequence.num_tokens, sequence.num_generated_tokens, sequence.num_uncomputed_tokens) == (4, 0, 1)
-    assert sequence.may_go_on
+    assert sequence.can_sample
     sequence.num_pending_tokens = 2
-    assert not sequence.may_go_on
+    assert not sequence.can_sample
     sequence.token_ids.append(7)
     sequence.num_pending_tokens = 1
-    assert sequence.may_go_on
+    assert sequence.can_sample
     sequence.token_ids.append(8)
-    assert not sequence.may_go_on  # the third is being sampled
+    assert not sequence.can_sample  # the third is being sampled

@@ -1,0 +1,148 @@
+"""Search for requests that crash the engine: crashes are counted by the requests of the steps in flight.
+
+- A request in a fatal step gets one crash more. After the restart it is in quarantine: it makes QUARANTINE_TOKENS
+  tokens apart from all others (quarantine.py) before it runs beside them again.
+- A request is the killer if it was alone in two successive fatal steps, at the same place, and has MIN_CRASHES crashes.
+  The same place is near the same token of the answer, or after about as many tokens of each life of the engine. A
+  killer among up to MAX_QUARANTINE_STEPS // QUARANTINE_TOKENS requests is found at the third crash: with others, alone,
+  alone.
+- A request that passed its quarantine in two lives, and was in a fatal step nevertheless, gets a longer quarantine: the
+  tokens that it made in the last life, and QUARANTINE_TOKENS more. This finds requests that crash the engine after that
+  many tokens of each life. After only one such life another request may be the killer, and the quarantine stays short.
+- A request that made CLEAR_TOKENS tokens since its last crash starts anew.
+
+The counts are in a file beside the step log, which is replaced as a whole once in a life of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from npuserve.npu.step import Step
+from npuserve.service import logs
+from npuserve.service.engine.step_log import StepLog, request_hash
+from npuserve.service.errors import EngineKiller
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.quarantine import QUARANTINE_TOKENS
+from npuserve.service.scheduling.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+MIN_CRASHES = 3
+"""Crashes of the engine before a request is failed for them."""
+NEAR_TOKENS = 2 * QUARANTINE_TOKENS
+"""Two crashes this many tokens apart count as at the same place: tokens of the steps in flight are lost."""
+CLEAR_TOKENS = 256
+MAX_RECORDS = 4096
+"""The oldest are forgotten beyond this."""
+
+
+class CrashRecord(msgspec.Struct, array_like=True):
+    """Crashes of one request.
+
+    crashes: of the engine, while the request was in a step in flight.
+    quarantine_tokens: tokens to make apart from others after the last crash.
+    tokens: tokens of its answer at the last crash.
+    made: those of them that it made in the life of the engine that ended so.
+    is_alone: no other request was in the steps in flight at the last crash.
+    has_passed: it had passed a quarantine before one of the crashes.
+    is_killer: it was found to be the killer.
+    """
+
+    crashes: int
+    quarantine_tokens: int
+    tokens: int
+    made: int
+    is_alone: bool = False
+    has_passed: bool = False
+    is_killer: bool = False
+
+
+class CrashTracker:
+    """Crash records of requests across restarts of the engine.
+
+    path: of the step log; "" keeps nothing. The records are in the file `path`.counts.
+    rows, places: see StepLog.
+    on_killer: called once for each killer.
+
+    OSError where the files cannot be used.
+    """
+
+    def __init__(self, path: str = "", rows: int = 0, places: int = 0, on_killer: Callable[[], None] = lambda: None):
+        self._steps = StepLog(path, rows, places)
+        self._file = Path(f"{path}.counts") if path else None
+        self._on_killer = on_killer
+        self._fatal = self._steps.read()  # hashes of the requests in the last life's fatal step
+        self._assessed: set[int] = set()  # hashes of the requests whose last crash is counted
+        self._is_changed = False
+        self._records: dict[int, CrashRecord] = {}
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+            if self._file:
+                self._records = msgspec.msgpack.decode(self._file.read_bytes(), type=dict[int, CrashRecord])
+
+    def before_launch(self, step: Step, sequence: Callable[[int], Sequence], is_first: bool) -> None:
+        """Log a step before its launch. See StepLog.write."""
+        self._steps.write(step, sequence, is_first)
+
+    def mark_idle(self) -> None:
+        """Clear the step log while no step is in flight: a crash is then no request's fault."""
+        self._steps.clear()
+
+    def assess(self, request: Request, tokens: int) -> CrashRecord | None:
+        """Return the crash record of a request that continues after `tokens` tokens of its answer.
+
+        None if the request needs no quarantine. Raises EngineKiller if the request is the killer.
+        """
+        key = request_hash(request)
+        record = self._records.get(key)
+        if key in self._fatal and key not in self._assessed:
+            self._assessed.add(key)
+            record = self._records[key] = self._after_crash(record, tokens)
+            self._is_changed = True
+            if record.is_killer:
+                self._on_killer()
+                logs.event(log, "a request ends: the engine died of it", level=logging.ERROR, id=request.request_id,
+                           deaths=record.crashes, tokens=tokens)
+        if record is None:
+            return None
+        if record.is_killer:
+            raise EngineKiller(
+                f"the engine died {record.crashes} times while it ran this request, the last two times with no other")
+        return record if tokens - record.tokens < record.quarantine_tokens else None
+
+    def save(self) -> None:
+        """Write the records that `assess` has changed. A full disk is logged: the next life then uses the old ones."""
+        if not self._is_changed or self._file is None:
+            return
+        self._is_changed = False
+        while len(self._records) > MAX_RECORDS:
+            del self._records[next(iter(self._records))]
+        new = self._file.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.msgpack.encode(self._records))
+            os.replace(new, self._file)
+        except OSError as error:
+            logs.event(log, "deaths of the engine cannot be noted", level=logging.ERROR, error=str(error))
+
+    def _after_crash(self, record: CrashRecord | None, tokens: int) -> CrashRecord:
+        """Return the record after one more crash."""
+        is_alone = len(self._fatal) == 1
+        if record is None:
+            return CrashRecord(1, QUARANTINE_TOKENS, tokens, tokens, is_alone)
+        made = tokens - record.tokens
+        if made >= CLEAR_TOKENS:
+            return CrashRecord(1, QUARANTINE_TOKENS, tokens, made, is_alone)
+        passes = made >= record.quarantine_tokens
+        longer = passes and record.has_passed
+        is_near = made <= NEAR_TOKENS or abs(made - record.made) <= QUARANTINE_TOKENS
+        crashes = record.crashes + 1
+        return CrashRecord(
+            crashes, made + QUARANTINE_TOKENS if longer else record.quarantine_tokens, tokens, made, is_alone,
+            record.has_passed or passes,
+            is_killer=is_alone and record.is_alone and is_near and crashes >= MIN_CRASHES)

@@ -1,0 +1,137 @@
+"""Measured durations of steps and answers, and estimates from them: time to the first token, whether a deadline can be
+met, and when a refused client may retry. All estimates are 0 or None until something was measured."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+from npuserve.service.scheduling.sequence import Sequence
+
+SAMPLE_WEIGHT = 0.1
+"""Weight of the latest sample in a moving average."""
+MIN_MARGIN_SECONDS = 0.02
+MIN_RETRY_SECONDS = 0.1
+MAX_RETRY_SECONDS = 30.0
+
+
+class _PlannedStep(NamedTuple):
+    """When a step was planned, its decode rows, and its tokens in prefill chunks."""
+
+    planned: float
+    decodes: int
+    prompts: int
+
+
+class Pace:
+    """Moving averages of how long steps and answers take. Times are seconds.
+
+    budget: maximum number of tokens in a step.
+    answer_tokens: tokens of an answer.
+    answer_seconds: time that an answer computes.
+    token_gap: time between two tokens of a request.
+    """
+
+    def __init__(self, budget: int):
+        self._budget = budget
+        self._light = 0.0  # a step of decode rows, or with few prompt tokens
+        self._token = 0.0  # each token of a step whose prompt tokens fill at least a quarter of the budget
+        self._promised = 0.0  # retry time of the request that was refused last
+        self._in_flight: deque[_PlannedStep] = deque()
+        self._last_applied = 0.0
+        self.token_gap = 0.0
+        self.answer_seconds = 0.0
+        self.answer_tokens = 0.0
+
+    def step_planned(self, decodes: int, prompts: int, now: float) -> None:
+        """Record that a step was planned; the counts are those of `record_step`."""
+        self._in_flight.append(_PlannedStep(now, decodes, prompts))
+
+    def step_applied(self, now: float) -> None:
+        """Record that the oldest planned step has ended. It began when it was planned or the step before it ended."""
+        planned, decodes, prompts = self._in_flight.popleft()
+        self.record_step(decodes, prompts, now - max(planned, self._last_applied))
+        self._last_applied = now
+
+    @property
+    def expected_seconds(self) -> float:
+        """Estimated duration of the oldest step in flight; 0 without one, or until a step was measured."""
+        return self.step_seconds(*self._in_flight[0][1:]) if self._in_flight else 0.0
+
+    def record_step(self, decodes: int, prompts: int, seconds: float) -> None:
+        """Record the duration of a step of `decodes` decode rows and `prompts` tokens in prefill chunks."""
+        if self._is_prefill(prompts):
+            self._token = _average(self._token, seconds / (decodes + prompts))
+        else:
+            self._light = _average(self._light, seconds)
+        if decodes:
+            self.token_gap = _average(self.token_gap, seconds)
+
+    def record_answer(self, seconds: float, tokens: int) -> None:
+        """Record an answer that ended by itself, of `tokens` tokens that took `seconds` to compute."""
+        self.answer_seconds = _average(self.answer_seconds, seconds)
+        self.answer_tokens = _average(self.answer_tokens, tokens)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Estimate the time to compute `tokens` prompt tokens."""
+        if not self._token:
+            return self._light
+        return max(self._light, self._token * tokens) if tokens else 0.0
+
+    def step_seconds(self, decodes: int, prompts: int) -> float:
+        """Estimate the duration of a step; the arguments are those of `record_step`."""
+        return self.prefill_seconds(decodes + prompts) if self._is_prefill(prompts) else self._light
+
+    def drain_seconds(self, requests: float, running: int) -> float:
+        """Estimate the time until `requests` of the `running` requests have ended."""
+        return requests * self.answer_seconds / max(running, 1)
+
+    @property
+    def margin(self) -> float:
+        """Time before its deadline at which a request ends, so that its last message arrives before the deadline.
+        Follows the measured gap between tokens."""
+        return max(MIN_MARGIN_SECONDS, 2 * self.token_gap)
+
+    def first_token_seconds(self, sequence: Sequence, before: int = 0) -> float:
+        """Estimate the time to a request's first token; 0 if that token exists or is being sampled.
+
+        before: tokens that are computed before its own.
+        """
+        if sequence.num_generated_tokens or sequence.num_pending_tokens:
+            return 0.0
+        return self.prefill_seconds(before + sequence.num_uncomputed_tokens)
+
+    def last_moment(self, sequence: Sequence, before: int = 0) -> float:
+        """Return when a request must end because of its deadline, infinity if it has none. With tokens: a margin before
+        the deadline. Without: when its first token can no longer arrive in time. before: as in first_token_seconds.
+        """
+        if sequence.deadline is None:
+            return math.inf
+        if sequence.num_generated_tokens:
+            return sequence.deadline - self.margin
+        return sequence.deadline - max(MIN_MARGIN_SECONDS, self.first_token_seconds(sequence, before))
+
+    def due_moment(self, sequence: Sequence) -> float:
+        """Return the moment to set in `Deadlines`, infinity without a deadline. The margin is not part of it."""
+        return math.inf if sequence.deadline is None else sequence.deadline - self.first_token_seconds(sequence)
+
+    def retry_seconds(self, now: float, running: int) -> float | None:
+        """Return when a refused client should retry; None until an answer was measured.
+
+        Clients that are refused one after the other get successive times, one for each expected end of a running
+        request, so that they do not all retry at once.
+        """
+        if not self.answer_seconds:
+            return None
+        free = min(max(self._promised, now) + self.drain_seconds(1, running), now + MAX_RETRY_SECONDS)
+        self._promised = free
+        return max(free - now, MIN_RETRY_SECONDS)
+
+    def _is_prefill(self, prompts: int) -> bool:
+        """Return whether prompt tokens determine a step's duration, whatever the number of decode rows beside them."""
+        return prompts * 4 >= self._budget
+
+
+def _average(before: float, sample: float) -> float:
+    return before + (sample - before) * (SAMPLE_WEIGHT if before else 1.0)
