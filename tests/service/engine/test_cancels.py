@@ -18,7 +18,7 @@ from tests.support.whole_server import whole_server
 REQUESTS = 300
 
 
-async def test_requests_cancelled_at_random_moments_leave_nothing(tmp_path: Path) -> None:
+async def test_cancels_at_random_moments_leak_nothing(tmp_path: Path) -> None:
     dice = random.Random(7)
     ended: Counter[str] = Counter()
 

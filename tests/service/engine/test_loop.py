@@ -124,7 +124,7 @@ def running(
     engine.stop()
 
 
-def test_tokens_then_one_finish(tmp_path: Path) -> None:
+def test_engine_sends_tokens_then_one_finish(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Peer(engine.address)
         assert peer.ready.model == MODEL
@@ -135,7 +135,7 @@ def test_tokens_then_one_finish(tmp_path: Path) -> None:
         assert (finish.reason, finish.prompt_tokens, finish.generated_tokens) == ("length", 2, 5)
 
 
-def test_end_of_text_and_stop_tokens(tmp_path: Path) -> None:
+def test_engine_ends_at_eos_and_stop_tokens(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [5], 20, eos_token_ids=frozenset([9]))
@@ -145,7 +145,7 @@ def test_end_of_text_and_stop_tokens(tmp_path: Path) -> None:
         assert (peer.tokens(1), peer.tokens(2)) == ([6, 7, 8, 9], [6, 7, 8])
 
 
-def test_chunks_and_timing_add_up(tmp_path: Path) -> None:
+def test_finish_timing_of_chunks_adds_up(tmp_path: Path) -> None:
     with running(tmp_path, budget=8, delay=0.002) as engine:
         peer = Peer(engine.address)
         began = time.monotonic()
@@ -160,7 +160,7 @@ def test_chunks_and_timing_add_up(tmp_path: Path) -> None:
         assert timing.device + timing.host == pytest.approx(sum(timing.prefill_chunks) + timing.decode)
 
 
-def test_cancel_frees_and_says_nothing_more(tmp_path: Path) -> None:
+def test_cancel_sends_nothing_more(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.005) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [1, 2, 3], 200)
@@ -175,7 +175,7 @@ def test_cancel_frees_and_says_nothing_more(tmp_path: Path) -> None:
         assert not any(output.finish for output in peer.outputs[1])
 
 
-def test_stop_string_keeps_what_stands(tmp_path: Path) -> None:
+def test_cancel_with_keep_finishes_as_stop_string(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [1], 200)
@@ -186,7 +186,7 @@ def test_stop_string_keeps_what_stands(tmp_path: Path) -> None:
         assert (finish.reason, finish.generated_tokens) == ("stop_string", 2)
 
 
-def test_abort_by_name_from_another_front_end(tmp_path: Path) -> None:
+def test_abort_by_request_id_from_another_front_end(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
         asker, admin = Peer(engine.address), Peer(engine.address)
         asker.submit(1, [1], 200, request_id="mine")
@@ -218,7 +218,7 @@ def test_duplicates_and_a_full_queue_are_refused(tmp_path: Path) -> None:
         assert peer.until_end(60)[60].finish
 
 
-def test_a_lost_front_end_frees_its_requests(tmp_path: Path) -> None:
+def test_lost_front_end_frees_its_requests(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.003) as engine:
         lost, other = Peer(engine.address), Peer(engine.address)
         lost.submit(1, [1], 240)
@@ -232,7 +232,7 @@ def test_a_lost_front_end_frees_its_requests(tmp_path: Path) -> None:
         assert engine.scheduler.num_running == 0
 
 
-def test_pool_too_small_for_all_at_once(tmp_path: Path) -> None:
+def test_preempted_requests_are_answered_completely(tmp_path: Path) -> None:
     """12 blocks of 4 tokens for four requests of up to 30: some are preempted, and none shows it."""
     with running(tmp_path, blocks=12, budget=16) as engine:
         peer = Peer(engine.address)
@@ -265,7 +265,7 @@ def test_prefix_hits_and_flush(tmp_path: Path) -> None:
         assert finish.cached_tokens == 0
 
 
-def test_idle_engine_beats(tmp_path: Path) -> None:
+def test_idle_engine_sends_heartbeats(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Peer(engine.address)
         beat = peer.receive()
@@ -274,7 +274,7 @@ def test_idle_engine_beats(tmp_path: Path) -> None:
         assert beat.load.free_kv_ratio == 1.0
 
 
-def test_all_hear_at_once_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_sends_a_heartbeat_to_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the regular heartbeats, nothing else is sent to a front end that has no request."""
     monkeypatch.setattr(engine_module, "HEARTBEAT_SECONDS", 3600.0)
     with running(tmp_path, delay=0.005) as engine:
@@ -291,7 +291,7 @@ def test_all_hear_at_once_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.
         peers[0].send(m.FlushPrefixCache(2))  # an idle engine waits for a message, or for the next heartbeat
 
 
-def test_audit_runs_once_in_its_interval_however_often_the_engine_is_idle(
+def test_audit_runs_at_most_once_in_its_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "AUDIT_SECONDS", 3600.0)
@@ -349,7 +349,7 @@ def test_audit_of_an_idle_engine_finds_a_fault(tmp_path: Path, fault: str) -> No
         engine.run()
 
 
-def test_logprobs_when_asked(tmp_path: Path) -> None:
+def test_logprobs_are_sent_on_request(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [5], 2, sampling=SamplingParams(logprobs=1))

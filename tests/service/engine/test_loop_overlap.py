@@ -106,7 +106,7 @@ def scripts(draw: st.DrawFn) -> dict[int, list[m.ToEngine]]:
 
 @given(messages=scripts(), pool=st.sampled_from([9, 12, 64]), seats=st.sampled_from([8, 3, 1]),
        budget=st.sampled_from([64, 8, 3]))
-def test_the_same_answers_with_one_step_in_flight_and_with_two(
+def test_answers_are_equal_with_one_step_in_flight_and_with_two(
     messages: dict[int, list[m.ToEngine]], pool: int, seats: int, budget: int
 ) -> None:
     plain, overlapped = (answers(serve(messages, on, pool, seats, budget)) for on in (False, True))
@@ -149,15 +149,15 @@ def watched(double_buffering: bool) -> list[tuple[str, int]]:
     return runner.seen
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
+def test_double_buffering_launches_before_it_collects() -> None:
     assert watched(True) == [("launch", 0), *[("launch", 1), ("collect", 2)] * 3, ("collect", 1)]
 
 
-def test_without_double_buffering_one_step_is_in_flight() -> None:
+def test_no_double_buffering_has_one_step_in_flight() -> None:
     assert watched(False) == [("launch", 0), ("collect", 1)] * 4
 
 
-def test_what_is_in_flight_is_applied_before_the_engine_stops() -> None:
+def test_stop_applies_the_steps_in_flight() -> None:
     scheduler = Scheduler(
         BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
     script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 40, 0.0))]})

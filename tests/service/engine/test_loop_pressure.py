@@ -78,7 +78,7 @@ class Gate:
         self.scheduler.check_integrity()
 
 
-def test_a_cancel_frees_before_the_step_that_runs_has_ended(tmp_path: Path) -> None:
+def test_cancel_during_a_step_frees_before_its_end(tmp_path: Path) -> None:
     with Gate(tmp_path) as stuck:
         assert stuck.blocks.counts.used
         stuck.peer.send(m.Cancel(1))
@@ -111,7 +111,7 @@ def test_deadlines_do_not_wait_for_a_step(tmp_path: Path) -> None:
         assert stuck.runner.launched == 4
 
 
-def test_a_deadline_keeps_what_was_made(tmp_path: Path) -> None:
+def test_deadline_keeps_the_generated_tokens(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.01) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [5, 6], 240, deadline=time.monotonic() + 0.4)
@@ -153,7 +153,7 @@ def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(
         assert deadline - 1.0 < sent[0] < deadline
 
 
-def test_an_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
+def test_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
     """All it has is paused: nothing is launched, and no message comes."""
     with running(tmp_path, delay=0.002) as engine:
         peer = Peer(engine.address)
@@ -195,7 +195,7 @@ class Stepped(FakeRunner):
         return super().collect(handle)
 
 
-def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) -> None:
+def test_paused_request_gets_no_tokens_while_others_do(tmp_path: Path) -> None:
     runner = Stepped()
     with running(tmp_path, runner=runner) as engine:
         peer = Peer(engine.address)
@@ -216,7 +216,7 @@ def test_a_paused_request_makes_nothing_more_and_others_go_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_cancel_frees_within_two_steps(tmp_path: Path, paused: bool) -> None:
+def test_cancel_frees_within_two_steps(tmp_path: Path, paused: bool) -> None:
     runner = Stepped()
     with running(tmp_path, runner=runner) as engine:
         peer = Peer(engine.address)

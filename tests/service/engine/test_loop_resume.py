@@ -67,7 +67,7 @@ class Reader(Peer):
             self.keep(message)
 
 
-def test_who_starts_is_said_before_its_first_token(tmp_path: Path) -> None:
+def test_started_is_sent_before_the_first_token(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.submit(1, list(range(20)), 40)
@@ -80,7 +80,7 @@ def test_who_starts_is_said_before_its_first_token(tmp_path: Path) -> None:
         peer.until_end(2)
 
 
-def test_a_live_stream_is_taken_over(tmp_path: Path) -> None:
+def test_resume_takes_over_a_live_stream(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
         first.begin(1, [5, 6], 60)
@@ -100,7 +100,7 @@ def test_a_live_stream_is_taken_over(tmp_path: Path) -> None:
         assert first.tokens(1) == record.token_ids
 
 
-def test_a_left_stream_frees_its_blocks_and_goes_on(tmp_path: Path) -> None:
+def test_resume_continues_a_stream_that_was_left(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.begin(1, [5, 6], 50, sampling=SamplingParams(logprobs=0))
@@ -124,7 +124,7 @@ def test_a_left_stream_frees_its_blocks_and_goes_on(tmp_path: Path) -> None:
             sum(finish.timing.prefill_chunks) + finish.timing.decode)
 
 
-def test_a_lost_front_end_s_streams_go_on_elsewhere(tmp_path: Path) -> None:
+def test_resume_continues_streams_of_a_lost_front_end(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         lost, other = Reader(engine.address), Reader(engine.address)
         lost.begin(1, [5, 6], 80)
@@ -140,7 +140,7 @@ def test_a_lost_front_end_s_streams_go_on_elsewhere(tmp_path: Path) -> None:
         assert record.token_ids + other.tokens(1) == [7 + i for i in range(80)]
 
 
-def test_a_finished_stream_is_told_again(tmp_path: Path) -> None:
+def test_resume_repeats_a_finished_stream(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.begin(1, [5, 6], 5)
@@ -160,7 +160,7 @@ def test_a_finished_stream_is_told_again(tmp_path: Path) -> None:
         assert (record.finish.reason, record.finish.generated_tokens) == ("stop_string", 3)
 
 
-def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+def test_resume_refuses_unknown_streams(tmp_path: Path) -> None:
     with running(tmp_path, seconds=0.3) as engine:
         peer = Reader(engine.address)
         peer.begin(1, [5, 6], 5)
@@ -196,7 +196,7 @@ def left(key: int, tokens: int) -> m.EndedRecord:
     return records.ended(time.monotonic())[0]
 
 
-def test_what_another_engine_left_goes_on(tmp_path: Path) -> None:
+def test_restore_continues_streams_of_an_earlier_engine(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         peer.send(m.Restore([restored(key, key) for key in (0, 1, 2)], [left(4, 3)]))
@@ -214,7 +214,7 @@ def test_what_another_engine_left_goes_on(tmp_path: Path) -> None:
         assert peer.record(6).token_ids == [7 + i for i in range(30)]
 
 
-def test_more_than_the_queue_holds_go_on(tmp_path: Path) -> None:
+def test_restore_accepts_more_than_the_queue_holds(tmp_path: Path) -> None:
     """What an engine had accepted is not refused by the next, though others came first; 4 run and 3 wait here."""
     with running(tmp_path, delay=0.005) as engine:
         peer, other = Reader(engine.address), Reader(engine.address)
@@ -227,7 +227,7 @@ def test_more_than_the_queue_holds_go_on(tmp_path: Path) -> None:
         other.until_end(*range(7))
 
 
-def test_prompt_reports_go_on_and_are_never_repeated(tmp_path: Path) -> None:
+def test_restore_repeats_no_prompt_logprobs(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         report = TokenLogprobs(6, -1.0, 1, [], [])
@@ -238,7 +238,7 @@ def test_prompt_reports_go_on_and_are_never_repeated(tmp_path: Path) -> None:
         assert not any(output.prompt_logprobs for output in peer.outputs[1])
 
 
-def test_two_front_ends_that_read_one_stream(tmp_path: Path) -> None:
+def test_restore_by_two_front_ends_ends_the_first_reader(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
         first.send(m.Restore([restored(1, 3)], []))
@@ -251,7 +251,7 @@ def test_two_front_ends_that_read_one_stream(tmp_path: Path) -> None:
         assert error[0] == "TakenOver"
 
 
-def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTORE_SECONDS", 30.0)
     with running(tmp_path, frontends=2) as engine:
         first, second = Reader(engine.address), Reader(engine.address)
@@ -267,7 +267,7 @@ def test_a_restarted_engine_waits_for_all_front_ends(tmp_path: Path, monkeypatch
         first.until_end(1, 2, 3)
 
 
-def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTORE_SECONDS", 0.1)
     with running(tmp_path, frontends=2) as engine:
         peer = Reader(engine.address)
@@ -276,7 +276,7 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert peer.tokens(1) == [7 + i for i in range(3, 30)]
 
 
-def test_what_ran_before_is_not_displaced(tmp_path: Path) -> None:
+def test_restored_requests_are_not_displaced(tmp_path: Path) -> None:
     """A newcomer of a client with less than its share takes the place of none that has made tokens already."""
     with running(tmp_path, delay=0.005) as engine:
         peer = Reader(engine.address)

@@ -25,7 +25,7 @@ def found(blocks: BlockManager, tokens: list[int], salt: str = "") -> list[int]:
     return blocks.find_prefix(BlockTable(salt), tokens)
 
 
-def test_blocks_cover_the_tokens_and_are_distinct() -> None:
+def test_allocate_gives_distinct_blocks_for_all_tokens() -> None:
     blocks = BlockManager(8, 4)
     a, b = BlockTable(), BlockTable()
     assert blocks.allocate(a, 5)
@@ -38,7 +38,7 @@ def test_blocks_cover_the_tokens_and_are_distinct() -> None:
     blocks.check_integrity([a, b])
 
 
-def test_allocation_is_all_or_nothing() -> None:
+def test_allocate_without_enough_blocks_changes_nothing() -> None:
     blocks = BlockManager(3, 4)
     a = hold(blocks, [1, 2, 3, 4])
     b = BlockTable()
@@ -52,7 +52,7 @@ def test_allocation_is_all_or_nothing() -> None:
     blocks.check_integrity([a, b])
 
 
-def test_a_cached_prefix_that_is_shared_is_not_evicted_for_the_sharer() -> None:
+def test_allocate_never_evicts_the_shared_prefix() -> None:
     blocks = BlockManager(2, 2)
     blocks.free(hold(blocks, [1, 2, 3, 4]))
     table = BlockTable()
@@ -65,7 +65,7 @@ def test_a_cached_prefix_that_is_shared_is_not_evicted_for_the_sharer() -> None:
     blocks.check_integrity([table])
 
 
-def test_prefix_is_whole_blocks_and_leaves_one_token() -> None:
+def test_find_prefix_returns_whole_blocks_and_leaves_one_token() -> None:
     blocks = BlockManager(8, 4)
     blocks.free(hold(blocks, list(range(10))))
     assert len(found(blocks, list(range(4)))) == 0
@@ -77,14 +77,14 @@ def test_prefix_is_whole_blocks_and_leaves_one_token() -> None:
     assert found(blocks, [9, 1, 2, 3, 4, 5, 6, 7, 8]) == []
 
 
-def test_the_same_block_elsewhere_is_no_hit() -> None:
+def test_find_prefix_same_tokens_at_another_position_miss() -> None:
     blocks = BlockManager(8, 2)
     blocks.free(hold(blocks, [1, 2, 3, 4]))
     assert found(blocks, [3, 4, 1]) == []
     assert len(found(blocks, [1, 2, 1, 2, 1])) == 1
 
 
-def test_salt_separates() -> None:
+def test_find_prefix_other_salt_misses() -> None:
     blocks = BlockManager(8, 2)
     blocks.free(hold(blocks, [1, 2, 3, 4], "a"))
     assert found(blocks, [1, 2, 3, 4, 5]) == []
@@ -92,7 +92,7 @@ def test_salt_separates() -> None:
     assert len(found(blocks, [1, 2, 3, 4, 5], "a")) == 2
 
 
-def test_only_computed_blocks_are_found() -> None:
+def test_find_prefix_finds_only_registered_blocks() -> None:
     blocks = BlockManager(8, 2)
     table, tokens = BlockTable(), [1, 2, 3, 4, 5]
     blocks.allocate(table, 5)
@@ -104,7 +104,7 @@ def test_only_computed_blocks_are_found() -> None:
     blocks.check_integrity([table])
 
 
-def test_equal_content_computed_twice_is_found_once() -> None:
+def test_register_keeps_the_first_block_of_equal_content() -> None:
     blocks = BlockManager(8, 2)
     a, b = BlockTable(), BlockTable()
     for table in (a, b):
@@ -119,7 +119,7 @@ def test_equal_content_computed_twice_is_found_once() -> None:
     blocks.check_integrity([])
 
 
-def test_eviction_takes_the_oldest_and_its_leaf_first() -> None:
+def test_eviction_order_is_least_recently_used_leaf_first() -> None:
     blocks = BlockManager(4, 2)
     old, new = [1, 2, 3, 4], [5, 6, 7, 8]
     first, second = hold(blocks, old), hold(blocks, new)
@@ -135,7 +135,7 @@ def test_eviction_takes_the_oldest_and_its_leaf_first() -> None:
     blocks.check_integrity([table])
 
 
-def test_a_hit_makes_a_prefix_recent() -> None:
+def test_eviction_order_after_a_prefix_hit() -> None:
     blocks = BlockManager(4, 2)
     old, new = [1, 2, 3, 4], [5, 6, 7, 8]
     for tokens in (old, new, old):
@@ -146,7 +146,7 @@ def test_a_hit_makes_a_prefix_recent() -> None:
     assert len(found(blocks, [*new, 0])) == 1
 
 
-def test_free_blocks_are_taken_before_cached_ones() -> None:
+def test_allocate_uses_free_blocks_before_cached_ones() -> None:
     blocks = BlockManager(4, 2)
     blocks.free(hold(blocks, [1, 2, 3, 4]))
     table = BlockTable()
@@ -154,7 +154,7 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     assert blocks.counts == BlockCounts(2, 2, 0)
 
 
-def test_flush_spares_what_is_in_use() -> None:
+def test_flush_prefix_cache_keeps_used_blocks() -> None:
     blocks = BlockManager(8, 2)
     used = hold(blocks, [1, 2, 3, 4])
     blocks.free(hold(blocks, [1, 2, 9, 9, 8, 8]))
@@ -170,14 +170,14 @@ def test_flush_spares_what_is_in_use() -> None:
     blocks.check_integrity([])
 
 
-def test_without_prefix_cache_nothing_is_kept() -> None:
+def test_free_without_prefix_cache_caches_nothing() -> None:
     blocks = BlockManager(4, 2, prefix_cache=False)
     blocks.free(hold(blocks, [1, 2, 3, 4]))
     assert blocks.counts == BlockCounts(0, 0, 4)
     assert found(blocks, [1, 2, 3, 4, 5]) == []
 
 
-def test_a_table_is_registered_anew_after_free() -> None:
+def test_register_after_free_registers_again() -> None:
     blocks = BlockManager(4, 2)
     table = hold(blocks, [1, 2, 3, 4])
     blocks.free(table)
@@ -188,7 +188,7 @@ def test_a_table_is_registered_anew_after_free() -> None:
     assert found(blocks, [1, 2, 3, 4, 5]) == table.block_ids
 
 
-def test_a_list_handed_out_survives_free() -> None:
+def test_free_leaves_a_list_that_was_read_before_unchanged() -> None:
     blocks = BlockManager(4, 2)
     table = hold(blocks, [1, 2, 3])
     ids = table.block_ids
@@ -218,12 +218,12 @@ def test_block_table_version_changes_with_each_allocation_after_free() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0), (-1, 4)])
-def test_bad_sizes(num_blocks: int, block_size: int) -> None:
+def test_block_manager_rejects_bad_sizes(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BlockManager(num_blocks, block_size)
 
 
-def test_integrity_names_what_is_wrong() -> None:
+def test_audit_names_the_fault_of_a_block() -> None:
     blocks = BlockManager(4, 2)
     table = hold(blocks, [1, 2, 3])
     blocks.check_integrity([table])
@@ -254,7 +254,7 @@ def test_integrity_names_what_is_wrong() -> None:
         blocks.check_integrity([table])
 
 
-def test_integrity_of_digests() -> None:
+def test_audit_names_the_fault_of_a_digest() -> None:
     blocks = BlockManager(4, 2)
     blocks.free(hold(blocks, [1, 2, 3]))
     (digest,) = blocks._by_digest
@@ -274,7 +274,7 @@ def test_integrity_of_digests() -> None:
         blocks.check_integrity([])
 
 
-def test_audit_pauses_after_each_part() -> None:
+def test_audit_yields_after_each_part() -> None:
     blocks = BlockManager(3 * AUDIT_BLOCKS, 2)
     assert sum(1 for _ in blocks.audit([])) == 6  # of the free list, and of all blocks
 
@@ -284,7 +284,7 @@ actions = st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]
 
 
 @given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), steps=st.lists(actions, max_size=40))
-def test_shared_blocks_hold_what_their_holders_think(
+def test_block_manager_matches_a_plain_cache(
     num_blocks: int, size: int, steps: list[tuple[str, list[int], str, int]]
 ) -> None:
     """Against a plain cache: each block remembers (salt, tokens up to its end) of who wrote it."""

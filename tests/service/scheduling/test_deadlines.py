@@ -1,5 +1,4 @@
-"""Deadlines: refused at once, dropped before any prefill, or ended just before with what was made; and slow readers,
-whose requests pause."""
+"""Deadlines: a request is refused at once, dropped before its prefill, or ended with the tokens that it has."""
 
 from __future__ import annotations
 
@@ -9,53 +8,15 @@ from hypothesis import strategies as st
 
 from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.scheduling.deadlines import Deadlines
-from npuserve.service.scheduling.pace import MAX_RETRY_SECONDS, MIN_MARGIN_SECONDS, MIN_RETRY_SECONDS, Pace
+from npuserve.service.scheduling.pace import MIN_MARGIN_SECONDS
 from tests.service.scheduling.reference import answer_alone
-from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
-
-# What was measured
-
-
-def test_nothing_measured_refuses_nobody() -> None:
-    pace = Pace(64)
-    assert (pace.prefill_seconds(1000), pace.drain_seconds(5, 2)) == (0.0, 0.0)
-    assert (pace.retry_seconds(0.0, 2), pace.margin) == (None, MIN_MARGIN_SECONDS)
-
-
-def test_steps_of_few_and_of_many_tokens() -> None:
-    pace = Pace(64)
-    pace.record_step(4, 0, 0.03)
-    assert (pace.prefill_seconds(1), pace.prefill_seconds(640)) == (0.03, 0.03)
-    pace.record_step(4, 60, 0.64)
-    assert pace.prefill_seconds(640) == pytest.approx(6.4)
-    assert pace.prefill_seconds(1) == 0.03
-    assert pace.prefill_seconds(0) == 0.0
-    assert pace.margin == pytest.approx(2 * (0.03 + 0.1 * 0.61))
-
-
-def test_pace_many_decode_rows_leave_the_prompt_estimate_unchanged() -> None:
-    pace = Pace(256)
-    pace.record_step(0, 256, 0.256)
-    for _ in range(100):
-        pace.record_step(250, 0, 0.5)
-    assert pace.prefill_seconds(2560) == pytest.approx(2.56)
-    assert pace.step_seconds(250, 0) == pytest.approx(0.5)
-    assert pace.step_seconds(6, 250) == pytest.approx(max(0.5, 0.256))
-
-
-def test_retry_follows_the_seats_that_become_free() -> None:
-    pace = Pace(64)
-    pace.record_answer(4.0, 10)
-    assert [pace.retry_seconds(100.0, 8) for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
-    assert pace.retry_seconds(101.0, 8) == pytest.approx(1.0)
-    assert [pace.retry_seconds(101.0, 8) for _ in range(99)][-1] == pytest.approx(MAX_RETRY_SECONDS)
-    assert pace.retry_seconds(1000.0, 4000) == MIN_RETRY_SECONDS
+from tests.service.scheduling.stepwise import TICK, SchedulerHarness
 
 
 @given(
     changes=st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30),
     now=st.integers(0, 9), margin=st.integers(0, 3))
-def test_deadlines_are_those_set_last(changes: list[tuple[int, int | None]], now: int, margin: int) -> None:
+def test_deadlines_match_a_plain_dict(changes: list[tuple[int, int | None]], now: int, margin: int) -> None:
     deadlines, plain = Deadlines(), dict[int, int]()
     for key, moment in changes:
         if moment is None:
@@ -70,18 +31,16 @@ def test_deadlines_are_those_set_last(changes: list[tuple[int, int | None]], now
     assert deadlines.due(now, margin) == [k for _, k in due]
 
 
-# In the scheduler
-
-
 def measured(**fields: object) -> SchedulerHarness:
     """Prefill takes 1/64 s for each 8 tokens, and an answer of 8 tokens about 8/64 s."""
-    harness = SchedulerHarness(**{"budget": 8, "max_num_seqs": 1, "prefix_cache": False, **fields})  # type: ignore[arg-type]
+    options: dict[str, object] = {"budget": 8, "max_num_seqs": 1, "prefix_cache": False, **fields}
+    harness = SchedulerHarness(**options)  # type: ignore[arg-type]
     harness.add([1] * 8, 8)
     harness.finish()
     return harness
 
 
-def test_an_unmeetable_deadline_is_refused_at_once() -> None:
+def test_add_with_an_unmeetable_deadline_is_refused() -> None:
     harness = measured()
     for prompt, left, refused in ((8, 0.5, False), (200, 0.2, True), (8, 0.01, True)):
         if refused:
@@ -94,7 +53,7 @@ def test_an_unmeetable_deadline_is_refused_at_once() -> None:
     assert harness.scheduler.tokens_in_vain == 0
 
 
-def test_the_queue_ahead_counts() -> None:
+def test_add_with_a_deadline_counts_the_queue_ahead() -> None:
     harness = measured()
     for _ in range(20):
         harness.add([1] * 8, 8)
@@ -107,7 +66,7 @@ def test_the_queue_ahead_counts() -> None:
     assert {urgent.id, other.id} <= set(harness.reasons)
 
 
-def test_a_deadline_that_passes_in_the_queue_costs_nothing() -> None:
+def test_deadline_that_passes_in_the_queue_computes_nothing() -> None:
     harness = SchedulerHarness(max_num_seqs=1)
     first = harness.add([1], 60)
     harness.tick()
@@ -118,7 +77,7 @@ def test_a_deadline_that_passes_in_the_queue_costs_nothing() -> None:
     harness.check_answer(first)
 
 
-def test_a_prompt_that_cannot_be_computed_in_time_is_dropped_before_it_is_begun() -> None:
+def test_prompt_that_would_be_late_is_dropped_before_admission() -> None:
     harness = measured(max_num_seqs=2)
     blocker = harness.add([1] * 9, 200)
     harness.tick()
@@ -136,13 +95,13 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_dropped_before_it_is_begun(
 
 def test_tokens_in_vain_are_counted() -> None:
     harness = SchedulerHarness(budget=8, prefix_cache=False)
-    harness.add([1] * 40, 5, deadline=harness.now + 4 * TICK)  # nothing is measured yet
+    harness.add([1] * 40, 5, deadline=harness.now + 4 * TICK)  # nothing was measured yet
     harness.finish()
     assert len(harness.dropped) == 1
     assert 8 <= harness.scheduler.tokens_in_vain <= 32
 
 
-def test_what_was_made_before_the_deadline_stands() -> None:
+def test_deadline_keeps_the_tokens_generated_before() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([1, 2, 3], 60, deadline=harness.now + 1.0)
     harness.finish()
@@ -190,7 +149,7 @@ def test_deadline_is_admitted_while_many_rows_decode() -> None:
     assert harness.now < deadline
 
 
-def test_a_new_reader_has_its_own_deadline() -> None:
+def test_change_reader_replaces_deadline_and_pause() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([1, 2, 3], 40, deadline=harness.now + 0.1)
     harness.tick()
@@ -202,118 +161,12 @@ def test_a_new_reader_has_its_own_deadline() -> None:
     harness.check_answer(sequence)
 
 
-# Slow readers
-
-
-def test_a_paused_request_gets_no_row_and_goes_on_where_it_was() -> None:
-    harness = SchedulerHarness()
-    slow, other = harness.add([1, 2, 3], 20), harness.add([4, 5, 6], 20)
-    for _ in range(3):
-        harness.tick()
-    harness.pause(slow)
-    made = len(slow.token_ids)
-    for _ in range(5):
-        assert [row.request_id for row in harness.tick().rows] == [other.id]
-    assert (len(slow.token_ids), not slow.holds_blocks, harness.scheduler.num_paused) == (made, False, 1)
-    assert slow.block_ids
-    harness.unpause(slow)
-    assert [row.start for row in harness.tick().rows] == [made - 1, other.num_computed_tokens - 1]
-    harness.finish()
-    harness.check_answer(slow)
-    harness.check_answer(other)
-    assert harness.scheduler.preemptions == 0
-
-
-def test_the_paused_have_no_seats() -> None:
-    harness = SchedulerHarness(max_num_seqs=2)
-    slow = [harness.add([1, 2, 3], 20), harness.add([1, 2], 20)]
-    harness.tick()
-    for sequence in slow:
-        harness.pause(sequence)
-    others = [harness.add([4, 5], 30) for _ in range(3)]
-    assert [row.request_id for row in harness.tick().rows] == [others[0].id, others[1].id]
-    harness.unpause(slow[0])  # there is no seat: it gives up its blocks, and has the next one
-    harness.tick()
-    assert not slow[0].holds_blocks
-    assert not others[2].holds_blocks
-    harness.unpause(slow[1])
-    harness.finish()
-    assert harness.started[others[2].id] > 0
-    for sequence in (*slow, *others):
-        harness.check_answer(sequence)
-
-
-def test_the_paused_are_the_first_to_be_preempted_whatever_their_rank() -> None:
-    harness = crowded(prefix_cache=False)
-    first, second = harness.add([1, 1, 1], 8), harness.add([2, 2, 2], 8)
-    harness.tick()
-    harness.pause(first)
-    while first.holds_blocks:
-        assert harness.scheduler.preemptions == 0
-        harness.tick()
-        if second.id not in harness.live:
-            second = harness.add([2, 2, 2], 8)
-    assert not harness.scheduler.num_waiting
-    harness.unpause(first)
-    assert harness.scheduler.num_waiting == 1
-    harness.finish()
-    harness.check_answer(first)
-
-
-def test_an_admission_takes_the_blocks_of_the_paused() -> None:
-    harness = SchedulerHarness(num_blocks=8, block_size=4, prefix_cache=False)
-    slow = [harness.add([n] * 9, 4) for n in (1, 2)]
-    harness.tick()
-    for sequence in slow:
-        harness.pause(sequence)
-    big = harness.add([3] * 20, 4)
-    assert [row.request_id for row in harness.tick().rows] == [big.id]
-    assert [sequence.holds_blocks for sequence in slow] == [True, False]  # the youngest, and no more than it needs
-    for sequence in slow:
-        harness.unpause(sequence)
-    harness.finish()
-    for sequence in (*slow, big):
-        harness.check_answer(sequence)
-
-
-@pytest.mark.parametrize("when", ["waiting", "running", "preempted"])
-def test_a_paused_request_ends_by_cancel(when: str) -> None:
-    harness = crowded(prefix_cache=False)
-    other, slow = harness.add([1, 1, 1], 8), harness.add([2, 2, 2], 8)
-    if when != "waiting":
-        harness.tick()
-    harness.pause(slow)
-    while when == "preempted" and slow.holds_blocks:
-        harness.tick()
-    harness.cancel(slow)
-    harness.scheduler.check_integrity()
-    harness.unpause(slow)
-    harness.pause(slow)
-    harness.finish()
-    harness.check_answer(other)
-
-
-def test_a_pause_is_no_time_of_computing() -> None:
-    harness = SchedulerHarness()
-    slow = harness.add([1, 2, 3], 6)
-    for _ in range(3):
-        harness.tick()
-    harness.pause(slow)
-    harness.now += 50
-    harness.unpause(slow)
-    harness.finish()
-    harness.check_answer(slow)
-    assert slow.timing.queue >= 50
-    assert harness.scheduler._pace.answer_seconds < 1
-    assert harness.scheduler._pace.token_gap < 1
-
-
 @given(
     asks=st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 30), st.integers(1, 12), st.integers(1, 200)), max_size=12),
     seats=st.integers(1, 4), depth=st.sampled_from([1, 2]), pool=st.integers(12, 30),
 )
-def test_all_end_before_their_deadlines(
+def test_no_request_ends_after_its_deadline(
     asks: list[tuple[int, int, int, int]], seats: int, depth: int, pool: int
 ) -> None:
     harness = SchedulerHarness(num_blocks=pool, block_size=4, max_num_seqs=seats, depth=depth, budget=8)
@@ -329,23 +182,9 @@ def test_all_end_before_their_deadlines(
                 asked[sequence.id] = sequence, deadline
         harness.tick()
         for key in harness.live:
-            assert asked[key][1] > harness.now - 4 * TICK, "it goes on after its deadline"
+            assert asked[key][1] > harness.now - 4 * TICK, "it runs after its deadline"
     harness.finish()
     assert len(harness.reasons) + len(harness.dropped) == len(asked)
     for key, (sequence, _) in asked.items():
         if key in harness.reasons:
             harness.check_answer(sequence)
-
-
-def test_a_paused_request_s_deadline_comes_too() -> None:
-    harness = SchedulerHarness()
-    slow = harness.add([1, 2, 3], 60, deadline=harness.now + 0.5)
-    for _ in range(3):
-        harness.tick()
-    harness.pause(slow)
-    assert harness.scheduler.next_deadline == pytest.approx(slow.deadline - MIN_MARGIN_SECONDS, abs=TICK)
-    harness.now += 0.5
-    harness.tick()
-    harness.tick()
-    assert harness.dropped == {slow.id: None}
-    harness.finish()

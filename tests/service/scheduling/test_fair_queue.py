@@ -25,7 +25,7 @@ def one_seat() -> SchedulerHarness:
     return SchedulerHarness(max_num_seqs=1, prefix_cache=False)
 
 
-def test_a_client_with_one_request_does_not_wait_for_all_of_anothers() -> None:
+def test_single_request_is_served_between_another_clients_requests() -> None:
     harness = one_seat()
     for _ in range(6):
         harness.add([1, 2, 3], 2, client="many")
@@ -35,14 +35,14 @@ def test_a_client_with_one_request_does_not_wait_for_all_of_anothers() -> None:
     assert order(harness).index(late.id) == 1
 
 
-def test_clients_take_turns_and_each_ones_own_go_in_order() -> None:
+def test_clients_are_served_alternately_and_each_in_order() -> None:
     harness = one_seat()
     asked = [harness.add([1, 2, 3], 2, client=client).id for client in "aaabbbccc"]
     harness.finish()
     assert order(harness) == [asked[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
 
 
-def test_turns_are_by_tokens_not_by_requests() -> None:
+def test_clients_get_equal_tokens_not_equal_requests() -> None:
     harness = one_seat()
     for _ in range(4):
         harness.add([1] * 12, 1, client="long")
@@ -61,7 +61,7 @@ def test_turns_are_by_tokens_not_by_requests() -> None:
     harness.finish()
 
 
-def test_nobody_saves_up_turns() -> None:
+def test_idle_client_earns_no_credit() -> None:
     """A client that asked for little for long gets no more than its share when it asks for much."""
     harness = one_seat()
     harness.add([1, 2, 3], 1, client="rare")
@@ -76,7 +76,7 @@ def test_nobody_saves_up_turns() -> None:
     assert sum(key in rare for key in following[:8]) == 4
 
 
-def test_a_lower_priority_value_goes_first_whoever_asks() -> None:
+def test_lower_priority_value_is_served_first_across_clients() -> None:
     harness = SchedulerHarness(max_num_seqs=1, aging=1000.0)
     first = harness.add([1], 1, client="a")
     harness.tick()
@@ -88,7 +88,7 @@ def test_a_lower_priority_value_goes_first_whoever_asks() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(per_tick=st.integers(1, 3), seats=st.integers(1, 3), spent=st.integers(1, 6), blocks=st.integers(8, 20))
-def test_no_stream_of_new_clients_starves_one_that_had_much(
+def test_stream_of_new_clients_starves_no_old_client(
     per_tick: int, seats: int, spent: int, blocks: int
 ) -> None:
     """Clients who were never here before come without end, more than can be served."""
@@ -137,7 +137,7 @@ def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
     assert greatest >= worth
 
 
-def test_who_comes_while_another_has_borrowed_is_not_behind_it() -> None:
+def test_client_that_arrives_while_another_has_borrowed_is_not_behind_it() -> None:
     """Each lone request of the quiet client has its turn soon, however long the flood."""
     harness = one_seat()
     for _ in range(400):
@@ -154,7 +154,7 @@ def test_who_comes_while_another_has_borrowed_is_not_behind_it() -> None:
             harness.tick()
 
 
-def test_urgent_requests_without_end_do_not_evict_another_for_ever() -> None:
+def test_stream_of_urgent_requests_does_not_preempt_a_request_forever() -> None:
     harness = SchedulerHarness(num_blocks=8, block_size=2, max_num_seqs=4, budget=8, aging=1000.0, prefix_cache=False)
     quiet = harness.add([1, 1, 1], 9, client="quiet")
     harness.tick()
@@ -172,7 +172,7 @@ def test_urgent_requests_without_end_do_not_evict_another_for_ever() -> None:
 # A full queue
 
 
-def test_a_full_queue_makes_room_for_who_has_fewer() -> None:
+def test_full_queue_displaces_the_client_with_most_requests() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=4)
     hogs = [harness.add([1], 2, client="hog") for _ in range(5)]
     harness.tick()
@@ -190,7 +190,7 @@ def test_a_full_queue_makes_room_for_who_has_fewer() -> None:
     assert {guest.id, second.id, *(hog.id for hog in hogs[:3])} == set(harness.reasons)
 
 
-def test_the_least_urgent_of_a_client_is_displaced_and_none_that_runs() -> None:
+def test_full_queue_displaces_the_least_urgent_and_no_running_request() -> None:
     harness = SchedulerHarness(max_num_seqs=2, max_queue=2)
     for _ in range(2):
         harness.add([1], 9, client="hog")
@@ -205,7 +205,7 @@ def test_the_least_urgent_of_a_client_is_displaced_and_none_that_runs() -> None:
     harness.finish()
 
 
-def test_who_has_tokens_already_is_not_displaced() -> None:
+def test_full_queue_displaces_no_request_with_tokens() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=2)
     harness.add([1], 9, client="hog")
     harness.tick()
@@ -217,7 +217,7 @@ def test_who_has_tokens_already_is_not_displaced() -> None:
     assert {sequence.id for sequence in goes_on} <= set(harness.reasons)
 
 
-def test_a_client_s_limit() -> None:
+def test_client_limit_refuses_further_requests() -> None:
     harness = SchedulerHarness()
     first = harness.add([1], 9, client="a", client_limit=2)
     harness.add([1], 9, client="a", client_limit=2)
@@ -230,7 +230,7 @@ def test_a_client_s_limit() -> None:
     harness.finish()
 
 
-def test_what_an_engine_before_had_accepted_is_not_refused() -> None:
+def test_add_of_a_request_accepted_before_is_never_refused() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=0)
     accepted = {"past": Past(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
     for _ in range(3):
@@ -238,7 +238,7 @@ def test_what_an_engine_before_had_accepted_is_not_refused() -> None:
     assert harness.scheduler.num_waiting == 3
 
 
-def test_those_refused_one_after_the_other_are_told_times_that_follow_each_other() -> None:
+def test_queue_full_gives_successive_retry_times() -> None:
     harness = SchedulerHarness(max_num_seqs=2, max_queue=0)
     for _ in range(2):
         harness.add([1], 40)
@@ -267,7 +267,7 @@ def waiting(queue: FairQueue, number: int, client: str) -> Sequence:
     return sequence
 
 
-def test_clients_that_left_are_forgotten_within_bounds() -> None:
+def test_idle_accounts_are_bounded() -> None:
     queue = FairQueue(4)
     for number in range(3 * MAX_IDLE_ACCOUNTS):
         sequence = waiting(queue, number, f"client {number}")
@@ -279,7 +279,7 @@ def test_clients_that_left_are_forgotten_within_bounds() -> None:
     assert len(queue._accounts) <= 4 + MAX_IDLE_ACCOUNTS + 1
 
 
-def test_faults_are_seen() -> None:
+def test_faults_name_wrong_counts() -> None:
     queue = FairQueue(4)
     sequence = waiting(queue, 1, "a")
     sequence.account.waiting = 2
@@ -295,7 +295,7 @@ def test_faults_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("mine", "expected"), [("a", (3, 6)), ("b", (2, 4)), ("new", (0, 0))])
-def test_about_how_many_go_first(mine: str, expected: tuple[int, int]) -> None:
+def test_ahead_estimates_requests_and_tokens(mine: str, expected: tuple[int, int]) -> None:
     queue = FairQueue(8)
     for number, client in enumerate("aab"):
         waiting(queue, number, client)

@@ -14,7 +14,7 @@ from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 # What is planned
 
 
-def test_prompt_then_tokens_then_end() -> None:
+def test_schedule_plans_prompt_then_decodes_then_end() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([1, 2, 3], 3)
     first = harness.tick()
@@ -28,7 +28,7 @@ def test_prompt_then_tokens_then_end() -> None:
     assert len(harness.tokens[0]) == 3
 
 
-def test_budget_makes_chunks_and_decodes_go_first() -> None:
+def test_schedule_budget_splits_prompts_after_decodes() -> None:
     harness = SchedulerHarness(budget=6)
     harness.add([1, 2], 20)
     harness.tick()
@@ -44,20 +44,20 @@ def test_budget_makes_chunks_and_decodes_go_first() -> None:
     assert len(long.timing.prefill_chunks) == 3
 
 
-def test_chunk_rows_name_only_the_blocks_that_they_need() -> None:
+def test_schedule_chunk_rows_have_only_the_blocks_up_to_their_end() -> None:
     harness = SchedulerHarness(budget=6)
     harness.add([3] * 20, 2)
     assert [len(harness.tick().rows[0].block_ids) for _ in range(4)] == [2, 3, 5, 5]
 
 
-def test_decode_rows_copy_no_block_list() -> None:
+def test_schedule_decode_rows_share_the_block_list() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([3] * 20, 9)
     harness.tick()
     assert harness.tick().rows[0].block_ids is sequence.block_ids
 
 
-def test_seats_are_bounded() -> None:
+def test_schedule_runs_at_most_max_num_seqs() -> None:
     harness = SchedulerHarness(max_num_seqs=2)
     for _ in range(5):
         harness.add([1, 2])
@@ -66,7 +66,7 @@ def test_seats_are_bounded() -> None:
     harness.finish()
 
 
-def test_no_more_seats_than_budget_so_that_all_decode() -> None:
+def test_schedule_runs_at_most_as_many_requests_as_the_budget() -> None:
     harness = SchedulerHarness(max_num_seqs=8, budget=3)
     for _ in range(6):
         harness.add([1], 6)
@@ -81,13 +81,13 @@ def test_no_more_seats_than_budget_so_that_all_decode() -> None:
     harness.finish()
 
 
-def test_nothing_to_do() -> None:
+def test_schedule_without_requests_is_empty() -> None:
     harness = SchedulerHarness()
     assert not harness.scheduler.has_work
     assert harness.scheduler.schedule(harness.now) == Plan(Step([], [], []), [])
 
 
-def test_none_is_passed_by_a_smaller_one_behind_it() -> None:
+def test_admission_lets_no_smaller_request_pass() -> None:
     harness = SchedulerHarness(num_blocks=8, block_size=4, prefix_cache=False)
     harness.add([1] * 16, 4)  # 4 blocks
     harness.tick()
@@ -123,7 +123,7 @@ def test_admission_leaves_a_block_for_each_running_request() -> None:
         ([1], 2, {"output_ids": [5, 6]}, "stopping.max_tokens", "more than the 2 tokens"),
     ],
 )
-def test_what_never_fits_is_refused(
+def test_add_refuses_requests_that_never_fit(
     prompt: list[int], max_tokens: int, fields: dict[str, object], field_name: str, text: str
 ) -> None:
     harness = SchedulerHarness(num_blocks=8, block_size=4)
@@ -134,7 +134,7 @@ def test_what_never_fits_is_refused(
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(32, 1), (30, 3), (1, 32)])
-def test_what_just_fits_is_served(prompt: int, max_tokens: int) -> None:
+def test_add_accepts_requests_that_just_fit(prompt: int, max_tokens: int) -> None:
     harness = SchedulerHarness(num_blocks=8, block_size=4)
     sequence = harness.add([1] * prompt, max_tokens)
     harness.finish()
@@ -142,7 +142,7 @@ def test_what_just_fits_is_served(prompt: int, max_tokens: int) -> None:
     assert harness.scheduler.preemptions == 0
 
 
-def test_queue_full() -> None:
+def test_add_to_a_full_queue_is_refused() -> None:
     harness = SchedulerHarness(max_num_seqs=2, max_queue=1)
     for _ in range(3):
         harness.add([1], 2)
@@ -158,7 +158,7 @@ def test_queue_full() -> None:
     assert len(harness.reasons) == 4
 
 
-def test_no_queue_at_all_still_fills_the_seats() -> None:
+def test_add_without_queue_accepts_max_num_seqs() -> None:
     harness = SchedulerHarness(max_num_seqs=2, max_queue=0)
     harness.add([1], 2)
     harness.add([1], 2)
@@ -167,7 +167,7 @@ def test_no_queue_at_all_still_fills_the_seats() -> None:
     harness.finish()
 
 
-def test_preemption_turns_no_newcomer_away() -> None:
+def test_preemption_refuses_no_new_request() -> None:
     harness = SchedulerHarness(num_blocks=4, block_size=2, max_num_seqs=2, max_queue=1)
     harness.add([1, 1], 6)
     harness.add([2, 2], 6)
@@ -182,7 +182,7 @@ def test_preemption_turns_no_newcomer_away() -> None:
 # Priorities
 
 
-def test_lower_priority_value_goes_first() -> None:
+def test_lower_priority_value_is_admitted_first() -> None:
     harness = SchedulerHarness(max_num_seqs=1, aging=10.0)
     for priority in (0, 5, -5, 0):
         harness.add([1], 1, priority=priority)
@@ -190,7 +190,7 @@ def test_lower_priority_value_goes_first() -> None:
     assert sorted(harness.started, key=harness.started.__getitem__) == [2, 0, 3, 1]
 
 
-def test_waiting_is_worth_priority() -> None:
+def test_waiting_time_counts_as_priority() -> None:
     harness = SchedulerHarness(max_num_seqs=1, aging=10.0)
     harness.add([1], 1, priority=1, arrival=80.0)
     harness.add([1], 1, priority=0, arrival=91.0)
@@ -204,7 +204,7 @@ def test_waiting_is_worth_priority() -> None:
     gap=st.integers(1, 6), aging=st.integers(1, 10), per_tick=st.sampled_from([1, 2]), num_blocks=st.integers(6, 16),
     seats=st.integers(1, 3),
 )
-def test_no_stream_of_urgent_requests_starves_another(
+def test_stream_of_urgent_requests_starves_no_request(
     gap: int, aging: int, per_tick: int, num_blocks: int, seats: int
 ) -> None:
     """More urgent requests than the device can serve, without end: only those that arrive within gap * aging ticks
@@ -231,7 +231,7 @@ def test_no_stream_of_urgent_requests_starves_another(
 # Preemption
 
 
-def test_the_last_in_rank_is_preempted_and_ends_as_if_alone() -> None:
+def test_youngest_is_preempted_and_ends_as_if_alone() -> None:
     harness = crowded()
     first, second = harness.add([1, 1, 1], 8), harness.add([2, 2, 2], 8)
     while not harness.scheduler.preemptions:
@@ -247,7 +247,7 @@ def test_the_last_in_rank_is_preempted_and_ends_as_if_alone() -> None:
     harness.check_answer(second)
 
 
-def test_age_decides_who_is_preempted_whatever_the_priority() -> None:
+def test_youngest_is_preempted_whatever_the_priority() -> None:
     harness = crowded(aging=10.0)
     early, late = harness.add([1, 1, 1], 8, priority=2), harness.add([2, 2, 2], 8, priority=-1)
     while not harness.scheduler.preemptions:
@@ -257,7 +257,7 @@ def test_age_decides_who_is_preempted_whatever_the_priority() -> None:
     harness.finish()
 
 
-def test_the_last_in_rank_preempts_itself() -> None:
+def test_youngest_preempts_itself() -> None:
     harness = SchedulerHarness(num_blocks=5, block_size=4, budget=3, prefix_cache=False)
     last = harness.add([1] * 3, 8)
     harness.tick()
@@ -271,7 +271,7 @@ def test_the_last_in_rank_preempts_itself() -> None:
     harness.check_answer(first)
 
 
-def test_a_preempted_request_is_the_next() -> None:
+def test_preempted_request_is_admitted_next() -> None:
     harness = crowded(max_num_seqs=2)
     harness.add([1, 1, 1], 8)
     second = harness.add([2, 2, 2], 8)
@@ -286,7 +286,7 @@ def test_a_preempted_request_is_the_next() -> None:
     harness.check_answer(second)
 
 
-def test_of_the_preempted_the_oldest_is_the_next_whatever_the_priority() -> None:
+def test_preempted_requests_are_admitted_oldest_first() -> None:
     harness = SchedulerHarness(num_blocks=37, block_size=1, max_num_seqs=8, budget=16, aging=0.001)
     sequences = [harness.add([0], 24, sampling=SamplingParams(ending_ids=(0, 4))) for _ in range(3)]
     harness.tick()
@@ -298,7 +298,7 @@ def test_of_the_preempted_the_oldest_is_the_next_whatever_the_priority() -> None
         harness.check_answer(sequence)
 
 
-def test_a_preempted_request_samples_only_when_it_has_caught_up() -> None:
+def test_preempted_request_samples_after_its_last_known_token() -> None:
     harness = crowded(prefix_cache=False, budget=4)
     harness.add([1, 1, 1], 8)
     second = harness.add([2, 2, 2], 8)
@@ -314,7 +314,7 @@ def test_a_preempted_request_samples_only_when_it_has_caught_up() -> None:
     harness.check_answer(second)
 
 
-def test_a_preempted_request_finds_its_own_prefix_and_is_counted_once() -> None:
+def test_preempted_request_finds_its_prefix_and_is_counted_once() -> None:
     harness = crowded()
     harness.add([1, 1, 1], 8)
     second = harness.add([2, 2, 2], 8)
@@ -328,7 +328,7 @@ def test_a_preempted_request_finds_its_own_prefix_and_is_counted_once() -> None:
     assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (6, 0)
 
 
-def test_the_runner_meets_a_preempted_request_once() -> None:
+def test_preempted_request_is_announced_to_the_runner_once() -> None:
     harness = crowded()
     harness.add([1, 1, 1], 8)
     harness.add([2, 2, 2], 8)

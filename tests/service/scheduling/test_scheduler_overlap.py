@@ -34,7 +34,7 @@ def test_preemption_waits_for_steps_in_flight() -> None:
     harness.check_answer(second)
 
 
-def test_a_victim_in_flight_gets_no_further_row() -> None:
+def test_victim_in_flight_gets_no_further_row() -> None:
     """The first needs a block while the last has room in its own for some steps more."""
     harness = SchedulerHarness(num_blocks=4, block_size=8, depth=2, prefix_cache=False)
     first, last = harness.add([1] * 8, 20), harness.add([2] * 4, 20)
@@ -48,7 +48,7 @@ def test_a_victim_in_flight_gets_no_further_row() -> None:
     harness.check_answer(last)
 
 
-def test_a_token_in_flight_is_computed_as_pending() -> None:
+def test_token_in_flight_is_computed_as_pending() -> None:
     harness = SchedulerHarness(depth=2)
     sequence = harness.add([1, 2, 3], 4)
     steps = [harness.plan(), harness.plan()]
@@ -72,7 +72,7 @@ def test_no_step_passes_max_tokens(max_tokens: int) -> None:
     harness.check_answer(sequence)
 
 
-def test_an_end_is_known_one_step_late_and_its_row_is_dropped() -> None:
+def test_row_after_the_end_of_a_request_is_discarded() -> None:
     harness = SchedulerHarness(depth=2)
     first = harness.add([1, 2, 3], 9)
     harness.finish()
@@ -89,7 +89,7 @@ def test_an_end_is_known_one_step_late_and_its_row_is_dropped() -> None:
     harness.check_answer(other)
 
 
-def test_blocks_of_a_request_in_flight_go_to_the_next_at_once() -> None:
+def test_blocks_of_a_request_in_flight_are_reused_at_once() -> None:
     """Its row in flight writes before the new owner's, which therefore stands."""
     harness = SchedulerHarness(num_blocks=4, block_size=2, depth=2, prefix_cache=False)
     gone = harness.add([1, 2, 3], 5)
@@ -106,7 +106,7 @@ def test_blocks_of_a_request_in_flight_go_to_the_next_at_once() -> None:
     harness.check_answer(heir)
 
 
-def test_others_share_a_block_when_the_step_that_filled_it_is_applied() -> None:
+def test_block_is_shared_after_the_step_that_filled_it_is_applied() -> None:
     harness = SchedulerHarness(block_size=2, depth=2)
     harness.add([1, 2, 3, 4, 5], 9)
     harness.plan()

@@ -18,7 +18,7 @@ from tests.service.scheduling.stepwise import SchedulerHarness, crowded
 # Prefixes
 
 
-def test_a_whole_cached_prompt_computes_its_last_tokens() -> None:
+def test_fully_cached_prompt_computes_its_last_tokens() -> None:
     harness = SchedulerHarness(block_size=4)
     prompt = [1, 2, 3, 4, 5, 6, 0, 1]
     first = harness.add(prompt)
@@ -32,7 +32,7 @@ def test_a_whole_cached_prompt_computes_its_last_tokens() -> None:
     harness.check_answer(second)
 
 
-def test_one_token_left_is_the_least() -> None:
+def test_cached_prompt_computes_at_least_one_token() -> None:
     harness = SchedulerHarness(block_size=4)
     harness.add([1, 2, 3, 4, 5])
     harness.finish()
@@ -43,7 +43,7 @@ def test_one_token_left_is_the_least() -> None:
     assert len(second.timing.prefill_chunks) == 1
 
 
-def test_the_answer_is_a_prefix_too() -> None:
+def test_answer_is_shared_as_a_prefix() -> None:
     harness = SchedulerHarness(block_size=2)
     first = harness.add([1, 2, 3], 6)
     harness.finish()
@@ -54,7 +54,7 @@ def test_the_answer_is_a_prefix_too() -> None:
     harness.check_answer(second)
 
 
-def test_sharing_between_running_requests() -> None:
+def test_prefix_is_shared_between_running_requests() -> None:
     harness = SchedulerHarness(block_size=2, budget=16)
     first = harness.add([1, 2, 3, 4, 5], 9)
     harness.tick()
@@ -73,7 +73,7 @@ def test_sharing_between_running_requests() -> None:
         {"cache_salt": "other"}, {"bypass_prefix_cache": True}, {"sampling": SamplingParams(prompt_logprobs=2)},
     ],
 )
-def test_who_shares_nothing(fields: dict[str, object]) -> None:
+def test_prefix_is_not_shared_with(fields: dict[str, object]) -> None:
     harness = SchedulerHarness(block_size=2)
     harness.add([1, 2, 3, 4, 5])
     harness.finish()
@@ -84,7 +84,7 @@ def test_who_shares_nothing(fields: dict[str, object]) -> None:
     harness.check_answer(sequence)
 
 
-def test_a_bypassing_request_leaves_its_prefix_to_others() -> None:
+def test_bypassing_request_leaves_its_prefix_to_others() -> None:
     harness = SchedulerHarness(block_size=2)
     harness.add([1, 2, 3, 4, 5], bypass_prefix_cache=True)
     harness.finish()
@@ -94,7 +94,7 @@ def test_a_bypassing_request_leaves_its_prefix_to_others() -> None:
     assert sequence.cached_tokens == 4
 
 
-def test_flush_while_in_use() -> None:
+def test_flush_prefix_cache_while_requests_run() -> None:
     harness = SchedulerHarness(block_size=2)
     old = harness.add([6, 5, 4, 3, 2], 1)
     harness.finish()
@@ -110,7 +110,7 @@ def test_flush_while_in_use() -> None:
         harness.check_answer(sequence)
 
 
-def test_continuing_what_a_dead_engine_began() -> None:
+def test_request_of_an_earlier_engine_continues() -> None:
     whole = SchedulerHarness()
     request = whole.add([1, 2, 3], 9)
     whole.finish()
@@ -126,7 +126,7 @@ def test_continuing_what_a_dead_engine_began() -> None:
 # Cancel
 
 
-def test_cancel_of_one_that_waits_is_not_told_to_the_runner() -> None:
+def test_cancel_of_a_waiting_request_is_not_reported_to_the_runner() -> None:
     harness = SchedulerHarness(max_num_seqs=1)
     harness.add([1], 2)
     waiting = harness.add([1], 2)
@@ -138,7 +138,7 @@ def test_cancel_of_one_that_waits_is_not_told_to_the_runner() -> None:
     assert harness.tick().ended == [0]
 
 
-def test_cancel_of_one_that_runs_frees_at_once_and_is_told_once() -> None:
+def test_cancel_of_a_running_request_frees_and_is_reported_once() -> None:
     harness = SchedulerHarness()
     sequence, other = harness.add([1] * 9, 9), harness.add([2] * 9, 9)
     harness.tick()
@@ -152,7 +152,7 @@ def test_cancel_of_one_that_runs_frees_at_once_and_is_told_once() -> None:
     harness.check_answer(other)
 
 
-def test_cancel_of_a_preempted_one_is_told() -> None:
+def test_cancel_of_a_preempted_request_is_reported() -> None:
     harness = crowded()
     harness.add([1, 1, 1], 8)
     second = harness.add([2, 2, 2], 8)
@@ -175,7 +175,7 @@ def test_cancel_between_launch_and_apply() -> None:
     harness.check_answer(other)
 
 
-def test_ended_is_kept_while_there_is_nothing_to_launch() -> None:
+def test_ended_requests_are_reported_with_the_next_step() -> None:
     harness = SchedulerHarness()
     harness.add([1], 1)
     harness.finish()
@@ -185,11 +185,11 @@ def test_ended_is_kept_while_there_is_nothing_to_launch() -> None:
     harness.finish()
 
 
-def test_cancel_of_the_unknown() -> None:
+def test_cancel_of_an_unknown_request_is_none() -> None:
     assert SchedulerHarness().scheduler.cancel(3) is None
 
 
-def test_arrival_of_the_living() -> None:
+def test_sequence_of_an_ended_request_is_a_key_error() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([1], 1, arrival=99.5)
     assert harness.scheduler.sequence(sequence.id).request.arrival == 99.5
@@ -198,7 +198,7 @@ def test_arrival_of_the_living() -> None:
         harness.scheduler.sequence(sequence.id)
 
 
-def test_integrity_sees_a_leak() -> None:
+def test_check_integrity_finds_a_leak() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([1, 2, 3], 9)
     harness.tick()
@@ -251,7 +251,7 @@ def requests(draw: st.DrawFn) -> Ask:
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
     aging=st.sampled_from([0.001, 0.1, 5]),
 )
-def test_all_get_what_they_would_have_got_alone(
+def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
     depth: int, prefix_cache: bool, flush_at: int, aging: float,
 ) -> None:

@@ -13,7 +13,7 @@ def make(**fields: object) -> Sequence:
     return Sequence(5, (b"front", 7), Request(**fields), 10.0, Account(""))  # type: ignore[arg-type]
 
 
-def test_begins_with_prompt_and_what_a_dead_engine_made() -> None:
+def test_sequence_begins_with_prompt_and_earlier_output() -> None:
     sequence = make(output_ids=[8, 9])
     assert sequence.token_ids == [1, 2, 3, 8, 9]
     assert (sequence.num_prompt_tokens, sequence.num_generated_tokens, sequence.num_uncomputed_tokens) == (3, 2, 5)
@@ -22,13 +22,13 @@ def test_begins_with_prompt_and_what_a_dead_engine_made() -> None:
     assert sequence.request.output_ids == [8, 9]
 
 
-def test_rank_is_age_and_turn_is_priority_in_seconds_of_waiting() -> None:
+def test_age_key_is_age_and_queue_key_adds_priority() -> None:
     assert make().age_key == make().queue_key == make(priority=-3).age_key == (10.0, 5)
     assert make(priority=-3, arrival=35.0).queue_key < make(arrival=10.0).queue_key
     assert make(priority=-3, arrival=45.0).queue_key > make(arrival=10.0).queue_key
 
 
-def test_phases_are_disjoint_and_add_up() -> None:
+def test_timing_phases_are_disjoint_and_add_up() -> None:
     sequence = make()
     sequence.admit(0, 10.5)
     sequence.end_step(0, 0.125, 10.75)
@@ -49,18 +49,18 @@ def test_phases_are_disjoint_and_add_up() -> None:
     assert timing.device + timing.host == sum(timing.prefill_chunks) + timing.decode
 
 
-def test_device_is_never_more_than_the_wall() -> None:
+def test_timing_device_is_at_most_the_elapsed_time() -> None:
     sequence = make()
     sequence.admit(0, 10.0)
     sequence.end_step(0, 99.0, 10.5)
     assert (sequence.timing.device, sequence.timing.host) == (0.5, 0.0)
 
 
-def test_cancelled_in_the_queue() -> None:
+def test_finish_of_a_request_that_never_ran() -> None:
     assert make().finish("aborted") == Finish("aborted", 3, 0, 0, Timing(0.0, [], 0.0, 0.0, 0.0, 10.0))
 
 
-def test_cached_tokens_are_those_of_the_first_admission() -> None:
+def test_cached_tokens_are_of_the_first_admission() -> None:
     sequence = make()
     sequence.admit(2, 11.0)
     sequence.preempt()
@@ -88,7 +88,7 @@ def test_finish_reason(tokens: list[int], reason: str | None) -> None:
     assert sequence.finish_reason() == reason
 
 
-def test_no_end_before_min_tokens() -> None:
+def test_finish_reason_before_min_tokens_is_none() -> None:
     sequence = make(eos_token_ids=frozenset([9]), stop_token_ids=frozenset([8]), sampling=SamplingParams(min_tokens=3))
     reasons = []
     for token in (9, 8, 9):
@@ -104,13 +104,13 @@ def test_finish_of_a_cut_answer() -> None:
     assert sequence.finish("aborted").generated_tokens == 3
 
 
-def test_who_uses_the_prefix_cache() -> None:
+def test_uses_prefix_cache_unless_bypassed_or_reported() -> None:
     assert make().uses_prefix_cache
     assert not make(bypass_prefix_cache=True).uses_prefix_cache
     assert not make(sampling=SamplingParams(prompt_logprobs=0)).uses_prefix_cache
 
 
-def test_tokens_of_steps_in_flight_are_planned_and_at_most_one_beyond_the_host_is_computed() -> None:
+def test_can_sample_at_most_one_token_beyond_the_host() -> None:
     sequence = make(max_tokens=3)
     sequence.admit(0, 11.0)
     sequence.num_computed_tokens = 3

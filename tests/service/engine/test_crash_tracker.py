@@ -1,0 +1,194 @@
+"""Search for requests that crash the engine: it finds the killers, and no other request fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from npuserve.service.engine.crash_tracker import CLEAR_TOKENS, CrashTracker
+from npuserve.service.errors import EngineKiller
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
+from tests.service.scheduling.reference import FakeDevice
+
+ANSWER = 24
+
+
+class Crashes:
+    """Successive engines with two steps in flight each, over requests of which some crash the engine.
+
+    killers: number of the request -> (where, tokens). "prefill" crashes in the prompt, "decode" in a decode row after
+        `tokens` tokens of the answer, "life" after `tokens` tokens of each life of the engine.
+    """
+
+    def __init__(self, folder: str, count: int, killers: dict[int, tuple[str, int]], budget: int, seats: int,
+                 answer: int = ANSWER):
+        self.answer = answer
+        self.path, self.killers, self.budget, self.seats = f"{folder}/steps", killers, budget, seats
+        self.made: dict[int, list[int]] = {number: [] for number in range(count)}
+        self.failed: set[int] = set()
+        self.found = self.lives = 0
+
+    @property
+    def left(self) -> list[int]:
+        return [n for n, made in self.made.items() if len(made) < self.answer and n not in self.failed]
+
+    def kills(self, number: int, row: object, began: int) -> bool:
+        where, tokens = self.killers.get(number, ("", 0))
+        made = row.start - 3  # type: ignore[attr-defined]
+        if where == "prefill":
+            return made < 0
+        return bool(where) and row.is_decode and made - (began if where == "life" else 0) >= tokens  # type: ignore[attr-defined]
+
+    def live(self) -> None:
+        """Run one engine until it crashes or has answered all requests."""
+        def found() -> None:
+            self.found += 1
+
+        self.lives += 1
+        tracker = CrashTracker(self.path, self.seats, 100, found)
+        scheduler = Scheduler(BlockManager(2048, 4), max_num_seqs=self.seats, max_num_batched_tokens=self.budget,
+                              max_queue=100, aging_seconds=10)
+        device = FakeDevice(2048, 4, salts := {})
+        numbers: dict[int, int] = {}
+        began = {n: len(made) for n, made in self.made.items()}
+        for n in self.left:
+            request = Request(f"r{n}", [n % 7, n // 7, 3], self.answer, float(n), output_ids=list(self.made[n]))
+            try:
+                record = tracker.assess(request, len(request.output_ids))
+            except EngineKiller:
+                self.failed.add(n)
+                continue
+            sequence, _ = scheduler.add(request, (b"", n), 0.0)
+            if record:
+                scheduler.quarantine.add(sequence.id, record.crashes, record.quarantine_tokens)
+            salts[sequence.id] = ""
+            numbers[sequence.id] = n
+        tracker.save()
+        flying: deque[tuple[object, object]] = deque()
+        for now in range(1, 4000):
+            step, _ = scheduler.schedule(float(now))
+            scheduler.check_integrity()
+            if step.rows:
+                tracker.before_launch(step, scheduler.sequence, not flying)
+                if any(self.kills(numbers[row.request_id], row, began[numbers[row.request_id]]) for row in step.rows):
+                    return
+                flying.append((step, device.run(step)))
+            elif not flying:
+                tracker.mark_idle()
+                return
+            if len(flying) == 2 or not step.rows:
+                for progress in scheduler.apply(*flying.popleft(), float(now)):  # type: ignore[arg-type]
+                    self.made[numbers[progress.sequence.id]] += progress.token_ids
+        pytest.fail("the engine never becomes idle")
+
+
+@given(count=st.integers(1, 40), killers=st.integers(0, 2), seed=st.integers(0, 1 << 20),
+       budget=st.sampled_from([8, 24, 256]), seats=st.sampled_from([1, 5, 64]))
+def test_crash_tracker_fails_killers_only_each_after_three_crashes(
+    count: int, killers: int, seed: int, budget: int, seats: int
+) -> None:
+    dice = random.Random(seed)
+    faults = [("prefill", 0), ("decode", dice.randint(0, 20)), ("life", dice.randint(0, 2))]
+    killer_faults = {n: dice.choice(faults) for n in dice.sample(range(count), min(killers, count))}
+    with tempfile.TemporaryDirectory() as folder:
+        crashes = Crashes(folder, count, killer_faults, budget, seats)
+        while crashes.left:
+            crashes.live()
+            assert crashes.lives < 20
+    assert crashes.failed == killer_faults.keys()
+    assert crashes.found == len(killer_faults)
+    assert all(len(made) == ANSWER for n, made in crashes.made.items() if n not in killer_faults)
+    assert crashes.lives <= 1 + 3 * len(killer_faults)
+
+
+@pytest.mark.parametrize("tokens", [5, 30, 60])
+def test_crash_tracker_finds_a_killer_after_some_tokens_of_each_life(tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        crashes = Crashes(folder, 6, {4: ("life", tokens)}, 256, 64, answer=400)
+        while crashes.left:
+            crashes.live()
+            assert crashes.lives < 8
+    assert crashes.failed == {4}
+    assert all(len(made) == 400 for n, made in crashes.made.items() if n != 4)
+
+
+def crash(path: str, made: int, request: Request, tokens: int, others: int = 0) -> None:
+    """Run one life in which the request makes `made` of its `tokens` tokens and is then in a fatal step.
+
+    others: number of further requests in that step.
+    """
+    tracker = CrashTracker(path, 8, 8)
+    tracker.assess(request, tokens - made)
+    tracker.save()
+    rows = [Row(n, [1], 1, [], True) for n in range(others + 1)]
+    requests = [request, *(Request(f"other {n}", [1], 9, 0.0) for n in range(others))]
+    new = [NewRequest(row.request_id, [1], [], SamplingParams()) for row in rows]
+    tracker.before_launch(Step(rows, new), lambda n: SimpleNamespace(request=requests[n]), True)  # type: ignore[arg-type, return-value]
+
+
+def test_crash_tracker_crashes_at_random_places_fail_no_request(tmp_path: object) -> None:
+    """One request runs alone, and the engine is killed from outside."""
+    path, request, tokens = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0), 0
+    for made in (40, 90, 55, 130, 20, 77):
+        crash(path, made, request, tokens := tokens + made)
+    record = CrashTracker(path, 8, 8).assess(request, tokens)
+    assert record
+    assert record.crashes == 6
+
+
+def test_crash_tracker_forgets_crashes_after_clear_tokens(tmp_path: object) -> None:
+    path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
+    crash(path, 5, request, 5)
+    crash(path, 2, request, 7)
+    crash(path, CLEAR_TOKENS, request, 7 + CLEAR_TOKENS)
+    record = CrashTracker(path, 8, 8).assess(request, 7 + CLEAR_TOKENS)
+    assert record
+    assert record.crashes == 1
+
+
+def test_crash_tracker_crashes_beside_others_make_no_killer(tmp_path: object) -> None:
+    path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
+    for _ in range(5):
+        crash(path, 0, request, 3, others=1)
+    assert CrashTracker(path, 8, 8).assess(request, 3)
+    for _ in range(2):
+        crash(path, 0, request, 3)
+    with pytest.raises(EngineKiller, match="died 7 times"):
+        CrashTracker(path, 8, 8).assess(request, 3)
+
+
+def test_crash_tracker_crash_while_idle_counts_for_no_request(tmp_path: object) -> None:
+    path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
+    crash(path, 0, request, 3)
+    CrashTracker(path, 8, 8).mark_idle()
+    assert CrashTracker(path, 8, 8).assess(request, 3) is None
+
+
+def test_crash_tracker_counts_a_second_restore_once(tmp_path: object) -> None:
+    path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
+    crash(path, 0, request, 3)
+    tracker = CrashTracker(path, 8, 8)
+    for _ in range(4):
+        record = tracker.assess(request, 3)
+        assert record
+        assert record.crashes == 1
+
+
+def test_crash_tracker_logs_a_full_disk(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
+    path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
+    crash(path, 0, request, 3)
+    tracker = CrashTracker(path, 8, 8)
+    tracker.assess(request, 3)
+    os.mkdir(f"{path}.new")  # blocks the new file
+    tracker.save()
+    assert "cannot be noted" in caplog.text
