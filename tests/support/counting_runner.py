@@ -1,9 +1,9 @@
-"""A runner without a device: each token is the one before it plus one, so that a reader computes answers by hand.
+"""A runner without a device: each token is the previous one plus one, so answers are easy to predict.
 
     prompt [5, 6]  ->  7, 8, 9, ...          modulo the vocabulary
 
-It keeps the promises of `Runner`, and is slow where a device is: steps take their time one after the other, and a step
-may be launched while the one before it runs.
+It behaves like `Runner`: steps run one after the other, each for `delay` seconds, and a step may be launched while the
+one before it runs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult, TokenL
 
 @dataclass(slots=True)
 class _Known:
-    """tokens: prompt and answer, what steps in flight sample included."""
+    """A request. tokens: prompt and answer, including the tokens that steps in flight sample."""
 
     request: NewRequest
     tokens: list[int]
 
 
 class FakeRunner:
-    """delay: seconds that each step takes on the "device". block_size: of the scheduler's block manager.
+    """Runner that counts upwards. Raises AssertionError if the engine violates an assumption of the real runner.
 
-    It checks what a real runner relies on, and raises AssertionError where the engine breaks it.
+    vocabulary: number of token ids.
+    delay: duration of each step in seconds.
+    block_size: of the scheduler's block manager.
     """
 
     def __init__(self, vocabulary: int = 1000, delay: float = 0.0, block_size: int = 64):
@@ -34,16 +36,16 @@ class FakeRunner:
         self.delay = delay
         self._block_size = block_size
         self._known: dict[int, _Known] = {}
-        self._sampled: dict[int, int] = {}  # by the step that was launched last
+        self._sampled: dict[int, int] = {}  # tokens of the step that was launched last, by request
         self._flying: deque[StepResult] = deque()
-        self._free_at = 0.0  # when the device is done with all that was launched
+        self._free_at = 0.0  # end of all launched steps
 
     def launch(self, step: Step) -> tuple[StepResult, float]:
         for request_id in step.ended:
-            assert request_id in self._known, f"request {request_id} ended and was never met"
+            assert request_id in self._known, f"request {request_id} ended and was never announced"
             del self._known[request_id]
         for new in step.new:
-            assert new.request_id not in self._known, f"request {new.request_id} is met twice"
+            assert new.request_id not in self._known, f"request {new.request_id} is announced twice"
             self._known[new.request_id] = _Known(new, [*new.prompt_ids, *new.output_ids])
         assert len(self._flying) < 2, "a third step in flight"
         self._check_blocks(step.rows)
@@ -67,13 +69,13 @@ class FakeRunner:
 
     def _compute(self, row: Row, result: StepResult) -> None:
         name = f"request {row.request_id}"
-        assert row.request_id in self._known, f"a row of {name}, which was never met"
+        assert row.request_id in self._known, f"a row of {name}, which was never announced"
         known, end = self._known[row.request_id], row.start + len(row.token_ids)
         if row.token_ids == [PENDING]:
-            assert row.request_id in self._sampled, f"{name}: the step before has sampled no token of it"
-            assert row.samples, f"{name}: its last token, and nothing is sampled"
+            assert row.request_id in self._sampled, f"{name}: the step before has sampled no token for it"
+            assert row.samples, f"{name}: a pending token, and nothing is sampled"
         else:
-            assert row.token_ids == known.tokens[row.start : end], f"{name}: not its own tokens"
+            assert row.token_ids == known.tokens[row.start : end], f"{name}: tokens of another request"
         assert row.samples == (end == len(known.tokens)), f"{name}: samples before its last token, or not at it"
         if row.samples:
             token = (known.tokens[-1] + 1) % self.vocabulary
@@ -86,6 +88,6 @@ class FakeRunner:
         holders = Counter(block for row in rows for block in row.block_ids)
         for row in rows:
             end, size = row.start + len(row.token_ids), self._block_size
-            assert len(row.block_ids) == -(-end // size), f"request {row.request_id}: blocks for more or less"
+            assert len(row.block_ids) == -(-end // size), f"request {row.request_id}: wrong number of blocks"
             for block in row.block_ids[row.start // size :]:
-                assert holders[block] == 1, f"request {row.request_id} writes to block {block}, which another has, too"
+                assert holders[block] == 1, f"request {row.request_id} writes to block {block} of another request"

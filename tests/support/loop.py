@@ -1,4 +1,4 @@
-"""The real scheduler and a real runner, as the engine's loop has them, for tests that cannot import transformers."""
+"""The step loop with the real scheduler and a real runner, for tests that cannot import transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npuserve.service.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class Ask:
-    """tick: of its arrival. cancel: ticks after it, or None."""
+    """A request. tick: of its arrival. cancel: ticks from the arrival to its cancel; None for no cancel."""
 
     tick: int
     cancel: int | None
@@ -34,7 +34,7 @@ class Answer:
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int
 ) -> tuple[list[Answer], Scheduler]:
-    """The engine's loop without its socket."""
+    """Answer all requests, as the engine does without a socket. Return the answers and the scheduler."""
     blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(
         blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0)
@@ -79,7 +79,7 @@ def serve(
             collect()
         if not (live or order or pipeline):
             break
-    assert not live, "it never ends"
+    assert not live, "requests never end"
     assert blocks.counts.used == 0, "blocks leaked"
     runner.launch(Step([], ended=scheduler.take_ended()))
     assert not runner._sampler._states

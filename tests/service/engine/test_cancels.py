@@ -1,4 +1,4 @@
-"""Clients that leave at any moment: in the queue, in their prompt, between two tokens, preempted, at the end."""
+"""Clients that cancel at any moment: in the queue, in the prompt, between two tokens, preempted, at the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_cancels_at_random_moments_leak_nothing(tmp_path: Path) -> None:
         except grpc.aio.AioRpcError as error:
             ended[error.code().name] += 1
 
-    # Pool and queue are small: some are preempted, some refused, some displaced.
+    # The KV cache and the queue are small: some requests are preempted, some refused, some displaced.
     async with whole_server(tmp_path, delay=0.001, blocks=40, max_num_seqs=12, max_queue=40) as server:
         async with server.client() as stub, server.client() as other:
             await asyncio.gather(*(one((stub, other)[number % 2], number) for number in range(REQUESTS)))
@@ -50,6 +50,6 @@ async def test_cancels_at_random_moments_leak_nothing(tmp_path: Path) -> None:
         assert ended["CANCELLED"] > REQUESTS / 4
         assert ended["OK"]
         assert server.scheduler.preemptions
-        # The runner is told with the step after, which the engine's thread may just be about to launch.
+        # The next step reports them to the runner. The engine's thread may not have launched it yet.
         runner = server.engine._runner
         await until(lambda: len(runner._known) <= len(server.scheduler._ended))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The engine's loop over a real socket, with a runner whose tokens count upwards: prompt [5, 6] gives 7, 8, 9, ..."""
+"""The engine's loop over a real socket, with a runner that counts upwards: prompt [5, 6] gives 7, 8, 9, ..."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Peer:
         self.send(m.Submit(key, m.Request(name, prompt, max_tokens, time.monotonic(), **fields)))  # type: ignore[arg-type]
 
     def until_end(self, *keys: int) -> dict[int, m.Output]:
-        """Read on until each key has its last output; returns those."""
+        """Receive until each key has its last output. Return the last outputs."""
         ends: dict[int, m.Output] = {}
         while not set(keys) <= set(ends):
             message = self.receive()
@@ -233,7 +233,7 @@ def test_lost_front_end_frees_its_requests(tmp_path: Path) -> None:
 
 
 def test_preempted_requests_are_answered_completely(tmp_path: Path) -> None:
-    """12 blocks of 4 tokens for four requests of up to 30: some are preempted, and none shows it."""
+    """12 blocks of 4 tokens for four requests of up to 30: some are preempted, and the answers do not change."""
     with running(tmp_path, blocks=12, budget=16) as engine:
         peer = Peer(engine.address)
         for key in range(4):
@@ -282,7 +282,7 @@ def test_idle_engine_sends_a_heartbeat_to_all_at_once(tmp_path: Path, monkeypatc
         peers[0].submit(1, [1], 200)
         peers[0].until_tokens(1, 1)
         peers[1].send(m.FlushPrefixCache(1))
-        peers[1].reply(1)  # all that was sent to it before is read
+        peers[1].reply(1)  # all earlier messages to it are read
         peers[0].send(m.Cancel(1))
         for peer in peers:
             while not (isinstance(message := peer.receive(), m.Outputs) and not message.load.running):
@@ -295,7 +295,7 @@ def test_audit_runs_at_most_once_in_its_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "AUDIT_SECONDS", 3600.0)
-    parts: list[int] = []  # of each audit
+    parts: list[int] = []  # number of parts of each audit
     audit = Scheduler.audit
 
     def counting(scheduler: Scheduler) -> Iterator[None]:
@@ -312,7 +312,7 @@ def test_audit_runs_at_most_once_in_its_interval(
             peer.submit(key, [5], 3)
             peer.until_end(key)
             until(lambda before=before: len(parts) > before)
-        assert sum(count > 1 for count in parts) == 1  # the others have compared the counts
+        assert sum(count > 1 for count in parts) == 1  # the others only compared the counts
         engine.engine._next_audit = 0.0
         until(lambda: sum(count > 1 for count in parts) == 2)
 

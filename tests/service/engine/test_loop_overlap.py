@@ -1,5 +1,5 @@
-"""The engine's loop with two steps in flight against the plain one: the same answers for the same requests, each ended
-once, nothing leaked. The socket is a script, so that every turn of the loop is the test's."""
+"""The engine's loop with two steps in flight compared with one: equal answers, each ended once, nothing leaked. The
+socket is scripted, so that the test controls each iteration of the loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Script:
-    """messages: turn of the loop -> what comes in it. The engine stops when all have come and it is idle."""
+    """messages: iteration of the loop -> its messages. The engine stops when all were received and it is idle."""
 
     messages: dict[int, list[m.ToEngine]]
     turn: int = 0
@@ -36,10 +36,10 @@ class Script:
         found = self.messages.pop(self.turn, [])
         self.turn += 1
         if timeout:
-            assert not self.engine._pipeline, "it sleeps with a step in flight"
+            assert not self.engine._pipeline, "the engine sleeps with a step in flight"
             if not self.messages and not found:
                 self.engine.stop()
-        assert self.turn < 5000, "it never ends"
+        assert self.turn < 5000, "the loop never ends"
         return [(FRONTEND, message) for message in found]
 
     def has_input(self) -> bool:
@@ -55,7 +55,7 @@ class Script:
 
 
 def answers(script: Script) -> dict[int, tuple[list[int], list[int], str | None]]:
-    """Key -> (tokens, tokens reported with logprobs, how it ended)."""
+    """Return key -> (tokens, tokens of the logprobs, reason of the end or name of the error)."""
     found = {}
     for key, outputs in script.outputs.items():
         end = outputs[-1]
@@ -110,11 +110,11 @@ def test_answers_are_equal_with_one_step_in_flight_and_with_two(
     messages: dict[int, list[m.ToEngine]], pool: int, seats: int, budget: int
 ) -> None:
     plain, overlapped = (answers(serve(messages, on, pool, seats, budget)) for on in (False, True))
-    ended_by_hand = {said.key for turn in messages.values() for said in turn if isinstance(said, m.Cancel)} | {
+    ended_by_client = {said.key for turn in messages.values() for said in turn if isinstance(said, m.Cancel)} | {
         said.call for turn in messages.values() for said in turn if isinstance(said, m.Abort)}
     for key in plain.keys() | overlapped.keys():
         one, other = plain.get(key, ([], [], None)), overlapped.get(key, ([], [], None))
-        if key in ended_by_hand or "QueueFull" in (one[2], other[2]):  # when is another matter
+        if key in ended_by_client or "QueueFull" in (one[2], other[2]):  # the moment of the end may differ
             for mine, its in zip(one[:2], other[:2], strict=True):
                 both = min(len(mine), len(its))
                 assert mine[:both] == its[:both]
@@ -123,7 +123,7 @@ def test_answers_are_equal_with_one_step_in_flight_and_with_two(
             assert one[2]
 
 
-class Watched(FakeRunner):
+class Recorder(FakeRunner):
     """seen: (what, steps launched and not collected) in order."""
 
     def __init__(self) -> None:
@@ -139,29 +139,29 @@ class Watched(FakeRunner):
         return super().collect(handle)
 
 
-def watched(double_buffering: bool) -> list[tuple[str, int]]:
+def calls_of(double_buffering: bool) -> list[tuple[str, int]]:
     scheduler = Scheduler(
         BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
     script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 4, 0.0))]})
-    runner = Watched()
+    runner = Recorder()
     script.engine = Engine(scheduler, runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
     script.engine.run()
     return runner.seen
 
 
 def test_double_buffering_launches_before_it_collects() -> None:
-    assert watched(True) == [("launch", 0), *[("launch", 1), ("collect", 2)] * 3, ("collect", 1)]
+    assert calls_of(True) == [("launch", 0), *[("launch", 1), ("collect", 2)] * 3, ("collect", 1)]
 
 
 def test_no_double_buffering_has_one_step_in_flight() -> None:
-    assert watched(False) == [("launch", 0), ("collect", 1)] * 4
+    assert calls_of(False) == [("launch", 0), ("collect", 1)] * 4
 
 
 def test_stop_applies_the_steps_in_flight() -> None:
     scheduler = Scheduler(
         BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
     script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 40, 0.0))]})
-    runner = Watched()
+    runner = Recorder()
     engine = script.engine = Engine(scheduler, runner, script, MODEL, 7)  # type: ignore[arg-type]
     launch = runner.launch
 

@@ -1,4 +1,4 @@
-"""The engine's loop under pressure: cancels, deadlines, pauses and refusals, also while a long step runs."""
+"""Cancels, deadlines, pauses and refusals in the engine's loop, also during a long step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.counting_runner import FakeRunner
 
 
 class Gated(FakeRunner):
-    """The step numbered `stuck` ends when `gate` is set; all others at once. launched: how many steps were."""
+    """Runner whose step number `stuck` ends when `gate` is set. All other steps end at once."""
 
     def __init__(self, stuck: int):
         super().__init__(block_size=4)
@@ -47,7 +47,7 @@ class Gated(FakeRunner):
 
 
 class Gate:
-    """An engine that stands in its third step, which is expected to take long."""
+    """An engine in its third step, whose expected duration is long."""
 
     def __init__(self, tmp_path: Path, **options: int):
         self.runner = Gated(3)
@@ -55,7 +55,7 @@ class Gate:
         self.scheduler = Scheduler(
             self.blocks, max_num_batched_tokens=64, aging_seconds=10,
             **{"max_num_seqs": 2, "max_queue": 1, **options})
-        for _ in range(500):  # nobody knows better
+        for _ in range(500):  # the only samples that it has
             self.scheduler._pace.record_step(0, 1, 9.0)
         self.scheduler._pace.record_step = lambda *sample: None  # type: ignore[method-assign]
         self.address = f"{tmp_path}/engine"
@@ -125,7 +125,7 @@ def test_deadline_keeps_the_generated_tokens(tmp_path: Path) -> None:
 def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's clock is the test's: each step takes 0.3 s of it."""
+    """The test controls the engine's clock: each step takes 0.3 s of it."""
     now = time.monotonic()
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
     with running(tmp_path) as engine:
@@ -154,7 +154,7 @@ def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(
 
 
 def test_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
-    """All it has is paused: nothing is launched, and no message comes."""
+    """All requests are paused: nothing is launched, and no message arrives."""
     with running(tmp_path, delay=0.002) as engine:
         peer = Peer(engine.address)
         peer.submit(1, [5, 6], 240, deadline=time.monotonic() + 0.5)
@@ -167,7 +167,7 @@ def test_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
 
 
 class Stepped(FakeRunner):
-    """A step ends only when the test releases it."""
+    """Runner whose steps end only when the test releases them."""
 
     def __init__(self) -> None:
         super().__init__(block_size=4)

@@ -1,5 +1,5 @@
-"""Streams that go on in the engine: for another reader, after a front end's loss, and from the engine before. The
-runner's tokens count upwards: prompt [5, 6] gives 7, 8, 9, ..."""
+"""Streams that continue: with another reader, after the loss of a front end, and after a restart of the engine. The
+runner counts upwards: prompt [5, 6] gives 7, 8, 9, ..."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service.engine.test_loop import MODEL, Peer, Running
 
 
 class Resuming(Running):
-    """With records, and front ends to wait for."""
+    """An engine with records, which waits for `frontends` front ends."""
 
     def __init__(self, tmp_path: Path, delay: float, seconds: float, frontends: int):
         self._extra = Records(seconds), frontends
@@ -49,7 +49,7 @@ class Reader(Peer):
         self.send(m.Resume(key, token, offset, owner, None))
 
     def record(self, key: int) -> m.Record:
-        """The answer to `resume`."""
+        """Receive the answer to `resume`."""
         while True:
             message = self.receive()
             if isinstance(message, m.Resumed) and message.key == key:
@@ -131,7 +131,7 @@ def test_resume_continues_streams_of_a_lost_front_end(tmp_path: Path) -> None:
         lost.until_tokens(1, 5)
         lost.socket.close()
         deadline = time.monotonic() + 10
-        while engine.scheduler.num_running:  # within a turn of the loop, not with the next heartbeat
+        while engine.scheduler.num_running:  # within one iteration of the loop, before the next heartbeat
             assert time.monotonic() < deadline
             time.sleep(0.002)
         other.resume(1, "token 1", 5)
@@ -190,7 +190,7 @@ def restored(key: int, tokens: int, **fields: object) -> tuple[int, m.Record]:
 
 
 def left(key: int, tokens: int) -> m.EndedRecord:
-    """Of a stream whose reader is gone."""
+    """Return the record of a stream whose reader has left."""
     records = Records(60.0)
     records.end(restored(key, tokens)[1], time.monotonic())
     return records.ended(time.monotonic())[0]
@@ -215,7 +215,7 @@ def test_restore_continues_streams_of_an_earlier_engine(tmp_path: Path) -> None:
 
 
 def test_restore_accepts_more_than_the_queue_holds(tmp_path: Path) -> None:
-    """What an engine had accepted is not refused by the next, though others came first; 4 run and 3 wait here."""
+    """Requests that an earlier engine accepted are not refused, even if the queue is full; 4 run and 3 wait here."""
     with running(tmp_path, delay=0.005) as engine:
         peer, other = Reader(engine.address), Reader(engine.address)
         for key in range(7):
@@ -258,7 +258,7 @@ def test_restore_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.Mo
         first.send(m.Restore([], [left(9, 1)], is_last=False))
         first.send(m.Restore([restored(1, 3)], []))
         first.submit(2, [9], 3)
-        first.resume(3, "token 7", 0)  # what the second front end knows of
+        first.resume(3, "token 7", 0)  # the second front end has its record
         time.sleep(0.1)
         assert engine.scheduler.num_running == 0
         assert engine.runner._known == {}
@@ -277,7 +277,7 @@ def test_restore_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_restored_requests_are_not_displaced(tmp_path: Path) -> None:
-    """A newcomer of a client with less than its share takes the place of none that has made tokens already."""
+    """A new request displaces no request that has generated tokens, even if its client has fewer requests."""
     with running(tmp_path, delay=0.005) as engine:
         peer = Reader(engine.address)
         peer.send(m.Restore([restored(key, 1) for key in range(7)], []))

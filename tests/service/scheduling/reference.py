@@ -1,5 +1,5 @@
-"""A plain model of what the scheduler must bring about, right by inspection: how a request is answered alone, and a
-device that remembers what each KV-cache slot was computed from."""
+"""Reference for the scheduler, simple enough to verify by reading: the answer of a request that runs alone, and a
+device that records from which tokens each KV-cache slot was computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 7
 
 
 def next_token(tokens: Sequence[int], num_prompt: int, sampling: SamplingParams) -> int:
-    """The "model" and its sampler: depends on every token before and on nothing else."""
+    """Return the next token of the "model": a function of all earlier tokens and of nothing else."""
     token = crc32(bytes(tokens)) % VOCABULARY
     while len(tokens) - num_prompt < sampling.min_tokens and token in sampling.ending_ids:
         token = (token + 1) % VOCABULARY
@@ -25,7 +25,7 @@ def report(token: int, position: int) -> TokenLogprobs:
 
 
 def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
-    """All tokens of the answer, and why it ends."""
+    """Return all tokens of the answer, and the reason of its end."""
     tokens, num_prompt = [*request.prompt_ids, *request.output_ids], len(request.prompt_ids)
     while True:
         tokens.append(next_token(tokens, num_prompt, request.sampling))
@@ -38,9 +38,9 @@ def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class FakeDevice:
-    """Runs steps, in the order of `run`, against a KV cache whose slot holds (salt, all tokens up to and with its own):
-    what the numbers of a real one are a function of. Raises AssertionError on anything that a real device would
-    silently get wrong."""
+    """Device that runs steps in the order of `run`. A KV-cache slot holds (salt, all tokens up to and including its
+    own), which determine the contents of a real slot. Raises AssertionError where a real device would silently compute
+    wrong numbers."""
 
     def __init__(self, num_blocks: int, block_size: int, salts: dict[int, str]) -> None:
         self.block_size = block_size
@@ -49,7 +49,7 @@ class FakeDevice:
         self.num_slots = num_blocks * block_size
         self.known: dict[int, NewRequest] = {}
         self.announced: set[int] = set()
-        self.sampled: dict[int, int] = {}  # by the step before
+        self.sampled: dict[int, int] = {}  # tokens of the step before, by request
 
     def run(self, step: Step, device_seconds: float = 0.0) -> StepResult:
         for request_id in step.ended:
@@ -72,7 +72,7 @@ class FakeDevice:
             before = [self.slots[slot][1][-1] for slot in slots[: row.start]]
             token_ids = row.token_ids
             if PENDING in token_ids:
-                assert token_ids == [PENDING], "a token that is known beside one that is not"
+                assert token_ids == [PENDING], "a known token beside a pending one"
                 assert row.samples
                 assert row.request_id in self.sampled, "a token that the step before has not sampled"
                 token_ids = [self.sampled[row.request_id]]
@@ -88,7 +88,7 @@ class FakeDevice:
                 expected = (self.salts[row.request_id], context[: position + 1])
                 assert self.slots[slot] == expected, f"request {row.request_id} reads another's slot at {position}"
             num_prompt = len(new.prompt_ids)
-            assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "not its own prompt"
+            assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "the prompt of another request"
             if row.samples:
                 assert len(context) >= num_prompt + len(new.output_ids), "samples before its last known token"
                 result.token_ids[row.request_id] = next_token(context, num_prompt, new.sampling)

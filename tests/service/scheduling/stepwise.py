@@ -1,4 +1,4 @@
-"""A scheduler with a fake device, run step by step, every promise checked on the way."""
+"""A scheduler with a fake device, run step by step, with its guarantees checked at each step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TICK = 1 / 64  # sums of it are exact
 
 @dataclass
 class SchedulerHarness:
-    """A scheduler with its device and a clock; every step of it is checked.
+    """A scheduler with its device and a clock. Every step is checked.
 
-    depth: steps planned before the oldest of them is applied; 1 is the plain loop.
+    depth: maximum number of steps in flight.
     """
 
     num_blocks: int = 64
@@ -60,7 +60,7 @@ class SchedulerHarness:
         return sequence
 
     def settle(self, dropped: list[Dropped]) -> None:
-        """Take in the requests that the scheduler has dropped."""
+        """Record the requests that the scheduler has dropped."""
         for sequence, error in dropped:
             del self.live[sequence.id]
             assert sequence.block_ids == []
@@ -108,12 +108,12 @@ class SchedulerHarness:
         for victim in running:
             if not victim.holds_blocks:
                 assert all(victim.age_key > s.age_key for s in rows if s in running), "preempted by a younger one"
-                assert all(not s.holds_blocks or not s.is_paused for s in held), "preempted before the paused"
+                assert all(not s.holds_blocks or not s.is_paused for s in held), "preempted before the paused requests"
         if self.depth == 1:
-            assert step.rows or not active, "requests, and no progress"
+            assert step.rows or not active, "no request makes progress"
             assert all(not s.holds_blocks or s in rows for s in decoding), "a decode row starves"
             first = min((s for s in active if s.holds_blocks), key=lambda s: s.age_key, default=None)
-            assert first in rows or first is None, "the first in rank makes no progress"
+            assert first in rows or first is None, "the oldest request makes no progress"
             if self.scheduler.preemptions == preemptions:
                 decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.age_key)
                 assert rows[: len(decoding)] == decoding, "chunks before decodes"
@@ -127,7 +127,7 @@ class SchedulerHarness:
         self.now += TICK
         for progress in self.scheduler.apply(step, result, self.now):
             key = progress.sequence.id
-            assert self.live[key] is progress.sequence, "progress of one that has ended"
+            assert self.live[key] is progress.sequence, "progress of an ended request"
             assert progress.token_ids or progress.prompt_logprobs
             self.tokens[key] += progress.token_ids
             self.logprobs[key] += progress.logprobs or []
@@ -150,13 +150,13 @@ class SchedulerHarness:
             if not self.live and not self.flying:
                 break
             self.tick()
-        assert not self.live, "it never ends"
+        assert not self.live, "requests never end"
         assert not self.scheduler._paused
         assert not self.scheduler.has_work
         assert self.blocks.counts.used == 0, "blocks leaked"
 
     def check_answer(self, sequence: Sequence) -> None:
-        """It ended with exactly what it would have got alone."""
+        """Check that a request ended with the same answer as alone."""
         request = sequence.request
         answer, reason = answer_alone(request)
         assert request.output_ids + self.tokens[sequence.id] == answer

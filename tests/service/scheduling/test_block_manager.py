@@ -14,7 +14,7 @@ from npuserve.service.scheduling.block_manager import (
 
 
 def hold(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
-    """A table of `tokens`, all of them computed and registered."""
+    """Return a table of `tokens`, all of them computed and registered."""
     table = BlockTable(salt)
     assert blocks.allocate(table, len(tokens), blocks.find_prefix(table, tokens))
     blocks.register(table, tokens, len(tokens))
@@ -58,7 +58,7 @@ def test_allocate_never_evicts_the_shared_prefix() -> None:
     table = BlockTable()
     prefix = blocks.find_prefix(table, [1, 2, 9, 9, 9])
     assert len(prefix) == 1
-    assert not blocks.allocate(table, 5, prefix)  # the one cached block left does not do for two
+    assert not blocks.allocate(table, 5, prefix)  # one cached block is left, two are needed
     assert blocks.counts == BlockCounts(0, 2, 0)
     assert blocks.allocate(table, 4, prefix)
     assert table.block_ids[0] == prefix[0]
@@ -287,7 +287,7 @@ actions = st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]
 def test_block_manager_matches_a_plain_cache(
     num_blocks: int, size: int, steps: list[tuple[str, list[int], str, int]]
 ) -> None:
-    """Against a plain cache: each block remembers (salt, tokens up to its end) of who wrote it."""
+    """Compare with a plain cache: each block records the (salt, tokens up to its end) of its last writer."""
     blocks = BlockManager(num_blocks, size)
     content: dict[int, tuple[str, list[int]]] = {}
     held: list[BlockTable] = []

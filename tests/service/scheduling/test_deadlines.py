@@ -32,7 +32,7 @@ def test_deadlines_match_a_plain_dict(changes: list[tuple[int, int | None]], now
 
 
 def measured(**fields: object) -> SchedulerHarness:
-    """Prefill takes 1/64 s for each 8 tokens, and an answer of 8 tokens about 8/64 s."""
+    """Return a harness that has measured 1/64 s per 8 tokens of prefill, and about 8/64 s per answer of 8 tokens."""
     options: dict[str, object] = {"budget": 8, "max_num_seqs": 1, "prefix_cache": False, **fields}
     harness = SchedulerHarness(**options)  # type: ignore[arg-type]
     harness.add([1] * 8, 8)
@@ -81,7 +81,7 @@ def test_prompt_that_would_be_late_is_dropped_before_admission() -> None:
     harness = measured(max_num_seqs=2)
     blocker = harness.add([1] * 9, 200)
     harness.tick()
-    for _ in range(3):  # a full harness
+    for _ in range(3):  # no sequence slot is left
         harness.add([1] * 9, 20)
     hopeless = harness.add([2] * 30, 5, deadline=harness.now + 1.9)
     while hopeless.id in harness.live:
@@ -132,7 +132,7 @@ def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added
 
 
 def test_deadline_is_admitted_while_many_rows_decode() -> None:
-    """64 decode rows of a budget of 256 take as long as a chunk of 192 tokens does."""
+    """A step of 64 decode rows takes as long as one with a chunk of 192 tokens beside them; the budget is 256."""
     harness = SchedulerHarness(budget=256, num_blocks=2000, max_num_seqs=65, prefix_cache=False)
     harness.add([2] * 512, 1)
     harness.finish()

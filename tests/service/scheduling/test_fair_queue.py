@@ -1,4 +1,4 @@
-"""Clients take turns by the tokens computed for them, and a full queue is shared too."""
+"""Fairness between clients by computed tokens, and displacement from a full queue."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def order(harness: SchedulerHarness) -> list[int]:
     return sorted(harness.started, key=lambda key: (harness.started[key], key))
 
 
-def one_seat() -> SchedulerHarness:
+def one_at_a_time() -> SchedulerHarness:
     return SchedulerHarness(max_num_seqs=1, prefix_cache=False)
 
 
 def test_single_request_is_served_between_another_clients_requests() -> None:
-    harness = one_seat()
+    harness = one_at_a_time()
     for _ in range(6):
         harness.add([1, 2, 3], 2, client="many")
     harness.tick()
@@ -36,14 +36,14 @@ def test_single_request_is_served_between_another_clients_requests() -> None:
 
 
 def test_clients_are_served_alternately_and_each_in_order() -> None:
-    harness = one_seat()
+    harness = one_at_a_time()
     asked = [harness.add([1, 2, 3], 2, client=client).id for client in "aaabbbccc"]
     harness.finish()
     assert order(harness) == [asked[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
 
 
 def test_clients_get_equal_tokens_not_equal_requests() -> None:
-    harness = one_seat()
+    harness = one_at_a_time()
     for _ in range(4):
         harness.add([1] * 12, 1, client="long")
     for _ in range(20):
@@ -62,8 +62,8 @@ def test_clients_get_equal_tokens_not_equal_requests() -> None:
 
 
 def test_idle_client_earns_no_credit() -> None:
-    """A client that asked for little for long gets no more than its share when it asks for much."""
-    harness = one_seat()
+    """A client that sent few requests for long gets no more than its share when it sends many."""
+    harness = one_at_a_time()
     harness.add([1, 2, 3], 1, client="rare")
     for _ in range(20):
         harness.add([1, 2, 3], 1, client="busy")
@@ -91,7 +91,7 @@ def test_lower_priority_value_is_served_first_across_clients() -> None:
 def test_stream_of_new_clients_starves_no_old_client(
     per_tick: int, seats: int, spent: int, blocks: int
 ) -> None:
-    """Clients who were never here before come without end, more than can be served."""
+    """An endless stream of new clients, more than can be served."""
     harness = SchedulerHarness(num_blocks=blocks, block_size=2, max_num_seqs=seats, budget=8, max_queue=30)
     for _ in range(spent):
         harness.add([1, 2, 3, 4], 4, client="old")
@@ -118,7 +118,7 @@ def test_stream_of_new_clients_starves_no_old_client(
 
 @pytest.mark.parametrize("urgency", [-100, -7, 0, 100])
 def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
-    harness, worth = one_seat(), abs(urgency) * PRIORITY_TOKENS
+    harness, worth = one_at_a_time(), abs(urgency) * PRIORITY_TOKENS
     request = 12 + 3
     for _ in range(40 + worth // 10):
         harness.add([1] * 12, 4, client="flood", priority=urgency)
@@ -138,8 +138,8 @@ def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
 
 
 def test_client_that_arrives_while_another_has_borrowed_is_not_behind_it() -> None:
-    """Each lone request of the quiet client has its turn soon, however long the flood."""
-    harness = one_seat()
+    """Each single request of the quiet client is served soon, however long the flood lasts."""
+    harness = one_at_a_time()
     for _ in range(400):
         harness.add([1] * 12, 4, client="flood", priority=-100)
     while harness.scheduler._queue.account("flood").virtual_time < 100 * PRIORITY_TOKENS:
@@ -256,7 +256,7 @@ def test_queue_full_gives_successive_retry_times() -> None:
     harness.finish()
 
 
-# What is remembered
+# Accounts
 
 
 def waiting(queue: FairQueue, number: int, client: str) -> Sequence:

@@ -11,7 +11,7 @@ from npuserve.service.scheduling.step_plan import Plan
 from tests.service.scheduling.reference import VOCABULARY
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 
-# What is planned
+# Plan
 
 
 def test_schedule_plans_prompt_then_decodes_then_end() -> None:
@@ -77,7 +77,7 @@ def test_schedule_runs_at_most_as_many_requests_as_the_budget() -> None:
     harness = SchedulerHarness(max_num_seqs=8, budget=3, depth=2)
     for _ in range(6):
         harness.add([1], 6)
-    assert [len(harness.plan().rows) for _ in range(3)] == [3, 3, 0]  # and none is two tokens ahead of the host
+    assert [len(harness.plan().rows) for _ in range(3)] == [3, 3, 0]  # no request is two tokens ahead of the host
     harness.finish()
 
 
@@ -207,8 +207,8 @@ def test_waiting_time_counts_as_priority() -> None:
 def test_stream_of_urgent_requests_starves_no_request(
     gap: int, aging: int, per_tick: int, num_blocks: int, seats: int
 ) -> None:
-    """More urgent requests than the device can serve, without end: only those that arrive within gap * aging ticks
-    overtake, and the wait ends when these are served."""
+    """An endless stream of urgent requests, more than the device can serve. Only the ones that arrive within
+    gap * aging ticks overtake, and the wait ends when they are served."""
     harness = SchedulerHarness(num_blocks=num_blocks, block_size=2, max_num_seqs=seats, budget=8, aging=aging * TICK)
     patient = harness.add([1, 2, 3, 4], 4, priority=gap)
     urgent: list[Sequence] = []
@@ -292,7 +292,7 @@ def test_preempted_requests_are_admitted_oldest_first() -> None:
     harness.tick()
     for prompt, priority in ([0, 0], 0), ([0], 0), ([0], -2):
         sequences.append(harness.add(prompt, 24, sampling=SamplingParams(ending_ids=(0, 4)), priority=priority))
-    harness.finish()  # each of its steps checks that nobody was preempted for one of a later rank
+    harness.finish()  # each step checks that no request was preempted for a younger one
     assert harness.scheduler.preemptions
     for sequence in sequences:
         harness.check_answer(sequence)

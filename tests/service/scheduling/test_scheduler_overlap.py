@@ -1,4 +1,4 @@
-"""Steps that are planned before the one before is applied."""
+"""Steps that are planned while another is in flight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_preemption_waits_for_steps_in_flight() -> None:
     def plan() -> list[tuple[int, int]]:
         return [(row.request_id, len(row.token_ids)) for row in harness.plan().rows]
 
-    assert plan() == [(0, 1), (1, 1)]  # second has blocks for its whole prompt
+    assert plan() == [(0, 1), (1, 1)]  # the second has blocks for its whole prompt
     assert plan() == [(0, 1), (1, 1)]
     assert harness.blocks.counts.free == 0
     harness.collect()
-    assert plan() == []  # the first asks for a block: the second gets no further row, and is in flight yet
+    assert plan() == []  # the first needs a block: the second gets no further row, and is still in flight
     assert second.num_steps_in_flight
     harness.collect()
     assert harness.scheduler.preemptions == 0
@@ -35,7 +35,7 @@ def test_preemption_waits_for_steps_in_flight() -> None:
 
 
 def test_victim_in_flight_gets_no_further_row() -> None:
-    """The first needs a block while the last has room in its own for some steps more."""
+    """The first needs a block while the last one's blocks suffice for some more steps."""
     harness = SchedulerHarness(num_blocks=4, block_size=8, depth=2, prefix_cache=False)
     first, last = harness.add([1] * 8, 20), harness.add([2] * 4, 20)
     rows = []
@@ -83,14 +83,14 @@ def test_row_after_the_end_of_a_request_is_discarded() -> None:
         harness.tick()
     assert harness.flying
     assert again.id in [row.request_id for row in harness.flying[0][0].rows]
-    assert again.block_ids == []  # already given back
+    assert again.block_ids == []  # already freed
     harness.finish()
     harness.check_answer(again)
     harness.check_answer(other)
 
 
 def test_blocks_of_a_request_in_flight_are_reused_at_once() -> None:
-    """Its row in flight writes before the new owner's, which therefore stands."""
+    """The row in flight writes before the new owner's row, so the new owner's values remain."""
     harness = SchedulerHarness(num_blocks=4, block_size=2, depth=2, prefix_cache=False)
     gone = harness.add([1, 2, 3], 5)
     harness.plan()

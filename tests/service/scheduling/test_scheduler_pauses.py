@@ -35,7 +35,7 @@ def test_paused_requests_do_not_count_as_running() -> None:
         harness.pause(sequence)
     others = [harness.add([4, 5], 30) for _ in range(3)]
     assert [row.request_id for row in harness.tick().rows] == [others[0].id, others[1].id]
-    harness.unpause(slow[0])  # there is no seat: it gives up its blocks, and has the next one
+    harness.unpause(slow[0])  # max_num_seqs requests run: it is preempted, and admitted next
     harness.tick()
     assert not slow[0].holds_blocks
     assert not others[2].holds_blocks
@@ -71,7 +71,7 @@ def test_admission_preempts_paused_requests() -> None:
         harness.pause(sequence)
     big = harness.add([3] * 20, 4)
     assert [row.request_id for row in harness.tick().rows] == [big.id]
-    assert [sequence.holds_blocks for sequence in slow] == [True, False]  # the youngest, and no more than it needs
+    assert [sequence.holds_blocks for sequence in slow] == [True, False]  # the youngest, and no more than needed
     for sequence in slow:
         harness.unpause(sequence)
     harness.finish()

@@ -1,4 +1,4 @@
-"""Shared prefixes, cancels, and all of it at once against the plain model."""
+"""Shared prefixes, cancels, and random mixtures compared with the reference."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_check_integrity_finds_a_leak() -> None:
         harness.scheduler.check_integrity()
 
 
-# All of it at once
+# Random mixtures
 
 STEMS = ([1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [1, 2, 3, 4, 6, 6, 6], [0] * 12)
 MAX_TOKENS = 24
@@ -224,7 +224,7 @@ Ask = tuple[int, int | None, list[int], dict[str, object]]
 
 @st.composite
 def requests(draw: st.DrawFn) -> Ask:
-    """(tick of arrival, ticks until it is cancelled, ticks from one pause or its end to the next, arguments of
+    """Draw (tick of arrival, ticks until its cancel or None, ticks between its pauses and unpauses, arguments of
     SchedulerHarness.add)."""
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.sampled_from([0, 4, 7, 12]))] + draw(st.lists(st.integers(0, 6), min_size=1, max_size=2))
