@@ -188,10 +188,7 @@ class Scheduler:
         return dropped
 
     def schedule(self, now: float) -> Plan:
-        """Plan a step. An empty step, without rows, need not be launched.
-
-        A row's block_ids may be the sequence's own list, which grows later. Read it during the launch only.
-        """
+        """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
         if self._paused:
             self._run_resumed(now)
         running = self._quarantined() if self.quarantine else self._running
@@ -214,13 +211,14 @@ class Scheduler:
         progress: list[Progress] = []
         if step.rows:
             self._pace.step_applied(now)
+        sequences, register = self._sequences, self.blocks.register
         for row in step.rows:
-            sequence = self._sequences.get(row.request_id)
+            sequence = sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
             sequence.num_steps_in_flight -= 1
             sequence.end_step(row.start, result.device_seconds, now)
-            self.blocks.register(sequence.blocks, sequence.token_ids, row.start + len(row.token_ids))
+            register(sequence.blocks, sequence.token_ids, row.start + len(row.token_ids))
             reports = result.prompt_logprobs.get(row.request_id)
             if reports:
                 # They are of prompt tokens [start + 1, ...); after a preemption some were reported before.
@@ -283,12 +281,13 @@ class Scheduler:
         then. None if there is none.
         """
         victim: Sequence | None = None
-        is_running = State.RUNNING
+        is_running, block_size = State.RUNNING, self.blocks.block_size
         for sequence in tuple(running):
             if sequence.state is not is_running or sequence is victim:
                 break  # the youngest are preempted first, so all behind it are preempted, too
             if sequence.num_uncomputed_tokens == 1 and sequence.can_sample:
-                blocked_by = self._grow(sequence)
+                has_block = sequence.num_tokens <= len(sequence.blocks.block_ids) * block_size
+                blocked_by = None if has_block else self._grow(sequence)
                 if blocked_by is None:
                     plan.add_row(sequence, 1)
                 else:
@@ -341,7 +340,7 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence) -> Sequence | None:
-        """Allocate a block for the next token if one is needed, preempting paused requests and then the youngest.
+        """Allocate a block for the next token, preempting paused requests and then the youngest.
 
         Return None on success. Otherwise the request for which the sequence must wait: a victim with steps in flight,
         or itself, which is preempted then.

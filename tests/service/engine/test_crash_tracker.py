@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import tempfile
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from npuserve.service.engine.crash_tracker import CLEAR_TOKENS, CrashTracker
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import EngineKiller
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -74,20 +75,20 @@ class Crashes:
             salts[sequence.id] = ""
             numbers[sequence.id] = n
         tracker.save()
-        flying: deque[tuple[object, object]] = deque()
-        for now in range(1, 4000):
-            step, _ = scheduler.schedule(float(now))
+        pipeline = StepPipeline(scheduler, device, 2, itertools.count(1.0).__next__)
+        for _ in range(4000):
+            step = pipeline.plan().step
             scheduler.check_integrity()
             if step.rows:
-                tracker.before_launch(step, scheduler.sequence, not flying)
+                tracker.before_launch(step, scheduler.sequence, not pipeline)
                 if any(self.kills(numbers[row.request_id], row, began[numbers[row.request_id]]) for row in step.rows):
                     return
-                flying.append((step, device.run(step)))
-            elif not flying:
+                pipeline.launch(step)
+            elif not pipeline:
                 tracker.mark_idle()
                 return
-            if len(flying) == 2 or not step.rows:
-                for progress in scheduler.apply(*flying.popleft(), float(now)):  # type: ignore[arg-type]
+            if pipeline.must_collect:
+                for progress in pipeline.collect().progress:
                     self.made[numbers[progress.sequence.id]] += progress.token_ids
         pytest.fail("the engine never becomes idle")
 

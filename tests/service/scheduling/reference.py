@@ -38,11 +38,12 @@ def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class FakeDevice:
-    """Device that runs steps in the order of `run`. A KV-cache slot holds (salt, all tokens up to and including its
-    own), which determine the contents of a real slot. Raises AssertionError where a real device would silently compute
-    wrong numbers."""
+    """Runner and device that computes each step at its launch. A KV-cache slot holds (salt, all tokens up to and
+    including its own), which determine the contents of a real slot. Raises AssertionError where a real device would
+    silently compute wrong numbers."""
 
-    def __init__(self, num_blocks: int, block_size: int, salts: dict[int, str]) -> None:
+    def __init__(self, num_blocks: int, block_size: int, salts: dict[int, str], step_seconds: float = 0.0) -> None:
+        self.step_seconds = step_seconds
         self.block_size = block_size
         self.salts = salts
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -50,6 +51,15 @@ class FakeDevice:
         self.known: dict[int, NewRequest] = {}
         self.announced: set[int] = set()
         self.sampled: dict[int, int] = {}  # tokens of the step before, by request
+
+    def launch(self, step: Step) -> StepResult:
+        return self.run(step, self.step_seconds)
+
+    def ready(self, handle: StepResult) -> bool:
+        return True
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
 
     def run(self, step: Step, device_seconds: float = 0.0) -> StepResult:
         for request_id in step.ended:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from npuserve.npu.step import PENDING, Step, StepResult, TokenLogprobs
+from npuserve.npu.step import PENDING, Step, TokenLogprobs
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -47,8 +48,8 @@ class SchedulerHarness:
             max_queue=self.max_queue, aging_seconds=self.aging,
         )
         self.salts: dict[int, str] = {}
-        self.device = FakeDevice(self.num_blocks, self.block_size, self.salts)
-        self.flying: deque[tuple[Step, StepResult]] = deque()
+        self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
+        self.pipeline = StepPipeline(self.scheduler, self.device, self.depth, lambda: self.now)
 
     def add(self, prompt: list[int], max_tokens: int = 3, **fields: object) -> Sequence:
         fields = {"arrival": self.now, **fields}
@@ -90,7 +91,7 @@ class SchedulerHarness:
         returning = [s for s in held if not s.is_paused and s.num_uncomputed_tokens == 1]
         preemptions = self.scheduler.preemptions
         planned = {s.id: s.num_tokens for s in self.live.values()}
-        step, dropped = self.scheduler.schedule(self.now)
+        step, dropped = self.pipeline.plan()
         self.settle(dropped)
         rows = [self.live[row.request_id] for row in step.rows]
         assert step.num_tokens <= self.budget
@@ -118,14 +119,13 @@ class SchedulerHarness:
                 decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.age_key)
                 assert rows[: len(decoding)] == decoding, "chunks before decodes"
         if step.rows:
-            self.flying.append((step, self.device.run(step, TICK / 2)))
+            self.pipeline.launch(step)
         return step
 
     def collect(self) -> None:
         """Apply the oldest step in flight."""
-        step, result = self.flying.popleft()
         self.now += TICK
-        for progress in self.scheduler.apply(step, result, self.now):
+        for progress in self.pipeline.collect().progress:
             key = progress.sequence.id
             assert self.live[key] is progress.sequence, "progress of an ended request"
             assert progress.token_ids or progress.prompt_logprobs
@@ -140,14 +140,14 @@ class SchedulerHarness:
 
     def tick(self) -> Step:
         step = self.plan()
-        if self.flying and (not step.rows or len(self.flying) >= self.depth):
+        if self.pipeline.must_collect:
             self.collect()
         self.now += TICK
         return step
 
     def finish(self) -> None:
         for _ in range(10_000):
-            if not self.live and not self.flying:
+            if not self.live and not self.pipeline:
                 break
             self.tick()
         assert not self.live, "requests never end"

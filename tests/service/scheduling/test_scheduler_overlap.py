@@ -81,8 +81,8 @@ def test_row_after_the_end_of_a_request_is_discarded() -> None:
     other = harness.add([4, 4], 9)
     while again.id in harness.live:
         harness.tick()
-    assert harness.flying
-    assert again.id in [row.request_id for row in harness.flying[0][0].rows]
+    assert harness.pipeline
+    assert again.id in [row.request_id for row in harness.pipeline.oldest.step.rows]
     assert again.block_ids == []  # already freed
     harness.finish()
     harness.check_answer(again)
