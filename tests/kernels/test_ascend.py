@@ -48,7 +48,7 @@ def test_implementation_against_golden_in_float64(name: str, index: int, dtype: 
     compare(KERNELS[name], implementation(name), case, getattr(torch, dtype))
 
 
-def test_every_kernel_has_its_own() -> None:
+def test_every_kernel_has_an_implementation() -> None:
     """No step falls back to a golden function, which may wait for the device."""
     assert set(KERNELS) - OURS == set()
 
@@ -67,7 +67,7 @@ def test_heads_of_128_need_no_relaxation(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OURS))
 @emulated(relax=RELAX)
-def test_nothing_waits_for_the_device(name: str) -> None:
+def test_call_does_not_wait_for_device(name: str) -> None:
     """During a call the host neither synchronizes nor copies from the device, so that the call can be captured."""
     case = with_levels(list(filter(taken, KERNELS[name].cases))[-1], ascend.LEVELS)
     made, dtype = implementation(name), KERNELS[name].dtypes[-1]
@@ -81,7 +81,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 @emulated(relax=RELAX)
-def test_greedy_is_safe_against_nan_ties_and_padding() -> None:
+def test_greedy_nan_ties_and_padding() -> None:
     nan, inf = torch.nan, torch.inf
     rows = [[nan, 1, 2, 9], [nan, nan, nan, 9], [-inf, nan, -inf, 9], [0, inf, inf, 9], [-inf, -5, 0, nan], [3] * 4]
     logits = torch.tensor(rows).to("npu")
@@ -89,7 +89,7 @@ def test_greedy_is_safe_against_nan_ties_and_padding() -> None:
 
 
 @emulated(relax=RELAX)
-def test_sample_takes_nothing_that_is_filtered_out() -> None:
+def test_sample_never_draws_filtered_tokens() -> None:
     """At both ends of the random numbers, in rows of which one or two tokens remain."""
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[nan, -inf, 0.5, -inf, 9.0], [1.0, 2.0, 0.0, -1.0, 9.0], [1.0, 2.0, 2.0, -1.0, 9.0]])
@@ -104,7 +104,7 @@ def test_sample_takes_nothing_that_is_filtered_out() -> None:
 
 @pytest.mark.parametrize("name", ["linear_argmax", "greedy"])
 @emulated(relax=RELAX)
-def test_a_token_of_padding_is_impossible(name: str) -> None:
+def test_padding_tokens_are_never_chosen(name: str) -> None:
     """With any numbers in the padding columns."""
     made = implementation(name)
     for case in KERNELS[name].cases:
@@ -115,7 +115,7 @@ def test_a_token_of_padding_is_impossible(name: str) -> None:
 
 
 @emulated(relax=RELAX)
-def test_sample_without_a_cut_is_the_same_without_sorting() -> None:
+def test_sample_without_cut_equals_sample_with_cut() -> None:
     """Without top_k and top_p the device need not sort."""
     case = next(case for case in KERNELS["sample"].cases if "min_p 0.1" in case.name)
     args = implementation("sample").adapt(case.make(torch.Generator().manual_seed(0), torch.float32))

@@ -67,7 +67,7 @@ def test_embedding_takes_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_equal_those_of_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+def test_norms_equal_transformers_bit_for_bit(dtype: torch.dtype) -> None:
     x, residual = randn(2, 5, 48, seed=1, dtype=dtype)
     theirs = modeling_qwen3.Qwen3RMSNorm(48, eps=1e-5).to(dtype)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_paged_attention_against_transformers(heads: tuple[int, int], dtype: tor
     torch.testing.assert_close(out, expected.flatten(1), rtol=1e-5, atol=1e-6)
 
 
-def test_paged_attention_of_a_row_does_not_depend_on_the_others() -> None:
+def test_paged_attention_row_is_independent_of_other_rows() -> None:
     case = paged_attention.cases[1]
     q, k_cache, v_cache, metadata, scale = case.make(generator(), torch.bfloat16)
     together = paged_attention(q, k_cache, v_cache, metadata, scale)
@@ -176,7 +176,7 @@ def test_paged_attention_of_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(together[own], paged_attention(q[own], k_cache, v_cache, alone, scale))
 
 
-def test_paged_attention_of_padding_is_zero() -> None:
+def test_paged_attention_padding_is_zero() -> None:
     q, k_cache, v_cache, metadata, scale = paged_attention.cases[1].make(generator(), torch.float32)
     padded = paged_attention(torch.cat([q, q[:3]]), k_cache, v_cache, metadata, scale)
     assert torch.equal(padded[: len(q)], paged_attention(q, k_cache, v_cache, metadata, scale))
@@ -184,7 +184,7 @@ def test_paged_attention_of_padding_is_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
+def test_greedy_ties_give_smallest_id(dtype: torch.dtype) -> None:
     logits = randn(40, 70, dtype=dtype).mul(2).round()
     logits[:, 60:] = 50
     ids = greedy(logits, 60)
@@ -193,7 +193,7 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(ids[:, 0].numpy(), logits[:, :60].float().numpy().argmax(axis=1))
 
 
-def test_greedy_is_safe_against_nan_and_infinities() -> None:
+def test_greedy_nan_and_infinities() -> None:
     nan, inf = torch.nan, torch.inf
     rows = [[nan, 1, 2, 9], [nan, nan, nan, 9], [-inf, nan, -inf, 9], [0, inf, inf, 9], [-inf, -5, 0, nan]]
     logits = torch.tensor(rows)
@@ -239,7 +239,7 @@ def test_logprobs_against_numpy(dtype: torch.dtype) -> None:
     )
 
 
-def test_logprobs_of_no_rows_and_of_nan() -> None:
+def test_logprobs_no_rows_and_nan() -> None:
     shapes = [x.shape for x in logprobs(torch.empty(0, 9), 9, torch.empty(0, dtype=torch.int64), 3)]
     assert shapes == [(0,), (0,), (0, 3), (0, 3)]
     logprob, rank, top_ids, _ = logprobs(torch.tensor([[torch.nan, 0.0, 0.0]]), 3, torch.tensor([2]), 3)

@@ -39,7 +39,7 @@ def dense(cache: Int8) -> Tensor:
 
 @given(st.integers(0, 99), st.sampled_from([1e-20, 1e-3, 1.0, 300.0, 1e30]), st.sampled_from([2, 10, 64]),
        st.sampled_from([torch.float32, torch.bfloat16]))
-def test_a_scale_is_the_least_that_cuts_nothing_off(seed: int, size: float, dim: int, dtype: torch.dtype) -> None:
+def test_quantize_heads_scale_is_minimal(seed: int, size: float, dim: int, dtype: torch.dtype) -> None:
     x = (randn(3, 5, dim, seed=seed) * size).to(dtype)
     made = quantize_heads(x)
     assert (made.values.dtype, made.scale.dtype, made.scale.shape) == (torch.int8, torch.bfloat16, (3, 5))
@@ -50,13 +50,13 @@ def test_a_scale_is_the_least_that_cuts_nothing_off(seed: int, size: float, dim:
     assert ((dense(made) - x.double()).abs() <= made.scale.double().unsqueeze(-1) * (0.5 + 1e-4)).all()
 
 
-def test_heads_of_zeros_have_the_scale_1() -> None:
+def test_quantize_heads_zeros_have_scale_1() -> None:
     made = quantize_heads(torch.zeros(2, 3, 8))
     assert not made.values.any()
     assert (made.scale == 1).all()
 
 
-def test_slots_are_read_as_they_were_written() -> None:
+def test_read_returns_written_slots() -> None:
     cache, heads, slots = quantize_heads(torch.zeros(3, 16, 2, 8)), randn(4, 2, 8), torch.tensor([40, 3, 16, 15])
     write(cache, slots, heads)
     found = read(cache, torch.arange(3), torch.float32).flatten(0, 1)
@@ -108,7 +108,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_golden_attention_is_that_over_what_is_stored(dtype: torch.dtype) -> None:
+def test_golden_attention_equals_attention_over_stored_numbers(dtype: torch.dtype) -> None:
     Cached([(1, 9), (6, 6), (3, 12), (1, 1), (2, 15)], 6, 2, 8, 4, 0, dtype).check(natively=False)
 
 
@@ -116,7 +116,7 @@ def test_golden_attention_is_that_over_what_is_stored(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("isa", ISAS)
 @given(st.data())
 @settings(max_examples=15, deadline=None)
-def test_native_attention_is_that_over_what_is_stored(isa: str, data: st.DataObject) -> None:
+def test_native_attention_equals_attention_over_stored_numbers(isa: str, data: st.DataObject) -> None:
     """Blocks of 16 to 256, odd contexts and heads, decode rows and chunks of any length."""
     contexts = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=3))
     rows = [(data.draw(st.sampled_from([1, 1, 2, 7, 40])), context) for context in contexts]
@@ -140,7 +140,7 @@ def cache_arguments(tokens: int, dim: int, dtype: torch.dtype, slots: Tensor) ->
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [10, 64, 128, 256])
-def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: torch.dtype, dim: int) -> None:
+def test_native_write_equals_golden_write(isa: str, dtype: torch.dtype, dim: int) -> None:
     """Bit for bit, without computation; neighbours of a slot are unchanged, also those in its words."""
     slots = torch.tensor([7, 40, 3, -1, 22, 8, 63])
     qkv, k_cache, v_cache, others = cache_arguments(len(slots), dim, dtype, slots)
@@ -162,7 +162,7 @@ def test_what_is_written_is_what_the_golden_function_writes(isa: str, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dtype, int8: bool, threads: int) -> None:
+def test_native_write_of_adjacent_tokens(isa: str, dtype: torch.dtype, int8: bool, threads: int) -> None:
     """As for a prompt: from an odd slot over a block's end, a whole block, beside slots that are not written."""
     slots = torch.tensor([*range(5, 21), *range(32, 48), -1, 49, 50, 53])
     before = native.library().threads
@@ -186,7 +186,7 @@ def test_tokens_side_by_side_are_written_as_one_by_one(isa: str, dtype: torch.dt
 
 
 @needs_native
-def test_layouts_of_int8_are_inverses() -> None:
+def test_int8_pack_and_unpack_are_inverses() -> None:
     plain = quantize_heads(randn(3, 32, 2, 10))
     keys, values = pack_keys(plain), pack_values(plain)
     assert isinstance(keys, Int8)

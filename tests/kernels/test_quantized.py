@@ -66,7 +66,7 @@ def same(got: Int8, want: Int8) -> bool:
 @pytest.mark.parametrize("levels", [127.0, 127.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
-def test_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: float) -> None:
+def test_quantize_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: float) -> None:
     """Against numpy, which also rounds halves to even."""
     x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     x[3] = 0
@@ -82,7 +82,7 @@ def test_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: fl
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
-def test_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
+def test_quantize_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
     """Rows of both signs, of one sign, and of zeros: 0 stays 0, and the range ends at -128 and 127."""
     x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
@@ -104,7 +104,7 @@ def test_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero", [None, 0, -128, 127, 9])
-def test_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
+def test_quantize_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
     """Numbers outside the range are clamped, to -128 too."""
     x = randn(30, 45).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     scale = torch.tensor([0.0123])
@@ -116,7 +116,7 @@ def test_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
     assert (got.values.min(), got.values.max()) == (-128, 127)
 
 
-def test_quantize_against_torchs_own(way: Way) -> None:
+def test_quantize_against_torch(way: Way) -> None:
     """torch multiplies by 1 / scale, so halves may round the other way."""
     x, scale, zero = randn(20, 77), 0.03, 5
     got = way(quantize, x, Scheme(torch.tensor([scale]), torch.tensor([zero], dtype=torch.int32)))
@@ -125,7 +125,7 @@ def test_quantize_against_torchs_own(way: Way) -> None:
     assert (got.values != theirs).float().mean() < 0.01
 
 
-def test_quantize_rounds_halves_to_even_and_keeps_what_is_whole(way: Way) -> None:
+def test_quantize_rounds_halves_to_even_and_keeps_whole_numbers(way: Way) -> None:
     x = torch.arange(-127.0, 128)[None]
     halves = x.sign() * (x.abs() - 0.5).clamp(min=0)
     got = way(quantize, torch.cat([x, halves], dim=1), Scheme(levels=127))
@@ -151,7 +151,7 @@ def test_quantize_of_extremes(way: Way, scheme: Scheme) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hidden", [1, 16, 77, 1024])
-def test_norms_quantize_what_they_make(way: Way, hidden: int, scheme: str, dtype: torch.dtype) -> None:
+def test_norms_with_scheme_equal_norm_and_quantize(way: Way, hidden: int, scheme: str, dtype: torch.dtype) -> None:
     """Bit for bit."""
     x, residual = randn(2, 19, hidden).to(dtype)
     gamma, s = torch.rand(hidden, generator=generator(1)).add(0.5).to(dtype), scheme_of(scheme, generator(2))
@@ -166,7 +166,7 @@ def test_norms_quantize_what_they_make(way: Way, hidden: int, scheme: str, dtype
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("half", [3, 16, 80])
 @pytest.mark.parametrize("of_floats", [False, True])
-def test_linear_swiglu_is_its_parts(way: Way, half: int, scheme: str, dtype: torch.dtype, of_floats: bool) -> None:
+def test_linear_swiglu_equals_its_parts(way: Way, half: int, scheme: str, dtype: torch.dtype, of_floats: bool) -> None:
     """Bit for bit, also with a weight of floats."""
     x, weight, bias = randn(9, 40).to(dtype), randn(2 * half, 40, seed=1) / 6, randn(2 * half, seed=2).to(dtype)
     s = scheme_of(scheme, generator(3))
@@ -211,7 +211,7 @@ def exact(x: Int8, weight: Int8Weight) -> np.ndarray:
 @pytest.mark.parametrize("zeros", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "k", "n"), [(1, 1, 1), (3, 5, 18), (9, 7, 16), (40, 131, 70), (2, 4096, 33)])
-def test_linear_is_exact_but_for_the_scales(
+def test_linear_sums_are_exact_before_scales(
     way: Way, tokens: int, k: int, n: int, dtype: torch.dtype, zeros: tuple[bool, bool], bias: bool
 ) -> None:
     """Against numpy's int64, within four roundings to float32 (of the sum and of three operations) and one to dtype."""
@@ -228,7 +228,7 @@ def test_linear_is_exact_but_for_the_scales(
 
 @pytest.mark.parametrize("rows", [1, 7, 13, 40])
 @pytest.mark.parametrize("k", [2, 3, 64, 1000])
-def test_linear_of_ones_is_torchs_whole_number(way: Way, rows: int, k: int) -> None:
+def test_linear_of_whole_numbers_equals_torch(way: Way, rows: int, k: int) -> None:
     """All sums are below 2**24, which float32 holds exactly: no tolerance."""
     x, weight = operands(rows, k, 35, torch.float32, unit=True)
     sums = torch._int_mm(torch.cat([x.values, x.values.new_zeros(32, k)]), weight.values.T)[:rows]
@@ -241,7 +241,7 @@ def test_linear_of_ones_is_torchs_whole_number(way: Way, rows: int, k: int) -> N
 @given(
     tokens=st.integers(1, 70), k=st.integers(1, 300), n=st.integers(1, 300), seed=st.integers(0, 99),
     x_zeros=st.booleans(), w_zeros=st.booleans(), dtype=st.sampled_from(DTYPES), name=st.sampled_from(ways(linear)))
-def test_any_shape_is_near_golden(
+def test_linear_any_shape_is_near_golden(
     tokens: int, k: int, n: int, seed: int, x_zeros: bool, w_zeros: bool, dtype: torch.dtype, name: str
 ) -> None:
     """Within the roundings of both orders of operations, one of them to dtype."""
@@ -253,13 +253,13 @@ def test_any_shape_is_near_golden(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_linear_quantizes_floats_as_the_weight_says(way: Way, dtype: torch.dtype, scheme: str) -> None:
+def test_linear_quantizes_floats_by_weight_inputs(way: Way, dtype: torch.dtype, scheme: str) -> None:
     x, inputs = randn(9, 40).to(dtype), scheme_of(scheme, generator(1))
     weight = int8_weight(randn(35, 40, seed=1), dtype, inputs)
     assert torch.equal(way(linear, x, weight, None), way(linear, quantize(x, inputs), weight, None))
 
 
-def test_linear_of_int8_needs_an_int8_weight(way: Way) -> None:
+def test_linear_int8_x_with_float_weight_raises(way: Way) -> None:
     x, _ = operands(3, 8, 5, torch.float32)
     with pytest.raises(TypeError, match="x is int8, the weight is not"):
         way(linear, x, randn(5, 8), None)
@@ -268,7 +268,7 @@ def test_linear_of_int8_needs_an_int8_weight(way: Way) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 8, 7), (5, 33, 101), (40, 64, 300)])
-def test_linear_argmax_is_greedy_of_the_logits(
+def test_linear_argmax_equals_greedy_of_logits(
     way: Way, rows: int, k: int, n: int, dtype: torch.dtype, bias: bool
 ) -> None:
     x, weight = randn(rows, k).to(dtype), int8_weight(randn(n, k, seed=1), dtype)
@@ -283,7 +283,7 @@ def test_linear_argmax_is_greedy_of_the_logits(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("hidden", [1, 4, 33, 64])
-def test_embedding_is_the_rows_in_their_dtype(way: Way, hidden: int, zeros: bool, dtype: torch.dtype) -> None:
+def test_embedding_equals_rows_in_dtype(way: Way, hidden: int, zeros: bool, dtype: torch.dtype) -> None:
     _, table = operands(1, hidden, 70, dtype, w_zeros=zeros)
     ids = torch.tensor([3, 69, 0, 3, 16, 15])
     values = table.values[ids].float() - (table.zero[ids][:, None] if zeros else 0)
@@ -303,7 +303,7 @@ def test_golden_takes_packed_weights() -> None:
 
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_chain_of_int8_is_one_program_for_any_number_of_rows(zeros: bool) -> None:
+def test_int8_chain_records_as_one_program(zeros: bool) -> None:
     """The operations of a layer between two norms, recorded as one program."""
     inputs = ASYMMETRIC if zeros else DYNAMIC
     up, down = (replace(operands(1, k, n, torch.bfloat16, w_zeros=zeros)[1], inputs=inputs) for k, n in

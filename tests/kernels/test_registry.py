@@ -21,7 +21,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> str:
     return "other"
 
 
-def test_a_set_lists_exactly_the_kernels() -> None:
+def test_kernel_set_lists_exactly_the_kernels() -> None:
     assert set(KernelSet.__annotations__) == set(KERNELS)
     assert all(k.name == name and k.cases for name, k in KERNELS.items())
     for k in KERNELS.values():
@@ -31,7 +31,7 @@ def test_a_set_lists_exactly_the_kernels() -> None:
         assert any(not case.benchmark for case in k.cases), k.name
 
 
-def test_each_set_has_its_own_choice(other: str) -> None:
+def test_kernel_sets_are_independent(other: str) -> None:
     x = torch.ones(2, 6)
     own, plain = KernelSet(other), KernelSet("none")
     assert own.swiglu(x).tolist() == [[7.0] * 3] * 2
@@ -92,7 +92,7 @@ def test_spans_are_of_the_given_clock() -> None:
     assert seen == [("greedy", "prefill", GOLDEN, 0.25)] * 2
 
 
-def test_a_timed_step_that_nobody_observes_is_silent() -> None:
+def test_timed_step_without_observer_reports_nothing() -> None:
     k = KernelSet("none")
     with k.timed("decode") as timings:
         k.greedy(torch.ones(1, 4), 4)
@@ -108,7 +108,7 @@ def test_host_spans_nest() -> None:
     assert 0 <= inner.read() <= outer.read()
 
 
-def test_names_are_taken_once() -> None:
+def test_duplicate_names_raise() -> None:
     with pytest.raises(ValueError, match="a second kernel named swiglu"):
         kernel("swiglu", cases=[])(seven)
     case = Case("one", lambda generator, dtype: (torch.ones(1, 2, dtype=dtype),))

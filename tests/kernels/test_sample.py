@@ -135,14 +135,14 @@ def test_sample_at_the_ends_of_the_unit_interval(serve: Serve) -> None:
         assert draw(serve, logits, ends, 1.0, **filters).tolist() == [1, 3]
 
 
-def test_the_largest_uniform_stays_below_every_total() -> None:
+def test_largest_uniform_stays_below_every_total() -> None:
     below_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64).expand(2000)
     totals = torch.rand(2000, dtype=torch.float64, generator=generator()) + 0.5
     totals[:3] = torch.tensor([1.0, 1 + 2.0**-52, 2 - 2.0**-52], dtype=torch.float64)
     assert (below_one * totals < totals).all()
 
 
-def test_sample_is_safe_against_extremes(serve: Serve) -> None:
+def test_sample_extremes(serve: Serve) -> None:
     nan, inf = torch.nan, torch.inf
     half = torch.tensor([0.5], dtype=torch.float64)
     for filters in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
@@ -153,7 +153,7 @@ def test_sample_is_safe_against_extremes(serve: Serve) -> None:
         assert 0 <= draw(serve, torch.full((1, 3), -inf), half, 1.0, **filters).item() < 3
 
 
-def test_sample_never_takes_padding_and_a_row_does_not_depend_on_the_others(serve: Serve) -> None:
+def test_sample_ignores_padding_and_other_rows(serve: Serve) -> None:
     rows, vocabulary = 24, 517
     logits = randn(rows, vocabulary + 11).mul(3)
     logits[:, vocabulary:] = 1000
@@ -208,7 +208,7 @@ def assert_may_be_drawn(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_drawn_may_be_drawn(serve: Serve, seed: int) -> None:
+def test_sample_draws_allowed_tokens(serve: Serve, seed: int) -> None:
     """Rows with ties, holes, infinities, tiny and huge temperatures, and filters alone and together."""
     rng, rows = np.random.default_rng(seed), 24
     vocabulary, padding = int(rng.integers(1, 40 if seed % 3 == 0 else 2600)), int(rng.integers(0, 20))
@@ -241,7 +241,7 @@ def test_what_is_drawn_may_be_drawn(serve: Serve, seed: int) -> None:
     "filters", [{"top_k": 1500}, {"top_k": 7, "top_p": 0.7}, {"top_p": 0.3}, {"min_p": 0.9}], ids=str
 )
 @pytest.mark.parametrize("logits", [torch.zeros(1, 3000), torch.arange(3000.0).div(500).floor().mul(0.1)[None]])
-def test_ties_at_a_border_are_kept_by_smaller_ids(serve: Serve, filters: dict[str, Any], logits: Tensor) -> None:
+def test_sample_ties_at_border_keep_smaller_ids(serve: Serve, filters: dict[str, Any], logits: Tensor) -> None:
     """Every id that can be drawn, from few values over several blocks."""
     grid = (torch.arange(4000).double() + 0.5) / 4000
     drawn = draw(serve, logits, grid, 1.0, **filters)

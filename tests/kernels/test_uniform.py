@@ -16,13 +16,13 @@ from npuserve.kernels.uniform import golden, philox, uniform
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_philox_gives_the_known_answers_of_random123(counter: str, key: str, words: str) -> None:
+def test_philox_known_answers_of_random123(counter: str, key: str, words: str) -> None:
     given, by, expected = ([[int(w, 16)] for w in text.split()] for text in (counter, key, words))
     out = philox(np.array(given, dtype=np.uint64), np.array(by, dtype=np.uint64))
     np.testing.assert_array_equal(out, np.array(expected, dtype=np.uint64))
 
 
-def test_a_number_depends_on_seed_and_position_alone() -> None:
+def test_uniform_depends_only_on_seed_and_position() -> None:
     seeds = [0, 1, 2**32, 2**64 - 1, 7, 7]
     positions = [0, 5, 2**31, 131071, 3, 3]
     together = uniform(seeds, positions)
@@ -33,7 +33,7 @@ def test_a_number_depends_on_seed_and_position_alone() -> None:
     assert len(uniform([], [])) == 0
 
 
-def test_the_numbers_are_those_of_philox() -> None:
+def test_uniform_equals_philox() -> None:
     """Also those of the native kernels."""
     random = np.random.default_rng(0)
     seeds, positions = (random.integers(0, 2**63, 500, dtype=np.uint64) * np.uint64(2) for _ in range(2))
@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_philox() -> None:
     np.testing.assert_array_equal(uniform(seeds, positions), golden(seeds, positions))
 
 
-def test_all_bits_of_seed_and_position_count() -> None:
+def test_uniform_uses_all_bits_of_seed_and_position() -> None:
     seeds = [0, *(2**i for i in range(64))]
     positions = [0, *(2**i for i in range(63))]
     numbers = [*uniform(seeds, [0] * 65), *uniform([0] * 64, positions)[1:]]
@@ -64,7 +64,7 @@ def far(counts: np.ndarray, expected: float) -> bool:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_numbers_are_even_and_neighbours_independent(name: str) -> None:
+def test_uniform_is_even_with_independent_neighbours(name: str) -> None:
     numbers = uniform(*SEQUENCES[name])
     assert numbers.min() >= 0
     assert numbers.max() < 1

@@ -25,18 +25,18 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("either")
-def test_all_are_there_and_above_nothing() -> None:
+def test_best_has_all_ceilings_above_zero() -> None:
     found = ceilings(SMALL)
     assert list(found) == ["read_gbs", "bf16_gflops", "int8_gops", "fp32_gflops"]
     assert all(value > 0 for value in found.values())
 
 
 @pytest.mark.usefixtures("either")
-def test_reads_in_whole_pieces() -> None:
+def test_read_bytes_are_whole_pieces() -> None:
     assert Ceilings(SMALL - 1).read_bytes == SMALL
 
 
-def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_narrow_numbers_uses_faster_wide_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor whose bf16 instruction is half as fast as its fp32 and int8 instructions, which are equally fast."""
     seconds = {torch.float32: 1.0, torch.bfloat16: 2.0, torch.int8: 1.0}
     ran: list[torch.dtype] = []
@@ -58,7 +58,7 @@ def test_ceiling_of_narrow_numbers_takes_a_faster_instruction_for_wide_ones(monk
 
 
 @needs_library
-def test_ceilings_other_set_in_use_takes_fastest_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_with_other_set_in_use_takes_fastest_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """The set with the bf16 instruction is the fastest, while the kernels use a set without it."""
     lib = native.library()
     dtypes = {lib.kernel(f"peak/{name}"): name for name in ("bfloat16", "int8", "float32")}
@@ -90,7 +90,7 @@ def test_ceilings_other_set_in_use_takes_fastest_set(monkeypatch: pytest.MonkeyP
 
 
 @needs_library
-def test_every_byte_is_read() -> None:
+def test_read_covers_every_byte() -> None:
     """The xor of a piece's words depends on each of its bytes."""
     pieces, size = 3, 1536
     memory = torch.randint(256, (pieces, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -107,7 +107,7 @@ def test_every_byte_is_read() -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32])
-def test_operations_grow_with_iterations(dtype: torch.dtype) -> None:
+def test_peak_operations_grow_with_iterations(dtype: torch.dtype) -> None:
     done = torch.zeros(2, 2, dtype=torch.int64)
     for isa in native.library().isas:
         with native.using(isa):

@@ -11,13 +11,13 @@ from npuserve.kernels.quantized import DYNAMIC, Int8, Int8Weight, Scheme
 from npuserve.kernels.registry import KERNELS, Case
 
 
-def test_every_kernel_has_one() -> None:
+def test_costs_cover_every_kernel() -> None:
     assert set(COSTS) == set(KERNELS)
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), [
     pytest.param(k.name, k.cases[0], dtype, id=f"{k.name}-{dtype}") for k in KERNELS.values() for dtype in k.dtypes])
-def test_takes_the_arguments_of_the_golden_function(name: str, case: Case, dtype: torch.dtype) -> None:
+def test_cost_takes_golden_arguments(name: str, case: Case, dtype: torch.dtype) -> None:
     args = case.make(torch.Generator().manual_seed(0), dtype)
     made = cost(name, args)
     assert made.nbytes > 0
@@ -25,7 +25,7 @@ def test_takes_the_arguments_of_the_golden_function(name: str, case: Case, dtype
     assert all(nbytes(args[i]) for i in made.cold)
 
 
-def test_linear() -> None:
+def test_cost_of_linear() -> None:
     x, weight, bias = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(5, 8, dtype=torch.bfloat16), torch.zeros(5)
     made = cost("linear", (x, weight, bias.bfloat16()))
     assert made.operations == 2 * 3 * 8 * 5
@@ -34,7 +34,7 @@ def test_linear() -> None:
     assert cost("linear", (x.float(), weight.float(), None)).kind == "fp32"
 
 
-def test_linear_of_int8() -> None:
+def test_cost_of_int8_linear() -> None:
     """A scale of 4 bytes for each row of both operands, and a sum for each row of the weight. The gated product is
     quantized, with a scale and a zero point for each row."""
     x = Int8(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3))
@@ -49,14 +49,14 @@ def test_linear_of_int8() -> None:
     assert cost("linear_swiglu", (x, weight, None, Scheme(symmetric=False))).nbytes == operands + 3 * (3 + 4 + 4)
 
 
-def test_an_int8_norm_writes_a_byte_for_each_number_and_a_scale() -> None:
+def test_cost_of_int8_norm() -> None:
     x, gamma = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
     assert cost("rms_norm", (x, gamma, 1e-6)).nbytes == 2 * (24 + 8 + 24)
     assert cost("rms_norm", (x, gamma, 1e-6, DYNAMIC)).nbytes == 2 * (24 + 8) + 24 + 3 * 4
     assert cost("add_rms_norm", (x, x, gamma, 1e-6, DYNAMIC)).nbytes == 2 * (3 * 24 + 8) + 24 + 3 * 4
 
 
-def test_attention_counts_what_each_query_sees() -> None:
+def test_cost_of_attention_counts_visible_keys() -> None:
     """Rows of 1 query over 7 tokens, and of 3 queries that attend to 2, 3 and 4 tokens."""
     metadata = AttentionMetadata.from_lengths(torch.zeros(2, 1, dtype=torch.int32), [7, 4], [1, 3])
     q, cache = torch.zeros(4, 6, 8), torch.zeros(1, 16, 2, 8)

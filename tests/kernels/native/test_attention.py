@@ -27,7 +27,7 @@ def isa(request):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (16, 8, 128), (9, 3, 64), (5, 5, 10), (4, 1, 80)])
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threads(
+def test_attention_bits_are_independent_of_batch_chunks_and_threads(
     isa, dtype, int8, q_heads, kv_heads, dim, block_size
 ):
     generator = torch.Generator().manual_seed(1)
@@ -69,7 +69,7 @@ def test_a_query_gives_the_same_bits_alone_in_chunks_in_company_and_on_any_threa
             assert torch.equal(outputs(rows), expected), (threads, rows)
 
 
-def test_layouts_are_inverses():
+def test_pack_and_unpack_are_inverses():
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         plain = torch.randn(3, 32, 2, 10, generator=generator).to(dtype)

@@ -82,7 +82,7 @@ def test_choose_isa_forced_ignores_rates(wanted: choice.Gemm, isas: list[str], e
     assert choose_isa(isas, rates(bf16), wanted) == expected
 
 
-def test_choose_isa_without_the_instruction_names_what_is_possible() -> None:
+def test_choose_isa_unsupported_gemm_raises_with_possible_values() -> None:
     with pytest.raises(ValueError, match=r"cpu_gemm: 'bf16' is not possible.* sets avx512_vnni, avx2, portable; "
                                          r"possible are auto, fp32$"):
         choose_isa(BOTH[1:], {}, "bf16")
@@ -117,7 +117,7 @@ def test_choose_faster_set_is_used_by_all_calls(lib: native.Library, monkeypatch
 
 
 @needs_two
-def test_choose_kept_is_taken_whatever_rates_say(lib: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_kept_ignores_rates(lib: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = CpuKernels(ISAS[1], choice.gemm_of(ISAS[1]), "plain", {ISAS[1]: {"bf16": 1.0}}, 2.0, 3.0, 4)
     told = CpuKernels(**json.loads(json.dumps(dataclasses.asdict(kept))))
     no_measuring(monkeypatch)
@@ -127,7 +127,7 @@ def test_choose_kept_is_taken_whatever_rates_say(lib: native.Library, monkeypatc
 
 
 @needs_library
-def test_choose_kept_set_that_is_gone_is_chosen_anew(lib: native.Library) -> None:
+def test_choose_kept_unknown_set_chooses_again(lib: native.Library) -> None:
     assert choose(Wanted(kept=CpuKernels("avx1024", "fp32", "plain"))).isa in ISAS
 
 
@@ -164,7 +164,7 @@ def test_choose_form_is_not_measured_without_need(
 
 
 @needs_library
-def test_measured_rates_are_of_the_sets_that_are_compared(lib: native.Library) -> None:
+def test_measure_rates_covers_compared_sets(lib: native.Library) -> None:
     before = lib.isa
     found = choice.measure_rates()
     assert list(found) == ([isa for isa in ISAS if isa != "portable"] or ISAS)
@@ -174,7 +174,7 @@ def test_measured_rates_are_of_the_sets_that_are_compared(lib: native.Library) -
 
 @needs_library
 @pytest.mark.parametrize("inputs", [8, 264, 1024])
-def test_measured_products_are_those_of_whole_weights(monkeypatch: pytest.MonkeyPatch, inputs: int) -> None:
+def test_measure_forms_products_equal_whole_weights(monkeypatch: pytest.MonkeyPatch, inputs: int) -> None:
     """The measured products compute the rows of the matrix that they represent, in both forms."""
     made: list[PackedWeight] = []
     allocate = PackedWeight.allocate.__func__  # type: ignore[attr-defined]

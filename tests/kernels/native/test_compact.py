@@ -38,7 +38,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("rare", [0.0, 0.001])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_rows_are_the_numbers_to_the_bit(isa, n, k, rare):
+def test_compact_rows_equal_numbers_bit_for_bit(isa, n, k, rare):
     weight = numbers(n, k, rare)
     weight[0, :3] = torch.tensor([0.0, -0.0, torch.inf])
     packed = PackedWeight.pack(weight, compact=True)
@@ -50,7 +50,7 @@ def test_rows_are_the_numbers_to_the_bit(isa, n, k, rare):
 
 @pytest.mark.parametrize("rare", [0.0, 0.001])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_products_are_those_of_plain_weights(isa, n, k, rare):
+def test_compact_products_equal_plain_products(isa, n, k, rare):
     weight = numbers(n, k, rare)
     plain, compact = (PackedWeight.pack(weight, compact=form) for form in (False, True))
     assert (plain.compact, compact.compact) == (False, True)
@@ -64,7 +64,7 @@ def test_products_are_those_of_plain_weights(isa, n, k, rare):
             assert same(gated(x, compact, bias), gated(x, plain, bias)), rows
 
 
-def test_rows_are_written_into_the_middle_of_panels(isa):
+def test_compact_write_into_middle_of_panels(isa):
     weight = numbers(70, 264, 0.001)
     packed = PackedWeight.allocate(70, 264, torch.bfloat16, compact=True)
     assert same(packed.dense(), torch.zeros(70, 264).bfloat16())
@@ -76,7 +76,7 @@ def test_rows_are_written_into_the_middle_of_panels(isa):
     assert same(packed.rows(torch.arange(19, 24)), weight[[19, 0, 1, 2, 23]])
 
 
-def test_numbers_that_do_not_become_compact_are_held_plain(isa, caplog):
+def test_compact_incompressible_numbers_are_plain(isa, caplog):
     generator = torch.Generator().manual_seed(0)
     anything = torch.randint(-(2**15), 2**15, (70, 264), generator=generator, dtype=torch.int16).view(torch.bfloat16)
     weight = numbers(70, 264)
@@ -93,7 +93,7 @@ def test_numbers_that_do_not_become_compact_are_held_plain(isa, caplog):
     assert same(product(x, packed, None), product(x, PackedWeight.pack(finite, compact=False), None))
 
 
-def test_what_becomes_compact_and_its_size():
+def test_compacts_and_packed_words():
     assert not compacts(1024, torch.float32)
     assert not compacts(1020, torch.bfloat16)
     assert compacts(1024, torch.bfloat16) == native.library().compact

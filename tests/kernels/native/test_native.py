@@ -37,7 +37,7 @@ def chain(x: torch.Tensor, weights: list[PackedWeight]) -> torch.Tensor:
     return x
 
 
-def test_a_program_is_the_calls_for_any_number_of_rows(lib):
+def test_program_replay_equals_calls_for_any_rows(lib):
     weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(20)]
     x = torch.zeros(50, 64)
     program = native.record(lambda: chain(x, weights))
@@ -50,7 +50,7 @@ def test_a_program_is_the_calls_for_any_number_of_rows(lib):
     assert all(seconds >= 0 for _, seconds in calls)
 
 
-def test_a_programs_outputs_share_memory_when_they_are_dropped(lib):
+def test_program_dropped_outputs_share_memory(lib):
     weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(20)]
     x = torch.zeros(50, 64)
     places = []
@@ -66,13 +66,13 @@ def test_a_programs_outputs_share_memory_when_they_are_dropped(lib):
     assert len(set(places)) == 2  # one for the input, one for the output
 
 
-def test_programs_are_not_recorded_in_each_other(lib):
+def test_record_nested_raises(lib):
     with pytest.raises(RuntimeError, match="already"):
         native.record(lambda: native.record(lambda: torch.zeros(1)).replay(1))
     assert native.empty(2, dtype=torch.float32).shape == (2,)
 
 
-def test_record_leaves_calls_of_other_threads_alone(lib):
+def test_record_ignores_calls_of_other_threads(lib):
     """Each of two threads records while the other one calls and records."""
     weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(3)]
     x = randn(5, 64)
@@ -99,7 +99,7 @@ def test_record_leaves_calls_of_other_threads_alone(lib):
     assert [torch.equal(result, expected) for result in called] == [True, True]
 
 
-def test_many_callers_and_changing_threads(lib):
+def test_run_concurrent_callers_and_changing_threads(lib):
     """Concurrent runs of several threads, each with its own jobs, give the results of single runs."""
     weights = [PackedWeight.pack(randn(96, 96, seed=i) / 10) for i in range(8)]
     inputs = [randn(rows, 96, seed=rows) for rows in (1, 3, 17, 40)]
@@ -121,7 +121,7 @@ def test_many_callers_and_changing_threads(lib):
         assert not wrong
 
 
-def test_kernels_are_known_by_name(lib):
+def test_kernel_number_by_name(lib):
     assert lib.kernel("linear/float32") != lib.kernel("linear/bfloat16")
     with pytest.raises(KeyError):
         lib.kernel("linear/float16")
@@ -131,7 +131,7 @@ def test_kernels_are_known_by_name(lib):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (37, 33), (130, 70)])
-def test_packing_is_undone_by_rows(lib, dtype, n, k):
+def test_packed_weight_rows_invert_pack(lib, dtype, n, k):
     weight = randn(n, k).mul(40).to(dtype)
     packed = PackedWeight.pack(weight)
     assert packed.shape == weight.shape
@@ -203,7 +203,7 @@ def test_set_threads_without_memory_raises_os_error():
     assert done.stdout.splitlines() == ["cannot start 64 threads: the system's limit of threads or memory", "3 512.0"]
 
 
-def test_arena_of_a_file_holds_what_the_file_holds(lib):
+def test_arena_of_file_has_file_contents(lib):
     """Its tensors are not assumed to be zero."""
     file = os.memfd_create("test")
     try:
@@ -218,7 +218,7 @@ def test_arena_of_a_file_holds_what_the_file_holds(lib):
     assert not hasattr(native.Arena, "zeros")
 
 
-def test_memory_is_given_back(lib):
+def test_memory_is_unmapped_when_dropped(lib):
     def resident() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096

@@ -54,7 +54,7 @@ def operands(k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("k", "n"), [(8, 5), (40, 33), (96, 48), (1096, 80), (2112, 49)])
 @pytest.mark.parametrize(("dtype", "compact"), [
     (torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.int8, False)])
-def test_a_row_gives_the_same_bits_with_any_number_of_others(
+def test_linear_row_bits_are_independent_of_other_rows(
     isa: str, dtype: torch.dtype, compact: bool, k: int, n: int
 ) -> None:
     x, weight = operands(k, n, dtype)
@@ -71,7 +71,7 @@ def test_a_row_gives_the_same_bits_with_any_number_of_others(
 @pytest.mark.skipif("avx512_amx" not in ISAS, reason=(
     "this processor has no AMX" if "avx512_amx" in BUILT else "the compiler does not know AMX"))
 @pytest.mark.parametrize("k", [32, 36, 40, 96, 200])
-def test_tiles_of_amx_add_as_intel_defines_it(k: int) -> None:
+def test_linear_amx_order_of_additions(k: int) -> None:
     """Of each 32 numbers of K, even and odd products are summed separately, then both are added to the sum."""
     generator = torch.Generator().manual_seed(k)
     x, weight = (torch.randn(rows, k // 2, generator=generator).bfloat16() for rows in (20, 18))

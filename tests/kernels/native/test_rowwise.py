@@ -66,7 +66,7 @@ def function(kernel: Kernel[..., Any]) -> Any:
     return kernel.implementations["cpu"].function
 
 
-def test_every_native_kernel_has_rows() -> None:
+def test_rows_cover_every_native_kernel() -> None:
     assert {name for name, k in KERNELS.items() if "cpu" in k.implementations} == ROWS.keys() | OTHERS
 
 
@@ -81,7 +81,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), list(cases()))
-def test_rows_are_the_same_alone_and_in_company_by_any_number_of_threads(
+def test_row_bits_are_independent_of_batch_and_threads(
     isa: str, name: str, case: Case, dtype: torch.dtype
 ) -> None:
     made, (by_row, _) = KERNELS[name].implementations["cpu"], ROWS[name]

@@ -70,12 +70,12 @@ def replaced(op: native.Call, place: int, tensor: Tensor | None) -> native.Call:
     return name, dtype, [*p[:place], tensor, *p[place + 1:]], *rest
 
 
-def test_signatures_are_those_of_the_ops_that_kernels_call(calls: dict[str, native.Call]) -> None:
+def test_signatures_cover_called_ops(calls: dict[str, native.Call]) -> None:
     assert calls.keys() == SIGNATURES.keys()
 
 
 @pytest.mark.parametrize(("op", "place", "argument"), list(arguments()))
-def test_call_with_a_wrong_tensor_raises_with_the_arguments_name(
+def test_call_wrong_tensor_raises_with_argument_name(
     op: str, place: int, argument: Any, calls: dict[str, native.Call]
 ) -> None:
     call = calls[op]
@@ -98,7 +98,7 @@ def test_call_with_a_wrong_tensor_raises_with_the_arguments_name(
             native.call("test", replaced(call, place, None))
 
 
-def test_record_of_a_wrong_tensor_raises(calls: dict[str, native.Call]) -> None:
+def test_record_wrong_tensor_raises(calls: dict[str, native.Call]) -> None:
     call = replaced(calls["keep_ids"], 1, torch.zeros(calls["keep_ids"][3][0], dtype=torch.int32))
 
     def step() -> Tensor:
@@ -109,7 +109,7 @@ def test_record_of_a_wrong_tensor_raises(calls: dict[str, native.Call]) -> None:
         native.record(step)
 
 
-def test_call_with_too_many_or_too_few_tensors_raises() -> None:
+def test_call_wrong_number_of_tensors_raises() -> None:
     ids = torch.zeros(2, dtype=torch.int64)
     for tensors in ([ids], [ids] * 3):
         with pytest.raises(TypeError, match=f"keep_ids: {len(tensors)} tensors do not match its 2 arguments"):
@@ -119,7 +119,7 @@ def test_call_with_too_many_or_too_few_tensors_raises() -> None:
         native.call("test", ("rms_norm", torch.float32, [scale, scale, scale, scale], [1, 2], [1e-6, 0.0]))
 
 
-def test_attention_over_a_sliced_block_table_raises() -> None:
+def test_attention_sliced_block_table_raises() -> None:
     """Its second row is at the stride of the whole table, from which the op does not read."""
     q, keys, values, _, scale = paged_attention.cases[1].make(torch.Generator().manual_seed(0), torch.float32)
     tables = torch.arange(8, dtype=torch.int32).view(2, 4) % len(keys)

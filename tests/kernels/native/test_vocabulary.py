@@ -36,7 +36,7 @@ def _rows(count: int, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype)
 
 
-def test_penalize_gives_the_bits_of_the_golden_function():
+def test_penalize_equals_golden_bit_for_bit():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, VOCABULARY, generator=generator).mul(3)
     logits[0, :4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
@@ -65,7 +65,7 @@ def test_logprobs_against_golden_in_float64(dtype, n):
     torch.testing.assert_close(top_logprobs.double(), expected[3], rtol=1e-5, atol=1e-5)
 
 
-def test_logprobs_gives_a_row_the_same_bits_alone_in_company_and_on_any_threads():
+def test_logprobs_row_bits_are_independent_of_batch_and_threads():
     logits, ids = _rows(5, torch.bfloat16), torch.arange(5) * 7000
     expected = _report(logits, VOCABULARY, ids, 20)
     for threads in (1, 2, 3):
@@ -78,14 +78,14 @@ def test_logprobs_gives_a_row_the_same_bits_alone_in_company_and_on_any_threads(
             assert torch.equal(alone[3], expected[3][row : row + 1, :3])
 
 
-def test_logprobs_of_equal_logits_names_the_smallest_ids():
+def test_logprobs_equal_logits_give_smallest_ids():
     logprob, rank, top_ids, _ = _report(torch.zeros(1, VOCABULARY), VOCABULARY, torch.tensor([5]), 3)
     assert logprob.item() == pytest.approx(-torch.tensor(float(VOCABULARY)).log().item(), abs=1e-5)
     assert rank.tolist() == [1]
     assert top_ids.tolist() == [[0, 1, 2]]
 
 
-def test_logprobs_takes_nan_and_infinities_as_the_golden_function_does():
+def test_logprobs_nan_and_infinities_equal_golden():
     nan, inf = torch.nan, torch.inf
     rows = torch.tensor([[nan, 0.0, 0.0, 9], [-inf, -inf, 2.0, 9], [-inf, -inf, nan, 9], [inf, 0.0, inf, 9]])
     ids = torch.tensor([2, 0, 1, 1])
@@ -94,6 +94,6 @@ def test_logprobs_takes_nan_and_infinities_as_the_golden_function_does():
         torch.testing.assert_close(each, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_logprobs_of_no_rows_is_empty():
+def test_logprobs_no_rows_is_empty():
     shapes = [x.shape for x in _report(torch.empty(0, 9), 9, torch.empty(0, dtype=torch.int64), 3)]
     assert shapes == [(0,), (0,), (0, 3), (0, 3)]

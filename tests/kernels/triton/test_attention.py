@@ -80,7 +80,7 @@ class Step:
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_any_rows(launch: ModuleType, seed: int) -> None:
+def test_paged_attention_any_rows(launch: ModuleType, seed: int) -> None:
     """Rows of no query, of one and of many; queries of no row; heads and blocks of any size; tiles in parts."""
     r = random.Random(seed)
     size, dtype = r.choice([16, 32, 48]), r.choice(list(TOLERANCE))
@@ -111,12 +111,12 @@ def test_contexts_around_the_borders_of_parts(launch: ModuleType, programs: int,
 
 
 @pytest.mark.parametrize("dim", [128, 256])
-def test_a_chunk_in_parts_some_of_which_a_query_sees_nothing_of(launch: ModuleType, dim: int) -> None:
+def test_chunk_with_parts_invisible_to_a_query(launch: ModuleType, dim: int) -> None:
     step = Step([(33, 40)], (2, 1), dim, seed=dim)
     step.check(step.run(launch, chunks=launch.Config(64, 16, 4, 2, 8, 16)))
 
 
-def test_the_host_says_only_whether_rows_have_one_query_each(
+def test_host_lengths_only_select_one_query_per_row(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's other numbers are the padding of a captured step. If each row has one query, one launch suffices."""
@@ -187,7 +187,7 @@ def test_grids_depend_on_shapes_and_hold_all_parts(launch: ModuleType) -> None:
         (7, True, "one_each: 3 queries of 2 rows"),
     ],
 )
-def test_what_attention_refuses(launch: ModuleType, place: int, value: Any, named: str) -> None:
+def test_paged_attention_invalid_argument_raises(launch: ModuleType, place: int, value: Any, named: str) -> None:
     args: list[Any] = [
         torch.zeros(3, 4, 8), torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 2, 8), torch.zeros(2, 4, dtype=torch.int32),
         torch.tensor([2, 3]).int(), torch.tensor([0, 1, 3]).int(), 0.3, False]
@@ -197,7 +197,7 @@ def test_what_attention_refuses(launch: ModuleType, place: int, value: Any, name
         launch.paged_attention(*args)
 
 
-def test_heads_that_are_refused(launch: ModuleType) -> None:
+def test_paged_attention_invalid_heads_raise(launch: ModuleType) -> None:
     for dim in (6, 9, 258):
         cache = torch.zeros(1, 16, 1, dim)
         one = torch.ones(1, dtype=torch.int32)
@@ -226,7 +226,7 @@ def heads(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "dtype"),
     [(5, 1, 128, torch.bfloat16), (9, 5, 16, torch.float16), (9, 3, 10, torch.float32), (4, 2, 256, torch.float32)])
-def test_heads_are_written_and_nothing_beside_them(
+def test_kv_write_changes_only_its_slots(
     launch: ModuleType, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool
 ) -> None:
     args = heads(5, q_heads, kv_heads, dim, dtype, int8)
@@ -251,7 +251,7 @@ def test_heads_are_written_and_nothing_beside_them(
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 8e3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_int8_is_that_of_quantize_heads_to_the_bit(launch: ModuleType, dtype: torch.dtype, size: float) -> None:
+def test_kv_write_int8_equals_quantize_heads(launch: ModuleType, dtype: torch.dtype, size: float) -> None:
     """Without norm and rotation; with halves, in a row whose scale is 1."""
     args = heads(6, 2, 4, 64, dtype, True)
     args[0] = (args[0] * size).to(dtype)
@@ -268,7 +268,7 @@ def test_int8_is_that_of_quantize_heads_to_the_bit(launch: ModuleType, dtype: to
         assert torch.equal(cache.scale.flatten(0, 1)[args[6][written]], want.scale)
 
 
-def test_many_tokens_and_none(launch: ModuleType) -> None:
+def test_kv_write_many_tokens_and_none(launch: ModuleType) -> None:
     """More than 64 tokens use more heads a program."""
     args = heads(5, 9, 3, 16, torch.float32, True)
     args[0], args[5], args[6] = args[0].repeat(13, 1), args[5].repeat(13), torch.cat([args[6], -torch.ones(60).long()])
@@ -294,7 +294,7 @@ def test_many_tokens_and_none(launch: ModuleType) -> None:
         (9, 0, "num_q_heads: 0 is not from 1"),
     ],
 )
-def test_what_writing_refuses(launch: ModuleType, place: int, value: Any, named: str) -> None:
+def test_kv_write_invalid_argument_raises(launch: ModuleType, place: int, value: Any, named: str) -> None:
     args: list[Any] = [
         torch.zeros(3, 64), torch.ones(8), torch.ones(8), 1e-6, torch.zeros(64, 8), torch.zeros(3, dtype=torch.int64),
         torch.arange(3), torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 2, 8), 4]
@@ -320,7 +320,7 @@ def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
     return (types | dict.fromkeys(scales, scale), {}) if int8 else (types, dict.fromkeys(scales))
 
 
-def test_hopper_spills_nothing_loads_16_bytes_and_multiplies_by_tensor_cores(
+def test_hopper_attention_has_no_spills_and_uses_tensor_cores(
     launch: ModuleType, tmp_path: Path
 ) -> None:
     """At the shapes of real models, with the arguments of their calls."""

@@ -111,7 +111,7 @@ def test_groups_of_tokens_cover_all(calls: ModuleType) -> None:
     close(calls.linear(x, weight, bias, SMALL), expected(x, weight, bias))
 
 
-def test_rows_that_lie_apart(calls: ModuleType) -> None:
+def test_rows_apart(calls: ModuleType) -> None:
     x, weight, _ = floats(5, 24, 64)
     close(calls.linear(x[:, :48], weight[:, :48].contiguous(), None, SMALL), expected(x[:, :48], weight[:, :48], None))
 
@@ -129,7 +129,7 @@ def test_sums_of_int8_are_exact(calls: ModuleType) -> None:
         assert torch.equal(calls.linear(x, weight, None, tiles), sums.float())
 
 
-def test_the_library_makes_the_same_of_int8(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_int8_equals_own_tiles(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_FINISHED", 16)
     x, weight, bias = int8(19, 2 * 24, 40, torch.bfloat16)
     for kind in ("linear", "linear_swiglu"):
@@ -141,7 +141,7 @@ def test_the_library_makes_the_same_of_int8(calls: ModuleType, monkeypatch: pyte
 
 @pytest.mark.parametrize("make", [floats, int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_argmax_is_that_of_the_rounded_numbers(calls: ModuleType, make: type, dtype: torch.dtype) -> None:
+def test_argmax_of_rounded_numbers(calls: ModuleType, make: type, dtype: torch.dtype) -> None:
     """Equal numbers within a tile and across tiles: the smallest id below the vocabulary is returned."""
     x, weight, bias = make(20, 90, 33, dtype)
     product = calls.linear(x, weight, bias, SMALL)
@@ -167,7 +167,7 @@ def test_argmax_of_ties_nan_and_infinities(calls: ModuleType, monkeypatch: pytes
     assert bias_rows == [17, 5, 0, 70, 0, 0]
 
 
-def test_bad_arguments_are_named(calls: ModuleType) -> None:
+def test_invalid_argument_raises_with_name(calls: ModuleType) -> None:
     x, weight, bias = floats(3, 8, 16)
     x8, weight8, _ = int8(3, 8, 16)
     with pytest.raises(TypeError, match="one is int8"):
@@ -196,7 +196,7 @@ def test_no_rows(calls: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 70])
-def test_gated_numbers_become_int8(calls: ModuleType, rows: int) -> None:
+def test_gated_numbers_are_quantized(calls: ModuleType, rows: int) -> None:
     """By own tiles, and by the library where it serves floats."""
     serve = linear_swiglu.implementations["cuda"].function
     for make in (floats, int8):
@@ -241,7 +241,7 @@ def test_candidates_fit_and_begin_with_the_choice(kind: Kind, n: int, k: int, it
     assert (None in candidates(kind, itemsize, 16, n, k, 132)) == (itemsize > 1)
 
 
-def test_what_was_measured_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_takes_measured_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MEASURED, ("linear", 2, 16, 48, 64), TALL)
     monkeypatch.setitem(MEASURED, ("linear", 1, 32, 36, 64), None)
     assert choose("linear", 2, 9, 48, 64, 132) == TALL
@@ -251,7 +251,7 @@ def test_what_was_measured_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize(("kind", "n", "k"), [*QWEN3_14B, ("linear", 1024, 3072)])
-def test_a_bucket_has_one_choice(kind: Kind, n: int, k: int, itemsize: int) -> None:
+def test_choose_is_equal_within_a_bucket(kind: Kind, n: int, k: int, itemsize: int) -> None:
     """Otherwise a kernel would be compiled while requests wait."""
     choices = {choose(kind, itemsize, rows, n, k, 132) for rows in range(257, 513)}
     assert len(choices) == 1

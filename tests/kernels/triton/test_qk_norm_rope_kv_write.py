@@ -64,7 +64,7 @@ def test_queries_or_keys_alone_are_normalized(launch: ModuleType, which: int) ->
     compare(launch, tuple(arguments))
 
 
-def test_tokens_that_share_programs_and_lie_apart(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_sharing_programs_and_apart(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also heads and values in several blocks, of which the last is partial."""
     monkeypatch.setattr(launch, "BLOCK", 16)
     monkeypatch.setattr(launch, "PROGRAMS", 4)
@@ -117,7 +117,7 @@ def test_at_the_widths_of_qwen3(
         (9, 0, "num_q_heads: 0 is not from 1"),
     ],
 )
-def test_what_is_refused(interpreted: ModuleType, place: int, value: Any, named: str) -> None:
+def test_invalid_argument_raises(interpreted: ModuleType, place: int, value: Any, named: str) -> None:
     arguments: list[Any] = [
         torch.zeros(3, 64), torch.ones(8), torch.ones(8), 1e-6, torch.zeros(64, 8), torch.zeros(3, dtype=torch.int64),
         torch.arange(3), torch.zeros(3, 16, 2, 8), torch.zeros(3, 16, 2, 8), 4]

@@ -33,16 +33,16 @@ def test_registering_imports_no_triton(tmp_path: Path) -> None:
     assert {"greedy", "qk_norm_rope_kv_write", "sample"} <= set(registered(tmp_path, TRITON_INTERPRET="1"))
 
 
-def test_nothing_is_registered_where_nothing_could_run_it(tmp_path: Path) -> None:
+def test_nothing_is_registered_without_device(tmp_path: Path) -> None:
     assert registered(tmp_path, CUDA_VISIBLE_DEVICES="") == []
 
 
-def test_what_is_said_to_be_lowered_is_there() -> None:
+def test_lowered_files_exist() -> None:
     assert LOWERED.keys() <= KERNELS.keys()
     assert {f"{name}.py" for name in LOWERED.values()} <= {file.name for file in FOLDER.glob("*.py")}
 
 
-def test_what_waits_is_registered_once_triton_interprets(tmp_path: Path) -> None:
+def test_waiting_kernels_are_registered_by_interpret(tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise AssertionError('imported')\n")
     code = ("from npuserve.kernels import triton; triton.interpret(); triton.interpret(); "

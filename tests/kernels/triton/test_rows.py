@@ -64,7 +64,7 @@ def test_norm_is_rounded_where_golden_rounds(rows: ModuleType, scheme: str) -> N
 @pytest.mark.parametrize("levels", [127.5, 127.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantizing_is_golden_to_the_bit(
+def test_quantize_equals_golden_bit_for_bit(
     rows: ModuleType, scheme: str, dtype: torch.dtype, levels: float
 ) -> None:
     """At the width of Qwen3-14B's feed-forward layer: rows of one sign, of one number, of zeros, with halves, and too
@@ -78,14 +78,14 @@ def test_quantizing_is_golden_to_the_bit(
     same(rows.quantize(x.to(dtype), by), quantize(x.to(dtype), by))
 
 
-def test_the_largest_floats_are_quantized(rows: ModuleType) -> None:
+def test_quantize_largest_floats(rows: ModuleType) -> None:
     x = torch.tensor([[3.4e38, -3.4e38, 1e38, 0.0], [1e-45, 0.0, 0.0, 0.0]])
     for by in (DYNAMIC, Scheme(symmetric=False)):
         same(rows.quantize(x[:1], by), quantize(x[:1], by))
     assert rows.quantize(x, DYNAMIC).scale[1] == quantize(x, DYNAMIC).scale[1]
 
 
-def test_the_gate_of_extremes_and_of_rows_that_lie_apart(rows: ModuleType) -> None:
+def test_swiglu_extremes_and_rows_apart(rows: ModuleType) -> None:
     gate_up = (torch.randn(3, 4400, generator=generator()) * 4).half()[:, 100:4300]
     gate_up[0, :4] = torch.tensor([-100.0, 100.0, -torch.inf, torch.inf])
     gate_up[0, 2100:2104] = 2.0
@@ -96,7 +96,7 @@ def test_the_gate_of_extremes_and_of_rows_that_lie_apart(rows: ModuleType) -> No
 
 
 @pytest.mark.parametrize("int8", ["", "int8", "zeros"])
-def test_rows_of_a_table_over_several_blocks(rows: ModuleType, int8: str) -> None:
+def test_embedding_over_several_blocks(rows: ModuleType, int8: str) -> None:
     table = torch.randn(60, 2100, generator=generator())
     ids = torch.tensor([59, 0, 59, 7])
     if not int8:
@@ -117,7 +117,7 @@ def test_ids_over_several_blocks(rows: ModuleType) -> None:
     assert torch.equal(kept, expected)
 
 
-def test_of_no_rows(rows: ModuleType) -> None:
+def test_no_rows(rows: ModuleType) -> None:
     nothing, none = torch.empty(0, 8), torch.empty(0, dtype=torch.int64)
     assert rows.rms_norm(nothing, torch.ones(8), 1e-6).shape == (0, 8)
     assert rows.quantize(nothing, DYNAMIC).scale.shape == (0,)
@@ -156,7 +156,7 @@ def int8_table(scale: Tensor) -> Int8Weight:
         (lambda r: r.keep_ids(IDS[:, None], IDS[:1]), "last: not a contiguous"),
     ],
 )
-def test_what_is_refused(rows: ModuleType, call: Callable[[ModuleType], object], named: str) -> None:
+def test_invalid_argument_raises(rows: ModuleType, call: Callable[[ModuleType], object], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}"):
         call(rows)
 
@@ -203,7 +203,7 @@ COMPILED = [  # and the required number of loads of 16 bytes
 ]
 
 
-def test_hopper_spills_nothing_and_loads_16_bytes(interpreted: ModuleType, tmp_path: Path) -> None:
+def test_hopper_has_no_spills_and_loads_16_bytes(interpreted: ModuleType, tmp_path: Path) -> None:
     """At the shapes of Qwen3-14B."""
     for (launch, wide), made in zip(COMPILED, compiled([x for x, _ in COMPILED], tmp_path), strict=True):
         assert made.local == 0, launch

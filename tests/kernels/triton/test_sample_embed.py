@@ -58,14 +58,14 @@ def test_greedy(launch: ModuleType, case: Case, dtype: torch.dtype) -> None:
     assert torch.equal(launch.greedy(logits, vocabulary), greedy(logits.double(), vocabulary))
 
 
-def test_greedy_is_safe_against_nan_and_infinities(launch: ModuleType) -> None:
+def test_greedy_nan_and_infinities(launch: ModuleType) -> None:
     nan, inf = torch.nan, torch.inf
     rows = [[nan, 1, 2, 9], [nan, nan, nan, 9], [-inf, nan, -inf, 9], [0, inf, inf, 9], [-inf, -5, 0, nan]]
     logits = torch.tensor(rows)
     assert launch.greedy(logits, 3).tolist() == greedy(logits, 3).tolist() == [[2], [0], [0], [1], [2]]
 
 
-def test_the_smallest_of_equal_ids_over_many_blocks(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_ties_over_many_blocks_give_smallest_id(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also rows that share programs, in a matrix whose rows are apart."""
     monkeypatch.setattr(launch, "BLOCK", 16)
     monkeypatch.setattr(launch, "PROGRAMS", 3)
@@ -97,7 +97,7 @@ def test_sample_over_many_blocks(launch: ModuleType, monkeypatch: pytest.MonkeyP
     assert int(ids.max()) > 16
 
 
-def test_draws_follow_the_distribution_up_to_their_ends(launch: ModuleType) -> None:
+def test_sample_follows_distribution_up_to_its_ends(launch: ModuleType) -> None:
     """Every number from 0 to the largest below 1 gives the id in whose part of the mass it lies."""
     mass = torch.tensor([0.0, 0.125, 0.25, 0.0, 0.5, 0.125, 0.0])
     uniform = torch.tensor([0.0, 0.1, 0.126, 0.37, 0.38, 0.8, 0.876, 1 - 2**-24])
@@ -109,7 +109,7 @@ def test_draws_follow_the_distribution_up_to_their_ends(launch: ModuleType) -> N
     assert launch.sample(logits, 7, *almost)[:, 0].tolist() == [5] * 8
 
 
-def test_equal_scores_at_a_border_are_kept_by_the_smaller_ids(launch: ModuleType) -> None:
+def test_sample_ties_at_border_keep_smaller_ids(launch: ModuleType) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 3.0, 0.0]]).repeat(2, 1)
     top_k, top_p = torch.tensor([2, 0]), torch.tensor([1.0, 0.4])
     one = torch.ones(2)
@@ -117,7 +117,7 @@ def test_equal_scores_at_a_border_are_kept_by_the_smaller_ids(launch: ModuleType
     assert launch.sample(logits, 6, one, top_k, top_p, one * 0, last)[:, 0].tolist() == [2, 2]
 
 
-def test_a_row_may_be_greedy_and_odd_rows_are_safe(launch: ModuleType) -> None:
+def test_sample_greedy_rows_and_extremes(launch: ModuleType) -> None:
     """At temperature 0; with nothing to choose from; with an infinite logit; with NaN beside numbers; with one id."""
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[1.0, 5, 5], [nan, nan, -inf], [0, inf, 3], [nan, 1, nan], [2, 2, 2]])
@@ -130,7 +130,7 @@ def test_a_row_may_be_greedy_and_odd_rows_are_safe(launch: ModuleType) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embedding_of_what_was_chosen(
+def test_embedding_of_chosen_ids(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sampled: bool
 ) -> None:
     """In several blocks, the last one partial, from a table whose rows are apart; for any number of rows."""
@@ -147,7 +147,7 @@ def test_embedding_of_what_was_chosen(
     assert embedded.shape == (0, 70)
 
 
-def test_rows_lie_further_apart_than_32_bits_reach(lowered: ModuleType) -> None:
+def test_row_offsets_beyond_32_bits(lowered: ModuleType) -> None:
     """Untouched memory uses no pages."""
     far = 2**30 + 8
     logits = torch.empty(2 * far + 8, dtype=torch.bfloat16).as_strided((3, 8), (far, 1))
@@ -203,7 +203,7 @@ def test_at_the_widths_of_qwen3_14b(
         ({"uniform": torch.ones(2, device="meta")}, "uniform"),
     ],
 )
-def test_what_is_refused(interpreted: ModuleType, change: dict[str, Tensor], named: str) -> None:
+def test_invalid_argument_raises(interpreted: ModuleType, change: dict[str, Tensor], named: str) -> None:
     temperature, top_k, top_p, min_p, uniform = draws(2)
     good = {"logits": torch.zeros(2, 9), "vocabulary": 8, "table": torch.zeros(9, 4), "temperature": temperature,
             "top_k": top_k, "top_p": top_p, "min_p": min_p, "uniform": uniform}
@@ -214,13 +214,13 @@ def test_what_is_refused(interpreted: ModuleType, change: dict[str, Tensor], nam
         interpreted.sample(good["logits"], 8, temperature, top_k)
 
 
-def test_more_ids_than_float32_counts_are_refused(interpreted: ModuleType) -> None:
+def test_more_ids_than_float32_counts_raise(interpreted: ModuleType) -> None:
     logits = torch.empty(1, 2**24 + 1, device="meta")
     with pytest.raises(ValueError, match=r"^vocabulary: 16777217 is not from 1 to 16777216"):
         interpreted.sample(logits, 2**24 + 1, *(x.to("meta") for x in draws(1)))
 
 
-def test_a_block_that_the_unified_buffer_does_not_hold_is_refused(
+def test_block_beyond_unified_buffer_raises(
     lowered: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowered, "BLOCK", 4 * lowered.BLOCK)

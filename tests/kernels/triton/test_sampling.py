@@ -52,7 +52,7 @@ def shaping(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 
             torch.full((rows,), min_p), numbers if uniform is None else torch.full_like(numbers, uniform))
 
 
-def test_the_first_of_the_largest_over_several_parts(parts: ModuleType) -> None:
+def test_greedy_ties_over_several_parts_give_smallest_id(parts: ModuleType) -> None:
     """Rows are apart; of zeros of both signs the first is the largest."""
     logits = torch.randint(4, (6, 300), generator=generator()).float()[:, 20:]
     logits[0], logits[1], logits[2], logits[3, 70:] = 7.0, -torch.inf, torch.nan, torch.nan
@@ -64,7 +64,7 @@ def test_the_first_of_the_largest_over_several_parts(parts: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)])
-def test_filters_over_several_parts_are_golden(parts: ModuleType, dtype: torch.dtype, seed: int) -> None:
+def test_filters_over_several_parts_equal_golden(parts: ModuleType, dtype: torch.dtype, seed: int) -> None:
     """Filters together, alone and none, on logits with ties, with holes, and of one value."""
     rows, vocabulary = 8, 201
     given = (randn(rows, vocabulary + 9, seed=seed) * torch.tensor([0.001, 1, 4, 20]).repeat(2)[:, None])
@@ -84,14 +84,14 @@ def test_filters_over_several_parts_are_golden(parts: ModuleType, dtype: torch.d
 @pytest.mark.parametrize("filters", [{"top_k": 150}, {"top_k": 1}, {"top_p": 0.3}, {"top_k": 77, "top_p": 0.5},
                                      {"top_p": 0.9999}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
 @pytest.mark.parametrize("values", [1, 7])
-def test_the_last_id_that_is_kept_of_equal_ones(parts: ModuleType, filters: dict[str, Any], values: int) -> None:
+def test_sample_last_kept_id_among_ties(parts: ModuleType, filters: dict[str, Any], values: int) -> None:
     """All ids, or nearly all, are undecided."""
     logits = torch.arange(300.0).remainder(values).mul(0.003)[None]
     args = (logits, 300, *shaping(1, uniform=LAST, **filters))
     assert torch.equal(parts.sample(*args), sample(*args))
 
 
-def test_what_weighs_nothing_is_not_kept_nor_missed(parts: ModuleType) -> None:
+def test_sample_ids_without_mass(parts: ModuleType) -> None:
     """The border of top_k is among ids without mass; or top_p keeps nearly everything."""
     logits = randn(2, 300).mul(5)
     for filters in ({"temperature": 0.01, "top_k": 50}, {"temperature": 0.02, "top_k": 9, "top_p": 0.9},
@@ -104,7 +104,7 @@ def test_what_weighs_nothing_is_not_kept_nor_missed(parts: ModuleType) -> None:
     assert parts.sample(light, 130, *shaping(1, uniform=LAST)).tolist() == [[100]]
 
 
-def test_rows_without_chance_are_greedy_and_those_without_a_number_safe(parts: ModuleType) -> None:
+def test_sample_greedy_rows_and_rows_without_numbers(parts: ModuleType) -> None:
     logits = randn(3, 200)
     logits[1] = -torch.inf
     for cut in (True, False):
@@ -114,7 +114,7 @@ def test_rows_without_chance_are_greedy_and_those_without_a_number_safe(parts: M
     assert parts.sample(logits[:0], 200, *shaping(0)).shape == (0, 1)
 
 
-def test_without_cuts_fewer_kernels_draw_the_same(parts: ModuleType) -> None:
+def test_sample_without_cut_equals_sample_with_cut(parts: ModuleType) -> None:
     args = (randn(8, 210).mul(3)[:, 3:], 200, *shaping(8, 0.7, min_p=0.01))
     expected = sample(*args)
     assert torch.equal(parts.sample(*args, True), expected)
@@ -123,7 +123,7 @@ def test_without_cuts_fewer_kernels_draw_the_same(parts: ModuleType) -> None:
     assert torch.equal(parts.sample(*others, uniform.float(), False), sample(*others, uniform.float().double()))
 
 
-def test_programs_may_come_in_any_order(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_is_independent_of_program_order(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of undecided ids depends on the order of the programs; here it is shuffled."""
     kernel, seen = parts.gather_kernel, []
 
@@ -174,7 +174,7 @@ def test_logprobs_over_several_parts(parts: ModuleType, n: int) -> None:
         torch.testing.assert_close(some.double(), all_of_them.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_more_logprobs_than_programs_find_are_sorted(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_beyond_max_top_ids_are_sorted(parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MAX_TOP_IDS", 4)
     logits, ids = randn(3, 60).round(decimals=1), torch.tensor([1, 2, 3])
     for n in (4, 5, 60):
@@ -184,7 +184,7 @@ def test_more_logprobs_than_programs_find_are_sorted(parts: ModuleType, monkeypa
         torch.testing.assert_close(got[3], want[3])
 
 
-def test_penalties_over_several_parts_of_rows_that_lie_apart(parts: ModuleType) -> None:
+def test_penalize_over_several_parts_with_rows_apart(parts: ModuleType) -> None:
     logits = randn(3, 320).mul(3)
     logits[:, ::50] = -torch.inf
     in_prompt = torch.rand(3, 300, generator=generator()) < 0.3
@@ -196,7 +196,7 @@ def test_penalties_over_several_parts_of_rows_that_lie_apart(parts: ModuleType) 
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_nothing_is_read_on_the_host(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_read_nothing_on_the_host(whole: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on tensors without values are the same, as a capture needs: seven for a sample."""
     called: list[str] = []
 
@@ -241,13 +241,13 @@ ROW = torch.zeros(2, dtype=torch.int64)
         ({"uniform": torch.ones(2, dtype=torch.float16)}, "uniform"),
     ],
 )
-def test_what_sample_refuses(whole: ModuleType, change: dict[str, Any], named: str) -> None:
+def test_sample_invalid_argument_raises(whole: ModuleType, change: dict[str, Any], named: str) -> None:
     whole.sample(*GOOD.values())
     with pytest.raises(ValueError, match=f"^{named}"):
         whole.sample(*(GOOD | change).values())
 
 
-def test_what_others_refuse(whole: ModuleType) -> None:
+def test_invalid_argument_raises(whole: ModuleType) -> None:
     logits, large = torch.zeros(2, 9), torch.empty(1, 2**22 + 1, device="meta")
     one = torch.ones(2)
     masks = torch.ones(2, 9, dtype=torch.bool), torch.ones(2, 9, dtype=torch.int32)
@@ -299,7 +299,7 @@ COMPILED = [  # and the minimum number of loads of 16 bytes
 ]
 
 
-def test_hopper_spills_nothing_and_adds_no_floats_atomically(interpreted: ModuleType, tmp_path: Path) -> None:
+def test_hopper_has_no_spills_and_no_float_atomics(interpreted: ModuleType, tmp_path: Path) -> None:
     """At the vocabulary of Qwen3-14B, with logits in bfloat16."""
     for (launch, wide), made in zip(COMPILED, compiled([x for x, _ in COMPILED], tmp_path), strict=True):
         assert made.local == 0, launch

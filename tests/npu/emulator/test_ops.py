@@ -286,7 +286,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @emulated()
-def test_as_on_the_cpu(family: str) -> None:
+def test_operators_equal_cpu(family: str) -> None:
     for name, (function, arguments) in FAMILIES[family]().items():
         given = [a.npu() if isinstance(a, Tensor) else a for a in arguments]
         for want, got in zip(_tensors(function(*arguments)), _tensors(function(*given)), strict=True):
@@ -305,7 +305,7 @@ def test_as_on_the_cpu(family: str) -> None:
 
 
 @emulated()
-def test_random_numbers_are_of_their_distributions_and_follow_the_seed() -> None:
+def test_random_numbers_follow_distribution_and_seed() -> None:
     def drawn() -> dict[str, Tensor]:
         torch.manual_seed(7)
         on: dict[str, Any] = {"device": "npu"}
@@ -344,7 +344,7 @@ def test_random_numbers_are_of_their_distributions_and_follow_the_seed() -> None
 
 
 @emulated()
-def test_a_captured_graph_draws_anew_at_each_replay() -> None:
+def test_graph_draws_new_numbers_at_each_replay() -> None:
     uniform, normal = torch.empty(1000, device="npu"), torch.empty(1000, device="npu")
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):

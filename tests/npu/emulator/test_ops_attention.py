@@ -246,7 +246,7 @@ def test_a_workspace_too_small_is_refused() -> None:
 
 
 @emulated()
-def test_a_captured_call_takes_new_lengths_by_an_update() -> None:
+def test_captured_call_takes_lengths_of_update() -> None:
     import torch_npu
 
     made = packed([1, 1], [300, 300], torch.bfloat16)
@@ -311,7 +311,7 @@ def test_a_slot_beyond_the_cache_is_an_error_of_the_stream() -> None:
 
 
 @emulated(relax=["fp32", "small_heads"])
-def test_small_float32_models_are_let_through_where_asked() -> None:
+def test_relaxed_small_float32_models_are_accepted() -> None:
     made = packed([1, 3], [20, 9], torch.float32, heads=4, kv_heads=2, dim=8)
     out, _ = call(made, [20, 9])
     assert out.dtype == torch.float32

@@ -48,7 +48,7 @@ def test_each_violation_is_refused_by_its_rule() -> None:
 
 @pytest.mark.parametrize("rule", BREAKING)
 @emulated(fresh=True)
-def test_what_depends_on_values_is_told_by_the_stream(rule: str) -> None:
+def test_violations_by_value_are_stream_errors(rule: str) -> None:
     violate(rule)
 
 
@@ -63,7 +63,7 @@ def test_every_rule_has_its_violation_and_its_source() -> None:
 
 
 @emulated()
-def test_what_follows_the_documents_is_taken() -> None:
+def test_valid_calls_are_accepted() -> None:
     """The unmodified calls of the violations are accepted."""
     attend()
     unpaged()
@@ -85,7 +85,7 @@ def test_what_follows_the_documents_is_taken() -> None:
 
 
 @emulated()
-def test_an_operator_that_is_not_there_is_refused_by_name() -> None:
+def test_missing_operator_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match="aclnnAtan2 is not emulated"):
         torch.atan2(on(4, dtype=F32), on(4, dtype=F32))
 

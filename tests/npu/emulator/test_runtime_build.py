@@ -31,7 +31,7 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
 @pytest.mark.parametrize("module", [
     "npuserve.npu.execution.batch", "npuserve.kernels.norm", "npuserve.service.engine.process"])
-def test_an_installed_torch_npu_without_a_cann_does_not_keep_npuserve_from_the_cpu(module: str):
+def test_torch_npu_without_cann_leaves_cpu_usable(module: str):
     plain = python("import torch")
     if plain.returncode == 0:
         pytest.skip("a CANN is installed here")
@@ -41,7 +41,7 @@ def test_an_installed_torch_npu_without_a_cann_does_not_keep_npuserve_from_the_c
 
 
 @needs_npu
-def test_all_symbols_that_torch_npu_is_linked_to_are_there():
+def test_all_linked_symbols_exist():
     if shutil.which("nm") is None:
         pytest.skip("no nm")
 
@@ -59,7 +59,7 @@ def test_all_symbols_that_torch_npu_is_linked_to_are_there():
 
 
 @needs_npu
-def test_processes_that_start_together_build_once(tmp_path: Path):
+def test_concurrent_processes_build_once(tmp_path: Path):
     """With existing objects, so that only linking remains."""
     build.libraries()
     shutil.copytree(build.cache() / "objects", tmp_path / "npuserve" / "emulator" / "objects", copy_function=os.symlink)
@@ -76,7 +76,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path):
     assert sum("is built" in err for _, err in said) == 1
 
 
-def test_a_change_in_a_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_changed_source_builds_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("runtime", "ops"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "one.cpp").write_text("int one;")
@@ -98,7 +98,7 @@ def test_a_change_in_a_source_is_another_library(tmp_path: Path, monkeypatch: py
 
 
 @needs_npu
-def test_what_was_built_long_ago_goes_when_something_new_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_build_deletes_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     build.libraries()
     home = tmp_path / "npuserve" / "emulator"
     shutil.copytree(build.cache() / "objects", home / "objects", copy_function=os.symlink)
@@ -124,7 +124,7 @@ def spec(folder: Path) -> Any:
      "torch_npu 2.13.0 is made for torch 2.13.0, and torch 2.12.0 is installed: pip install torch==2.13.0"),
     ({"torch", "torch_npu"}, {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}, "came without its headers"),
 ], ids=["torch", "torch_npu", "pair", "headers"])
-def test_what_is_missing_is_named_with_what_to_do(
+def test_missing_package_raises_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: set[str], versions: dict[str, str], says: str
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec(tmp_path) if name in found else None)
@@ -134,7 +134,7 @@ def test_what_is_missing_is_named_with_what_to_do(
         build.find()
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_compiler_raises_with_advice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.EmulatorError, match=r"no C\+\+ compiler \(g\+\+ or clang\+\+\): install g\+\+"):
@@ -150,21 +150,21 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
     ({"order": "random"}, "order must be one of lazy, eager, shuffled, not random"),
     ({"depth": 0}, "depth must be 1 or more, not 0"),
 ], ids=str)
-def test_an_option_out_of_range_is_named(options: dict[str, Any], says: str):
+def test_invalid_option_raises_with_name(options: dict[str, Any], says: str):
     with pytest.raises(emulator.EmulatorError, match=says):
         emulator.activate(**options)
     assert not emulator.active()
 
 
 @pytest.mark.parametrize("named", ["0", "4GiB", "-1", ""])
-def test_the_environments_size_of_the_device_is_checked(monkeypatch: pytest.MonkeyPatch, named: str):
+def test_memory_from_environment_is_checked(monkeypatch: pytest.MonkeyPatch, named: str):
     monkeypatch.setenv("EMULATED_NPU_GIB", named)
     with pytest.raises(emulator.EmulatorError, match=f"EMULATED_NPU_GIB must be a number from 1 to 9999, not {named}"):
         emulator.activate()
     assert not emulator.active()
 
 
-def test_the_environment_may_say_how_large_the_device_is(monkeypatch: pytest.MonkeyPatch):
+def test_memory_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EMULATED_NPU_GIB", "64")
     monkeypatch.setattr(emulator, "_options", emulator._Options(64 << 30, frozenset(), "lazy", 0, 4096, False))
     emulator.activate()  # again with equal options
@@ -172,20 +172,20 @@ def test_the_environment_may_say_how_large_the_device_is(monkeypatch: pytest.Mon
         emulator.activate(memory=4 << 30)
 
 
-def test_it_must_come_before_torch_npu(monkeypatch: pytest.MonkeyPatch):
+def test_activate_after_torch_npu_raises(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
     with pytest.raises(emulator.EmulatorError, match="torch_npu was imported before"):
         emulator.activate()
 
 
-def test_nothing_can_be_asked_of_it_before_it_is_active():
+def test_functions_before_activate_raise():
     for call in (emulator.calls, emulator.memory, emulator.heal):
         with pytest.raises(emulator.EmulatorError, match="not active"):
             call()
 
 
 @needs_npu
-def test_it_labels_itself_and_a_process_ends_with_nothing_left():
+def test_activate_logs_and_exit_frees_everything():
     code = """if True:
         import atexit, logging; logging.basicConfig(format="%(message)s")
         from npuserve.npu import emulator
@@ -208,7 +208,7 @@ def test_it_labels_itself_and_a_process_ends_with_nothing_left():
 
 
 @emulated()
-def test_what_the_device_says_it_is():
+def test_device_properties():
     import torch
     import torch_npu
 
@@ -223,7 +223,7 @@ def test_what_the_device_says_it_is():
 
 
 @emulated()
-def test_what_is_not_emulated_says_so():
+def test_functions_not_emulated_fail_by_name():
     lib = ctypes.CDLL("libascendcl.so")
     lib.aclGetRecentErrMsg.restype = ctypes.c_char_p
     assert lib.aclrtProcessReport(1) == 207000

@@ -61,7 +61,7 @@ def test_a_fault_may_name_functions():
 
 
 @emulated(fresh=True)
-def test_a_launch_that_fails_is_told_by_the_next_synchronization():
+def test_failed_launch_is_reported_by_next_synchronization():
     value = torch.ones(4, device="npu")
     torch.npu.synchronize()
     emulator.fail("launch", 507899)
@@ -70,7 +70,7 @@ def test_a_launch_that_fails_is_told_by_the_next_synchronization():
 
 
 @emulated(fresh=True)
-def test_a_kernel_that_fails_stops_its_stream_and_those_that_wait_for_it():
+def test_failed_kernel_stops_its_stream_and_waiting_streams():
     value, other = torch.ones(4, device="npu"), torch.ones(4, device="npu")
     side, waiting, alone = torch.npu.Stream(), torch.npu.Stream(), torch.npu.Stream()
     torch.npu.synchronize()
@@ -92,7 +92,7 @@ def test_a_kernel_that_fails_stops_its_stream_and_those_that_wait_for_it():
 
 
 @emulated(fresh=True)
-def test_an_operator_that_fails_says_which_and_why():
+def test_failed_operator_reports_name_and_reason():
     table, index = torch.zeros(4, 4, device="npu"), torch.tensor([9], device="npu")
     torch.npu.synchronize()
     with pytest.raises(RuntimeError, match="507015"):
@@ -100,7 +100,7 @@ def test_an_operator_that_fails_says_which_and_why():
 
 
 @emulated()
-def test_a_stream_that_hangs_goes_on_when_it_is_released():
+def test_hanging_stream_continues_after_heal():
     value = torch.zeros(4, device="npu")
     side = torch.npu.Stream()
     torch.npu.synchronize()
@@ -119,7 +119,7 @@ def test_a_stream_that_hangs_goes_on_when_it_is_released():
 
 
 @emulated()
-def test_a_synchronization_that_is_given_a_time_ends_when_it_is_over():
+def test_synchronization_timeout():
     lib = ctypes.CDLL("libascendcl.so")
     stream = ctypes.c_void_p()
     assert lib.aclrtCreateStream(ctypes.byref(stream)) == 0
@@ -136,7 +136,7 @@ def test_a_synchronization_that_is_given_a_time_ends_when_it_is_over():
 
 
 @emulated(fresh=True)
-def test_a_lost_device_fails_all_that_needs_it():
+def test_lost_device_fails_all_device_calls():
     value = torch.ones(4, device="npu")
     torch.npu.synchronize()
     emulator.lose_device()
@@ -178,7 +178,7 @@ def test_the_log_keeps_the_latest_calls():
 
 
 @emulated()
-def test_the_profiler_records_the_host_and_says_that_there_is_no_device_to_profile(tmp_path: Path):
+def test_profiler_records_host_and_refuses_device(tmp_path: Path):
     import torch_npu
 
     work()
@@ -193,7 +193,7 @@ def test_the_profiler_records_the_host_and_says_that_there_is_no_device_to_profi
 
 
 @emulated()
-def test_an_argument_that_makes_no_sense_is_refused():
+def test_invalid_argument_raises():
     with pytest.raises(ValueError, match="nth must be 1 or more"):
         emulator.fail("malloc", 1, nth=0)
     with pytest.raises(emulator.EmulatorError, match="active with other options"):

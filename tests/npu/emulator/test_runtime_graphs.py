@@ -34,7 +34,7 @@ def capture(work: Callable[[], object]) -> torch.npu.NPUGraph:
 
 
 @emulated()
-def test_a_capture_computes_nothing_and_a_replay_reads_what_is_there_then():
+def test_capture_computes_nothing_and_replay_reads_current_values():
     x, one, y = tensors(0, 1, 0)
     graph = capture(lambda: y.copy_(x + one))
     assert y.tolist() == [0] * 4
@@ -80,7 +80,7 @@ def forked(*, wait: bool) -> float:
 
 
 @emulated()
-def test_a_wait_that_is_forgotten_within_a_graph_gives_wrong_data():
+def test_missing_wait_in_graph_gives_wrong_data():
     assert forked(wait=False) == 0
     assert forked(wait=True) == 1
 
@@ -170,7 +170,7 @@ def test_a_graph_of_attention_is_updated_by_torch_npu_itself():
 
 
 @emulated()
-def test_an_update_that_nobody_waits_for_comes_too_late():
+def test_update_without_wait_comes_too_late():
     x, one, y = tensors(10, 1, 0)
     graph, handles = torch.npu.NPUGraph(), []
     with torch.npu.graph(graph):
@@ -203,7 +203,7 @@ def test_an_update_must_be_of_the_same_operators():
 
 
 @emulated()
-def test_random_numbers_go_on_from_replay_to_replay():
+def test_random_numbers_continue_across_replays():
     y = torch.zeros(64, device="npu")
     torch.npu.synchronize()
     graph = capture(lambda: y.uniform_())
@@ -280,7 +280,7 @@ def test_a_capture_refuses_an_asynchronous_copy_of_pageable_memory():
 
 
 @emulated(fresh=True)
-def test_a_capture_refuses_to_wait_for_an_event_of_before():
+def test_capture_refuses_wait_for_earlier_event():
     before = torch.npu.Event()
     before.record()
     said = refused(lambda x, stream, event: before.wait(stream))
@@ -288,7 +288,7 @@ def test_a_capture_refuses_to_wait_for_an_event_of_before():
 
 
 @emulated()
-def test_another_thread_may_not_copy_during_a_global_capture_and_may_during_a_thread_local_one():
+def test_copy_of_other_thread_during_capture_depends_on_mode():
     (x,) = tensors(1)
     for mode, refused in (("global", True), ("thread_local", False), ("relaxed", False)):
         said: list[str] = []

@@ -20,7 +20,7 @@ def used() -> int:
 
 
 @emulated(memory=SIZE)
-def test_the_device_has_the_memory_that_was_asked_for():
+def test_device_has_requested_memory():
     before = used()
     free, total = torch.npu.mem_get_info()
     assert total == SIZE
@@ -33,7 +33,7 @@ def test_the_device_has_the_memory_that_was_asked_for():
 
 
 @emulated(memory=SIZE)
-def test_what_does_not_fit_is_out_of_memory_and_the_device_goes_on():
+def test_out_of_memory_leaves_device_usable():
     before = used()
     with pytest.raises(torch.OutOfMemoryError, match="NPU out of memory"):
         torch.empty(SIZE + 1, dtype=torch.int8, device="npu")

@@ -36,12 +36,12 @@ def hand_over(*, wait: bool) -> list[float]:
 
 
 @emulated()
-def test_a_forgotten_wait_gives_wrong_data():
+def test_missing_wait_gives_wrong_data():
     assert hand_over(wait=False) == [0] * 4
 
 
 @emulated()
-def test_a_wait_mends_it():
+def test_wait_gives_right_data():
     assert hand_over(wait=True) == [1] * 4
 
 
@@ -58,12 +58,12 @@ def overwritten_before_read() -> float:
 
 
 @emulated()
-def test_what_a_stream_overwrites_too_early_is_lost_to_the_other():
+def test_early_overwrite_loses_data():
     assert overwritten_before_read() == 0
 
 
 @emulated()
-def test_streams_run_only_when_somebody_waits_for_them():
+def test_streams_run_only_on_wait():
     one, value = ones(), torch.zeros(4, device="npu")
     torch.npu.synchronize()
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_streams_run_only_when_somebody_waits_for_them():
 
 
 @emulated()
-def test_events_tell_when_they_are_reached():
+def test_event_query_after_reached():
     value = ones()
     start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     assert start.query()  # never recorded
@@ -92,7 +92,7 @@ def test_events_tell_when_they_are_reached():
 
 
 @emulated()
-def test_a_wait_means_the_record_before_it():
+def test_wait_applies_to_latest_record_before_it():
     """A record after the wait does not affect it."""
     value, copy = torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
     one = ones()
@@ -120,7 +120,7 @@ def test_a_copy_from_pinned_memory_reads_it_when_it_runs():
 
 
 @emulated()
-def test_a_copy_to_pinned_memory_is_not_there_before_it_is_waited_for():
+def test_copy_to_pinned_memory_needs_wait():
     value = ones()
     host = torch.zeros(4, pin_memory=True)
     host.copy_(value, non_blocking=True)
@@ -240,7 +240,7 @@ def test_a_long_program_gives_the_same_numbers_when_eager():
 
 
 @emulated(order="shuffled", seed=1)
-def test_the_shuffled_order_shows_both_faces_of_a_race_and_a_wait_holds():
+def test_shuffled_order_shows_both_outcomes_of_race():
     assert {tuple(hand_over(wait=False)) for _ in range(60)} == {(0.0,) * 4, (1.0,) * 4}
     assert all(hand_over(wait=True) == [1] * 4 for _ in range(20))
 
