@@ -59,7 +59,6 @@ def digest(data: bytes) -> str:
 def packages() -> dict[str, Path]:
     """Return name -> folder of each package that setuptools finds in src."""
     from setuptools import find_packages
-
     return {name: (ROOT / "src" / name.replace(".", "/")).resolve() for name in find_packages(str(ROOT / "src"))}
 
 
