@@ -59,7 +59,6 @@ def digest(data: bytes) -> str:
 def packages() -> dict[str, Path]:
     """Return name -> folder of each package that setuptools finds in src."""
     from setuptools import find_packages
-
     return {name: (ROOT / "src" / name.replace(".", "/")).resolve() for name in find_packages(str(ROOT / "src"))}
 
 
@@ -145,9 +144,8 @@ def contents(wheel: Path) -> dict[str, str]:
 def check_contents(wheel: Path) -> None:
     files = contents(wheel)
     info = {name for name in files if ".dist-info/" in name}
-    assert {name: files[name] for name in files.keys() - info - {LIBRARY}} == {
-        name: digest(file.read_bytes()) for name, file in shipped().items()
-    }
+    expected = {name: digest(file.read_bytes()) for name, file in shipped().items()}
+    assert {name: files[name] for name in files.keys() - info - {LIBRARY}} == expected
     assert {name.split("/", 1)[1] for name in info} == {
         "METADATA", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE", "licenses/NOTICE"}
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
