@@ -47,12 +47,12 @@ def similar(name: str, names: Iterable[str]) -> str | None:
 
 def target(text: str) -> str:
     """Check the address of a gRPC server, HOST:PORT or a name in gRPC's syntax, and return it. An argparse type."""
-    if _GRPC_NAME.match(text) or split_target(text):
+    if _GRPC_NAME.match(text) or split_host_port(text):
         return text
     raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 127.0.0.1:50051, got {text!r}")
 
 
-def split_target(text: str) -> tuple[str, int] | None:
+def split_host_port(text: str) -> tuple[str, int] | None:
     """Split HOST:PORT into host and port; None for any other text. An IPv6 address must be in brackets."""
     match = re.fullmatch(r"(?:\[([^\[\]/]+)\]|([^:\[\]/\s]+)):(\d{1,5})", text)
     if not match or not 0 < int(match[3]) < 1 << 16:

@@ -15,7 +15,7 @@ import msgspec
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a gRPC message in either direction, for the server and for our clients."""
 MAX_DRAIN_SECONDS = 86400
-PRIORITIES = (-100, 100)
+PRIORITY_RANGE = (-100, 100)
 """Allowed range of a request's priority. Lower values run earlier."""
 
 
@@ -118,7 +118,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),
             "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
             "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
-            "min_priority": PRIORITIES, "max_priority": PRIORITIES,
+            "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE,
             "drain_seconds": (0, MAX_DRAIN_SECONDS),
             "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
             "health_port": (0, 65535),

@@ -53,10 +53,10 @@ def test_configuration_document_has_restart_limits() -> None:
     never, ready = rows[1].splitlines()
     values = Restarts()
     assert numbers(never) == [values.first, values.longest, values.deaths]
-    assert numbers(ready) == [values.again, values.again_longest, values.deaths_at_work]
+    assert numbers(ready) == [values.again, values.again_longest, values.max_crashes]
     assert numbers(rows[2])[0] == values.healthy
-    assert f"have {child.FRONTEND_MARGIN:g} s to send" in text
-    assert f"{supervisor.ENGINE_PATIENCE:g} s; what is left" in " ".join(text.split())
+    assert f"have {child.FRONTEND_STOP_SECONDS:g} s to send" in text
+    assert f"{supervisor.ENGINE_STOP_SECONDS:g} s; what is left" in " ".join(text.split())
 
 
 def test_reliability_figures_match_results() -> None:

@@ -40,7 +40,7 @@ from typing import Any
 import grpc
 
 from npuserve.client import AsyncClient, ClientError, DeadlineExceeded, Overloaded, StreamLost
-from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, poisson, read_trace
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, prompt_pb2
 
@@ -97,7 +97,7 @@ class Load:
 
         self._whole = await asyncio.gather(*map(one, self._pool))
 
-    async def run(self, arrivals: Sequence[Ask], seconds: float) -> None:
+    async def run(self, arrivals: Sequence[TimedRequest], seconds: float) -> None:
         """Send the arrivals for `seconds`, repeating a short trace; return when all requests have ended."""
         began, tasks, number = time.monotonic(), set[asyncio.Task[None]](), 0
         span = arrivals[-1].at + 1.0
@@ -233,9 +233,9 @@ def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> float:
     return over / under if under else 0.0
 
 
-def requests(asks: Sequence[Ask], prompts: Prompts) -> list[pb.GenerateRequest]:
+def requests(asks: Sequence[TimedRequest], prompts: Prompts) -> list[pb.GenerateRequest]:
     """Return greedy and seeded requests in turn; every third one shares a prefix."""
-    shared = prompts.token_ids(10**6, Ask(0.0, 64, 1))
+    shared = prompts.token_ids(10**6, TimedRequest(0.0, 64, 1))
     made = []
     for number, ask in enumerate(asks):
         ids = prompts.token_ids(number, ask)
@@ -266,7 +266,7 @@ async def soak(args: argparse.Namespace, target: str, supervisor: int) -> dict[s
     seconds = args.minutes * 60
     arrivals = read_trace(args.trace, 0, args.time_scale) if args.trace else poisson(
         int(args.rate * seconds) + 1, args.rate, args.max_prompt, args.max_output, args.seed)
-    shapes = fitted(arrivals[:POOL], args.max_prompt, args.max_output, info.max_model_len)[0]
+    shapes = cut_to_context(arrivals[:POOL], args.max_prompt, args.max_output, info.max_model_len)[0]
     load = Load(target, requests(shapes, Prompts(info.vocabulary_size, info.eos_token_ids, args.seed)), args.seed)
     low, high = map(float, args.gap.split(","))
     killer, memory = Killer(supervisor, (low, high), args.seed), Memory(supervisor)

@@ -44,7 +44,7 @@ from typing import Any
 import grpc
 
 from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, poisson, read_trace
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from npuserve.v1 import prompt_pb2
@@ -107,12 +107,12 @@ def page(url: str) -> str:
 # The load
 
 
-def workload(args: argparse.Namespace, context: int) -> list[Ask]:
+def workload(args: argparse.Namespace, context: int) -> list[TimedRequest]:
     if args.trace:
         asks = read_trace(args.trace, 0, args.time_scale)
     else:
         asks = poisson(int(4 * args.seconds), 4.0, 200, 100, 0)
-    asks = fitted([one for one in asks if one.at < args.seconds], args.max_prompt, args.max_output, context)[0]
+    asks = cut_to_context([one for one in asks if one.at < args.seconds], args.max_prompt, args.max_output, context)[0]
     # Longer prompts begin with one of four instructions.
     return [replace(one, hashes=(number % 4, 4 + number), hash_tokens=INSTRUCTIONS)
             if one.prompt_tokens > INSTRUCTIONS else one for number, one in enumerate(asks)]

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Ask, Prompts
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.service.config import ServerConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
@@ -192,7 +192,8 @@ async def measure(server: Server, streams: int, rounds: int, seconds: float, cha
     try:
         model = await load.model_info()
         prompts = Prompts(model.vocabulary_size, model.eos_token_ids, 0)
-        running = asyncio.ensure_future(load.run([Ask(0.0, PROMPT, OUTPUT)] * 1_000_000, prompts, stop, streams))
+        endless = [TimedRequest(0.0, PROMPT, OUTPUT)] * 1_000_000
+        running = asyncio.ensure_future(load.run(endless, prompts, stop, streams))
         await asyncio.sleep(WARM_UP)
         windows = []
         for turn in range(rounds):

@@ -30,7 +30,7 @@ from typing import Any
 
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load, Outcome
-from npuserve.service.cli.bench.workload import Ask, Prompts, fitted, read_trace
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest, cut_to_context, read_trace
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
@@ -44,7 +44,7 @@ GOODPUT, REFUSAL_SECONDS, VAIN = 0.9, 0.01, 0.001
 REFUSED = ("queue full", "deadline: in")
 
 
-def deadline(ask: Ask) -> float:
+def deadline(ask: TimedRequest) -> float:
     return TTFT + TPOT * ask.output_tokens
 
 
@@ -53,12 +53,12 @@ def good(outcomes: Sequence[Outcome]) -> int:
 
 
 async def run(
-    server: Serving, asks: Sequence[Ask], concurrency: int, seconds: float, patient: bool = False
+    server: Serving, asks: Sequence[TimedRequest], concurrency: int, seconds: float, patient: bool = False
 ) -> tuple[list[Outcome], float]:
     """Send the requests for `seconds`, wait until all have ended, and return their outcomes and the seconds taken."""
     load = Load(server.target, 4, 0.0, 1, (lambda ask: None) if patient else deadline)
     info = await load.model_info()
-    fitting = fitted(asks, 0, 0, info.max_model_len)[0]
+    fitting = cut_to_context(asks, 0, 0, info.max_model_len)[0]
     stop = asyncio.Event()
     if concurrency:
         asyncio.get_running_loop().call_later(seconds, stop.set)
@@ -67,7 +67,7 @@ async def run(
     return load.outcomes, taken
 
 
-def arrivals(asks: Sequence[Ask], rate: float, seconds: float) -> list[Ask]:
+def arrivals(asks: Sequence[TimedRequest], rate: float, seconds: float) -> list[TimedRequest]:
     """Return the first requests of the trace, sped up to `rate` per second, for `seconds`. A short trace repeats."""
     count, length = max(2, round(rate * seconds)), asks[-1].at
     times = [asks[n % len(asks)].at + n // len(asks) * length for n in range(count)]
@@ -81,7 +81,7 @@ def refusals(server: Serving, before: int) -> list[float]:
         if line.get("message") == "request" and str(line.get("error", "")).startswith(REFUSED))
 
 
-def one(server: Serving, asks: Sequence[Ask], rate: float, seconds: float) -> dict[str, Any]:
+def one(server: Serving, asks: Sequence[TimedRequest], rate: float, seconds: float) -> dict[str, Any]:
     before = len(server.lines())
     counted = ("tokens_in_vain_total", "generation_tokens_total", "prompt_tokens_total")
     counts = [server.metric(name) for name in counted]

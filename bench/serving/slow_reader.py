@@ -31,7 +31,7 @@ from typing import Any
 
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load, Outcome
-from npuserve.service.cli.bench.workload import Ask, Prompts
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2 as pb
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
@@ -104,7 +104,7 @@ def slow_readers(server: Serving, tokens: int) -> Iterator[None]:
 async def others(server: Serving, count: int, seconds: float) -> list[Outcome]:
     load = Load(server.target, 4, 0.0, 1)
     info = await load.model_info()
-    asks = [Ask(0.0, 32 + number % 32, 64 + number % 64) for number in range(100_000)]
+    asks = [TimedRequest(0.0, 32 + number % 32, 64 + number % 64) for number in range(100_000)]
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, stop.set)
     await load.run(asks, Prompts(info.vocabulary_size, info.eos_token_ids, 1), stop, count)

@@ -44,7 +44,7 @@ from npuserve.npu.step import Step, StepResult
 from npuserve.npu.storyteller import FOLDER
 from npuserve.service import logs
 from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Ask, Prompts
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine.loop import Engine
 from npuserve.service.engine.process import EngineArgs
@@ -226,7 +226,7 @@ async def bench(target: str, streams: int, seconds: float) -> None:
     load = Load(target, 1, 0.0, 0)
     stop = asyncio.Event()
     prompts = Prompts(VOCABULARY, (), 0)
-    running = asyncio.ensure_future(load.run([Ask(0.0, 3, OUTPUT)] * 100_000, prompts, stop, streams))
+    running = asyncio.ensure_future(load.run([TimedRequest(0.0, 3, OUTPUT)] * 100_000, prompts, stop, streams))
     await asyncio.sleep(WARMUP)
     print("begin", flush=True)
     begin = load._now()

@@ -75,7 +75,7 @@ class CpuKernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CpuKernelSettings:
     """Settings of the choice.
 
     gemm, weights: settings cpu_gemm and cpu_weights.
@@ -87,7 +87,7 @@ class Wanted:
     kept: CpuKernels | None = None
 
 
-AUTO = Wanted()
+AUTO = CpuKernelSettings()
 
 
 def gemm_of(isa: str) -> str:
@@ -95,7 +95,7 @@ def gemm_of(isa: str) -> str:
     return "bf16" if isa in BF16_ISAS else "amx" if isa == AMX_ISA else "fp32"
 
 
-def choose(wanted: Wanted, inputs: int = 0) -> CpuKernels:
+def choose(wanted: CpuKernelSettings, inputs: int = 0) -> CpuKernels:
     """Choose instruction set and weight form, and apply them to all later calls of this process.
 
     inputs: K of the weights for measuring the form; 0 takes the usual form without measuring.

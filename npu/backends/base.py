@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from npuserve.kernels.native.choice import CpuKernels, Wanted
+from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.kernels.registry import Span
@@ -151,7 +151,7 @@ class Backend(ABC):
     def set_threads(self, count: int) -> None:
         """Set the number of host threads for the device's work; 0: all cores that this process may use."""
 
-    def choose_kernels(self, wanted: Wanted, inputs: int) -> CpuKernels | None:
+    def choose_kernels(self, wanted: CpuKernelSettings, inputs: int) -> CpuKernels | None:
         """Choose the CPU kernels of this process as `choice.choose` does; None if the device uses none.
 
         Call it after `set_threads` and before any weight is loaded or planned. Raises BackendError for settings that

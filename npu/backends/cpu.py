@@ -17,7 +17,7 @@ import torch
 
 from npuserve.kernels.native import LANES, Arena, Program, layout, library, record
 from npuserve.kernels.native import available as built
-from npuserve.kernels.native.choice import CpuKernels, Wanted, choose
+from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
@@ -194,7 +194,7 @@ class CpuBackend(Backend):
         if self._queue.thread is not None:  # a running thread keeps its settings otherwise
             self.enqueue(self._settle).wait()
 
-    def choose_kernels(self, wanted: Wanted, inputs: int) -> CpuKernels | None:
+    def choose_kernels(self, wanted: CpuKernelSettings, inputs: int) -> CpuKernels | None:
         if self._arena is None:
             for name, value in (("cpu_gemm", wanted.gemm), ("cpu_weights", wanted.weights)):
                 if value != "auto":

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from npuserve.kernels.native.choice import AUTO, Wanted
+from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span
 from npuserve.npu.backends import select
 from npuserve.npu.backends.base import Backend, Captured
@@ -232,7 +232,8 @@ class Trace:
 
 def load(
     folder: Path | str, *, backend: str = "auto", dtype: str = "auto", threads: int = 0, max_model_len: int = 0,
-    layers: int = 0, emulate: Sequence[str] | None = None, lm_head_dtype: HeadDtype = "auto", cpu: Wanted = AUTO,
+    layers: int = 0, emulate: Sequence[str] | None = None, lm_head_dtype: HeadDtype = "auto",
+    cpu: CpuKernelSettings = AUTO,
 ) -> tuple[Model, Backend]:
     """Load the model in `folder` without a runner.
 

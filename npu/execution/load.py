@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from npuserve.kernels.native.choice import AUTO, Wanted
+from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend
@@ -43,7 +43,7 @@ def load_runner(
     int8_levels: float = 0,
     progress: Progress | None = None,
     memory: SharedMemory | None = None,
-    cpu: Wanted = AUTO,
+    cpu: CpuKernelSettings = AUTO,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, Wanted
+from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.quantization import W8A8
@@ -123,8 +123,9 @@ def compared_inputs(config: ModelConfig, dtype: torch.dtype) -> int:
     return max((w for w in linears(config, 0) if w in able), key=lambda w: w.rows * w.inputs, default=head).inputs
 
 
-def choose_kernels(config: ModelConfig, dtype: torch.dtype, backends: Iterable[Backend | None], wanted: Wanted
-                   ) -> CpuKernels | None:
+def choose_kernels(
+    config: ModelConfig, dtype: torch.dtype, backends: Iterable[Backend | None], wanted: CpuKernelSettings
+) -> CpuKernels | None:
     """Choose the CPU kernels on the first backend that uses any (`Backend.choose_kernels`); None if none does.
 
     dtype: of activations.

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from npuserve.service.access.caller import Caller, Limits
-from npuserve.service.config import PRIORITIES, ConfigError
+from npuserve.service.config import PRIORITY_RANGE, ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,7 +41,7 @@ MAX_NAMES = 1000
 MAX_REQUESTS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_LIMITS = {"max_requests": (0, MAX_REQUESTS), "min_priority": PRIORITIES, "max_priority": PRIORITIES}
+_LIMITS = {"max_requests": (0, MAX_REQUESTS), "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE}
 _FIELDS = {"sha256", "admin", *_LIMITS}
 
 
@@ -115,7 +115,7 @@ def _check(where: str, name: str, entry: object) -> None:
         value = entry.get(field, high)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(f"{where}.{field}: must be a whole number in [{low}, {high}]")
-    if entry.get("min_priority", PRIORITIES[0]) > entry.get("max_priority", PRIORITIES[1]):
+    if entry.get("min_priority", PRIORITY_RANGE[0]) > entry.get("max_priority", PRIORITY_RANGE[1]):
         raise ConfigError(f"{where}.min_priority: must not be above max_priority")
 
 

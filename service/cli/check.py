@@ -103,11 +103,11 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
     chosen: the choice for the model; None to choose for a small model, if the CPU does not compute this one.
     """
     from npuserve.kernels import native
-    from npuserve.kernels.native.choice import Wanted, choose
+    from npuserve.kernels.native.choice import CpuKernelSettings, choose
 
     if not native.available():
         return {"isa": None, "isas": []}
-    return {"isas": native.library().isas} | asdict(chosen or choose(Wanted()))
+    return {"isas": native.library().isas} | asdict(chosen or choose(CpuKernelSettings()))
 
 
 def backends() -> dict[str, Any]:
@@ -144,7 +144,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
     """
     import torch
 
-    from npuserve.kernels.native.choice import Wanted
+    from npuserve.kernels.native.choice import CpuKernelSettings
     from npuserve.npu.backends import select, select_prefill
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.execution.memory_plan import predict
@@ -163,7 +163,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
             each.set_threads(config.threads)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         found["cpu_kernels"] = choose_kernels(
-            facts, dtype, (backend, prefill), Wanted(config.cpu_gemm, config.cpu_weights))
+            facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
         plan = predict(
             facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
             kv_cache_dtype=config.kv_cache_dtype,

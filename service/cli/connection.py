@@ -14,7 +14,7 @@ from npuserve.client import Client, ClientError, Tls
 from npuserve.client.channel import auth_metadata, open_channel
 from npuserve.client.errors import from_rpc
 from npuserve.service import probe
-from npuserve.service.arguments import split_target
+from npuserve.service.arguments import split_host_port
 
 READINESS = "npuserve.readiness"
 """Health service that is SERVING while the server accepts requests."""
@@ -104,7 +104,7 @@ def explain(error: ClientError, target: str, *, tls: bool = False) -> str:
     tls: whether the call used TLS.
     """
     if (error.code is grpc.StatusCode.UNAVAILABLE and NO_CONNECTION.match(error.message)
-            and (address := split_target(target)) and (why := _why_no_connection(*address, tls, error.message))):
+            and (address := split_host_port(target)) and (why := _why_no_connection(*address, tls, error.message))):
         return f"{target}: {why}"
     return f"{target}: {error}"
 

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_texts() -> list[str]:
-    """Return every other topic of Python's built-in help. bench/quality.py evaluates on the remaining topics."""
+    """Return every other topic of Python's built-in help. bench/quality/quality.py evaluates on the other ones."""
     return topics()[::2]
 
 

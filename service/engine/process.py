@@ -72,7 +72,7 @@ def load_model(
 
     Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
     """
-    from npuserve.kernels.native.choice import CpuKernels, Wanted
+    from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
     from npuserve.npu.execution.load import load_runner
 
     def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
@@ -86,7 +86,7 @@ def load_model(
         observe=observe or publish, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
-        cpu=Wanted(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None))
+        cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None))
 
 
 def build(args: EngineArgs) -> Engine:
@@ -193,7 +193,7 @@ def fault_code(error: Exception) -> int | None:
     if found is None:
         return None
     logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error))
-    return child.NODE_FAULT if found is Fault.NODE else child.DEVICE_FAULT
+    return child.EXIT_NODE_FAULT if found is Fault.NODE else child.EXIT_DEVICE_FAULT
 
 
 def serve(args: EngineArgs) -> int:
@@ -205,7 +205,7 @@ def serve(args: EngineArgs) -> int:
             raise
         return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
-    short_slice.ask_for_it()  # for this thread; the compute threads exist already
+    short_slice.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
     save_streams(engine, args)

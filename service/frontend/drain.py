@@ -46,8 +46,8 @@ class Drain:
             await connections.wait_until_idle(self._left())
 
     async def stop(self) -> None:
-        """Wait until the last statuses are sent, at most LAST_WORDS_SECONDS, and stop the servers."""
-        await self._servers.connections.wait_until_idle(child.LAST_WORDS_SECONDS)
+        """Wait until the last statuses are sent, at most FINAL_STATUS_SECONDS, and stop the servers."""
+        await self._servers.connections.wait_until_idle(child.FINAL_STATUS_SECONDS)
         if self._moving:
             self._moving.cancel()
         await self._servers.stop(child.STOP_SECONDS)
@@ -55,7 +55,7 @@ class Drain:
     async def _move_clients(self) -> None:
         self._servers.connections.close_idle(self._servers.port)
         # `stop` ends both servers before this grace period does.
-        await self._servers.replace(self._left() + child.FRONTEND_MARGIN)
+        await self._servers.replace(self._left() + child.FRONTEND_STOP_SECONDS)
 
     def _left(self) -> float:
         """Return the seconds until the drain's end."""

@@ -45,7 +45,7 @@ from npuserve.service.ipc.resumable_streams import is_resumable, new_token
 from npuserve.service.requests import validation
 from npuserve.service.requests.preparation import Kind, Preparation
 from npuserve.service.requests.prompt_size import check_prompt_size
-from npuserve.service.requests.validation import Ask
+from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.rpc.call import Context, call
 from npuserve.service.text.model_folder import ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
@@ -205,7 +205,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def _check_request(
         self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = ""
-    ) -> Ask:
+    ) -> CheckedRequest:
         """Return the checked request with its caller, limits and deadline. Add its id and size to the log line.
 
         token: resume token, which is dropped if the stream's record may grow too large; "": none.

@@ -137,8 +137,8 @@ class Frontend:
         await drain.wait()
         is_kept = self._config.state_folder
         rest = "resume it with x-resume-token after the next start" if is_kept else "its output is lost"
-        self._preparation.give_up(Unavailable("the server shut down before the request was prepared"))
-        self._engine.give_up(Unavailable(f"the server shut down before the end of the answer; {rest}"))
+        self._preparation.fail_all(Unavailable("the server shut down before the request was prepared"))
+        self._engine.fail_all(Unavailable(f"the server shut down before the end of the answer; {rest}"))
         await self._engine.close()
         await drain.stop()
         self._heartbeat.cancel()
@@ -201,8 +201,8 @@ def _start_poller() -> None:
     """Start gRPC's poller thread as a batch thread, so that it does not preempt the event loop.
 
     gRPC wakes this thread after each write. By default the thread would preempt ours, which still has the messages of
-    other streams to write: that is a quarter of the cost of a message (bench/stream_cost.py). As a batch thread, it
-    takes an idle processor or waits. Its time slice is longer than ours, which is the default: with a shorter slice it
+    other streams to write: that is a quarter of the cost of a message (bench/serving/stream_cost.py). As a batch thread,
+    it takes an idle processor or waits. Its time slice is longer than ours, which is the default: with a shorter slice it
     would be scheduled sooner, and preempted as soon.
 
     gRPC has no option for this, but a thread inherits the scheduling policy and the slice of the thread that starts it.
@@ -210,14 +210,14 @@ def _start_poller() -> None:
     if sys.platform != "linux":
         return  # gRPC starts the thread together with the server
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    short_slice.ask_for_it(POLLER_SLICE_SECONDS)  # kept when the policy changes
+    short_slice.request_slice(POLLER_SLICE_SECONDS)  # kept when the policy changes
     with contextlib.suppress(OSError):  # forbidden in a sandbox
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]
         finally:
             os.sched_setscheduler(0, policy, parameters)
-    short_slice.ask_for_it(0)
+    short_slice.request_slice(0)
 
 
 async def serve(args: FrontendArgs) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.messages import Output
-from npuserve.service.requests.validation import Ask
+from npuserve.service.requests.validation import CheckedRequest
 from npuserve.v1 import generate_pb2 as pb
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ResponseBuilder:
     keep: number of tokens up to the end of the matched stop string; None: no match yet.
     """
 
-    def __init__(self, checked: Ask, tokenizer: Tokenizer | None, token_offset: int = 0):
+    def __init__(self, checked: CheckedRequest, tokenizer: Tokenizer | None, token_offset: int = 0):
         self.matched_stop: str | None = None
         self.keep: int | None = None
         self._checked = checked

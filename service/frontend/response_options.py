@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from npuserve.service.ipc.messages import Request
-from npuserve.service.requests.validation import Ask
+from npuserve.service.requests.validation import CheckedRequest
 
 
 class _Options(msgspec.Struct, array_like=True):
-    """Fields of an Ask that the engine does not use."""
+    """Fields of an CheckedRequest that the engine does not use."""
 
     stop: tuple[str, ...]
     include_stop: bool
@@ -21,14 +21,14 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Options).decode
 
 
-def pack(checked: Ask) -> bytes:
+def pack(checked: CheckedRequest) -> bytes:
     """Encode the options of a request, for Request.ask."""
     return _encode(_Options(
         checked.stop, checked.include_stop, checked.skip_special_tokens, checked.return_token_ids))
 
 
-def unpack(request: Request) -> Ask:
-    """Return the Ask of a request whose options `pack` has encoded."""
+def unpack(request: Request) -> CheckedRequest:
+    """Return the CheckedRequest of a request whose options `pack` has encoded."""
     options = _decode(request.ask)
-    return Ask(
+    return CheckedRequest(
         request, options.stop, options.include_stop, options.skip_special_tokens, options.return_token_ids)

@@ -35,10 +35,10 @@ The server exits with it only before it was ready for the first time. Later the 
 may be repaired.
 """
 
-DEVICE_FAULT, NODE_FAULT = 3, 4
+EXIT_DEVICE_FAULT, EXIT_NODE_FAULT = 3, 4
 """Exit codes of the engine after a device error: the first is cured by a restart, the second is not."""
 
-LAST_WORDS_SECONDS = 2.0
+FINAL_STATUS_SECONDS = 2.0
 """After the drain of a front end: time to send the final status of the calls that it ends."""
 STOP_SECONDS = 1.0
 """Then: time for gRPC to drop the calls of clients that read nothing."""
@@ -46,7 +46,7 @@ TRACES_SECONDS = 2.0
 """Then: time to export the last traces. Traces that a slow collector has not accepted are dropped."""
 EXIT_SECONDS = 2.0
 """Then: time to exit on a busy machine."""
-FRONTEND_MARGIN = LAST_WORDS_SECONDS + STOP_SECONDS + TRACES_SECONDS + EXIT_SECONDS
+FRONTEND_STOP_SECONDS = FINAL_STATUS_SECONDS + STOP_SECONDS + TRACES_SECONDS + EXIT_SECONDS
 """Seconds from the end of the drain to SIGKILL: the sum of the times above."""
 
 HEARTBEAT_SECONDS = 0.25

@@ -108,7 +108,7 @@ class EngineClient:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self.give_up(Unavailable("the server is leaving"))
+        self.fail_all(Unavailable("the server is leaving"))
 
     def require(self) -> ModelInfo:
         """Return the model's properties. Raises Unavailable if the engine accepts no requests."""
@@ -150,7 +150,7 @@ class EngineClient:
         finally:
             self._resuming.pop(key, None)
 
-    def give_up(self, error: ServeError) -> None:
+    def fail_all(self, error: ServeError) -> None:
         """End every stream with the error."""
         for stream in list(self._streams.values()):
             stream.end(error)

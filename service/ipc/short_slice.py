@@ -22,7 +22,7 @@ ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
 
 
-def ask_for_it(seconds: float = SECONDS) -> bool:
+def request_slice(seconds: float = SECONDS) -> bool:
     """Request a slice for the calling thread and for threads that it starts later. Return False if the system cannot.
 
     seconds: length of the slice; 0 restores the system's default.

@@ -103,7 +103,7 @@ class Preparation:
             del job  # breaks a cycle of the job, its error and this frame, which would keep the input in memory
         return result
 
-    def give_up(self, error: ServeError) -> None:
+    def fail_all(self, error: ServeError) -> None:
         """End all calls with waiting or running work with this error."""
         self._shutdown_error = error
         for result in self._pending:

@@ -37,7 +37,7 @@ BYTES_PER_LOGPROB = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CheckedRequest:
     """A checked request.
 
     request: the engine's part.
@@ -79,7 +79,7 @@ def check_model(name: str | None, folder: ModelFolder) -> None:
 def check(
     message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, name: str, arrival: float,
     policy: Policy = Policy(),
-) -> Ask:
+) -> CheckedRequest:
     """Check the whole request and tokenize its prompt.
 
     name: the result of `request_id`.
@@ -117,7 +117,7 @@ def check(
         stop_token_ids=stopping.token_ids, eos_token_ids=stopping.eos_token_ids, priority=priority,
         bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt)
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-    return Ask(request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids)
+    return CheckedRequest(request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids)
 
 
 def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Violations) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from npuserve.service.ipc.child import NODE_FAULT, UNUSABLE, is_transient
+from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE, is_transient
 
 Why = Literal["died", "hung", "unusable", "not_started"]
 """Why a run ended: it exited or was killed by a signal; the supervisor killed it for hanging; exit code 2; the system
@@ -22,9 +22,9 @@ class Restarts:
     A run that was never ready or that hung is a failed start. Its pause is `first`, doubled for each further one up to
     `longest`. After `deaths` failed starts there is no restart.
 
-    A run that was ready has crashed, most likely because of a request, which the engine finds (blame.py), or because
-    somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `again` times the number of
-    crashes, up to `again_longest`. After `deaths_at_work` crashes there is no restart.
+    A run that was ready has crashed, most likely because of a request, which the engine finds (crash_tracker.py), or
+    because somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `again` times the
+    number of crashes, up to `again_longest`. After `max_crashes` crashes there is no restart.
     """
 
     first: float = 0.5
@@ -33,14 +33,14 @@ class Restarts:
     deaths: int = 10
     again: float = 0.1
     again_longest: float = 5.0
-    deaths_at_work: int = 100
+    max_crashes: int = 100
 
     def pause(self, failed_starts: int, crashes: int) -> float | None:
         """Return the seconds until the restart; None for no restart.
 
         failed_starts: 0 if the last run crashed.
         """
-        if failed_starts >= self.deaths or crashes >= self.deaths_at_work:
+        if failed_starts >= self.deaths or crashes >= self.max_crashes:
             return None
         if failed_starts:
             return self.retry_pause(failed_starts)
@@ -100,7 +100,7 @@ class RestartPolicy:
         was_server_ready: whether the server was ready before, so that its configuration and model are valid. Then a
             child that is unusable or cannot be started is retried without limit, until the cause is repaired.
         """
-        if end.code == NODE_FAULT:
+        if end.code == EXIT_NODE_FAULT:
             return None
         if end.seconds >= self._restarts.healthy or end.is_killer_found:
             self._failed_starts = self._crashes = self._repair_attempts = 0

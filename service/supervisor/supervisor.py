@@ -32,7 +32,7 @@ from typing import Any
 from npuserve.service import logs, probe, settings
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
-from npuserve.service.ipc.child import FRONTEND_MARGIN, NODE_FAULT, UNUSABLE
+from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import private_folder
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 FRONTEND = (sys.executable, "-m", "npuserve.service.frontend.process")
 ENGINE = (sys.executable, "-m", "npuserve.service.engine.process")
-ENGINE_PATIENCE = 10.0
+ENGINE_STOP_SECONDS = 10.0
 """Seconds from SIGTERM to SIGKILL of the engine. A step must fit."""
 MIN_FREE_BYTES = 16 << 20
 """Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
@@ -268,7 +268,7 @@ class Supervisor:
             error = end.code if isinstance(end.code, BaseException) else None
             if pause is None and error:
                 raise error
-            if pause is None and end.code in (UNUSABLE, NODE_FAULT):
+            if pause is None and end.code in (UNUSABLE, EXIT_NODE_FAULT):
                 return int(end.code)
             if pause is None:
                 logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=end.code,
@@ -305,12 +305,14 @@ class Supervisor:
         """Run the watchdog. Stop the server if a child cannot be killed."""
         stuck = await self._watchdog.run(self._page)
         logs.event(log, f"{stuck.name} cannot be killed, giving up", level=logging.CRITICAL, pid=stuck.pid)
-        self._finish(NODE_FAULT)
+        self._finish(EXIT_NODE_FAULT)
 
     async def _drain(self, seconds: float) -> bool:
         """Drain the front ends, then stop the engine. Return False if a child had to be killed."""
         clean = True
-        for children, patience in ((self._frontends, seconds + FRONTEND_MARGIN), ([self._engine], ENGINE_PATIENCE)):
+        for children, patience in (
+            (self._frontends, seconds + FRONTEND_STOP_SECONDS), ([self._engine], ENGINE_STOP_SECONDS)
+        ):
             tasks = {child: self._tasks[child] for child in children if child in self._tasks}
             for child in tasks:
                 if child is self._engine:
@@ -328,7 +330,7 @@ class Supervisor:
         for child in self._tasks:
             child.signal(signal.SIGKILL)
         if self._tasks:  # a child that is blocked in a driver is left behind
-            await asyncio.wait(self._tasks.values(), timeout=ENGINE_PATIENCE)
+            await asyncio.wait(self._tasks.values(), timeout=ENGINE_STOP_SECONDS)
 
 
 def _check_addresses(config: ServerConfig) -> None:

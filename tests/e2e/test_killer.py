@@ -1,7 +1,7 @@
 """A request that kills its engine, by crash and by hang, in each phase: one run of bench/reliability/killer.py each.
 
 They run with --full. By default test_deaths.py has a crash in decode among other streams, test_edge.py has the end of a
-hanging engine, and tests/service/scheduling/test_quarantine.py has all kinds without processes.
+hanging engine, and tests/service/engine/test_crash_tracker.py has all kinds without processes.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_the_grace_period_holds_the_pre_stop_and_the_drain(values: Object):
     objects = render(values)
     spec, drain = pod(objects), toml(objects)["drain_seconds"]
     hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
-    needed = int(hook[1]) + drain + supervisor.FRONTEND_MARGIN + supervisor.ENGINE_PATIENCE
+    needed = int(hook[1]) + drain + supervisor.FRONTEND_STOP_SECONDS + supervisor.ENGINE_STOP_SECONDS
     assert needed < spec["terminationGracePeriodSeconds"] <= needed + 10
     deadline = find(objects, "Deployment")["spec"]["progressDeadlineSeconds"]
     startup = spec["containers"][0]["startupProbe"]

@@ -22,7 +22,7 @@ def test_log_queue_writes_lines_in_order() -> None:
     assert queue.take_dropped() == 0
 
 
-def test_log_queue_full_pipe_drops_and_counts_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_queue_full_pipe_drops_lines_then_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_queue, "MAX_QUEUED_BYTES", 1000)
     reading, writing = os.pipe()
     with open(writing, "w") as stream, open(reading, "rb") as reader:

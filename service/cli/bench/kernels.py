@@ -109,7 +109,7 @@ def _chosen(isa: str | None) -> CpuKernels:
     from npuserve.kernels.native import choice
 
     if isa is None:
-        return choice.choose(choice.Wanted(), INPUTS)
+        return choice.choose(choice.CpuKernelSettings(), INPUTS)
     compact = native.library().usually_compact
     return choice.CpuKernels(isa, choice.gemm_of(isa), "compact" if compact else "plain", choice.measure_rates())
 

@@ -18,7 +18,7 @@ import grpc
 
 from npuserve.client import Tls
 from npuserve.client.channel import auth_metadata, open_aio_channel
-from npuserve.service.cli.bench.workload import Ask, Prompts
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
 
 INTERRUPTED = "INTERRUPTED"
@@ -65,7 +65,7 @@ class Load:
 
     def __init__(
         self, target: str, channels: int, temperature: float, seed: int,
-        timeout: Callable[[Ask], float | None] = lambda request: None,
+        timeout: Callable[[TimedRequest], float | None] = lambda request: None,
         tls: Tls | None = None, api_key: str | None = None,
     ):
         self._channels = [open_aio_channel(target, tls) for _ in range(channels)]
@@ -92,7 +92,7 @@ class Load:
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    def _message(self, number: int, request: Ask, prompts: Prompts) -> generate_pb2.GenerateRequest:
+    def _message(self, number: int, request: TimedRequest, prompts: Prompts) -> generate_pb2.GenerateRequest:
         return generate_pb2.GenerateRequest(
             token_ids=prompt_pb2.TokenIds(ids=prompts.token_ids(number, request)),
             sampling=generate_pb2.SamplingParams(temperature=self._temperature, seed=self._seed + number),
@@ -124,7 +124,7 @@ class Load:
             outcome.end = self._now()
             self.outcomes.append(outcome)
 
-    async def _open(self, requests: Sequence[Ask], prompts: Prompts) -> None:
+    async def _open(self, requests: Sequence[TimedRequest], prompts: Prompts) -> None:
         tasks = []
         try:
             for number, request in enumerate(requests):
@@ -138,7 +138,9 @@ class Load:
             if isinstance(ended, Exception):
                 raise ended
 
-    async def _closed(self, requests: Sequence[Ask], prompts: Prompts, concurrency: int, stop: asyncio.Event) -> None:
+    async def _closed(
+        self, requests: Sequence[TimedRequest], prompts: Prompts, concurrency: int, stop: asyncio.Event
+    ) -> None:
         numbers = iter(range(len(requests)))
 
         async def client() -> None:
@@ -151,7 +153,7 @@ class Load:
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
     async def run(
-        self, requests: Sequence[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
+        self, requests: Sequence[TimedRequest], prompts: Prompts, stop: asyncio.Event, concurrency: int = 0,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> float:
         """Send all requests and return the duration of the run in seconds.

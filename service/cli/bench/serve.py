@@ -25,7 +25,7 @@ from npuserve.service.arguments import number, target
 from npuserve.service.cli import connection
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Ask, Prompts, TraceError, fitted, poisson, read_trace
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, poisson, read_trace
 
 
 class BenchError(Exception):
@@ -94,13 +94,13 @@ def _check_outputs(args: argparse.Namespace) -> None:
         raise BenchError("--requests: must be at least 1 without --trace")
 
 
-def _requests(args: argparse.Namespace) -> list[Ask]:
+def _requests(args: argparse.Namespace) -> list[TimedRequest]:
     if args.trace:
         return read_trace(args.trace, args.requests, args.time_scale, args.length_scale)
     return poisson(args.requests, args.rate or math.inf, args.prompt_tokens, args.output_tokens, args.seed)
 
 
-async def _run(args: argparse.Namespace, requests: list[Ask]) -> int:
+async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
     tls, api_key = connection.read_credentials(args)
     load = Load(args.target, args.channels, args.temperature, args.seed, tls=tls, api_key=api_key)
     console = Console(stderr=True)
@@ -109,7 +109,7 @@ async def _run(args: argparse.Namespace, requests: list[Ask]) -> int:
             model = await load.model_info()
         except grpc.aio.AioRpcError as error:
             raise BenchError(connection.explain(from_rpc(error), args.target, tls=bool(tls))) from None
-        requests, cut = fitted(requests, args.max_prompt, args.max_output, model.max_model_len)
+        requests, cut = cut_to_context(requests, args.max_prompt, args.max_output, model.max_model_len)
         if cut:
             limit = model.max_model_len
             console.print(f"{cut} of {len(requests)} requests are cut to the limits or the context of {limit}")
@@ -138,7 +138,7 @@ async def _run(args: argparse.Namespace, requests: list[Ask]) -> int:
 
 
 async def _run_with_progress(
-    load: Load, requests: list[Ask], prompts: Prompts, stop: asyncio.Event, concurrency: int, console: Console
+    load: Load, requests: list[TimedRequest], prompts: Prompts, stop: asyncio.Event, concurrency: int, console: Console
 ) -> float:
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ServerConfig) -> int:
     """Return 1 if a result is wrong, otherwise 0. Raise ConfigError if the model cannot be loaded this way."""
-    from npuserve.kernels.native.choice import Wanted
+    from npuserve.kernels.native.choice import CpuKernelSettings
     from npuserve.npu.diagnostics.trace import Call, Trace, load
 
     rows, prompt = args.batch[0], args.prompt[0]
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
             resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,
             max_model_len=prompt + 1, layers=args.layers or 0,
             emulate=config.relaxations if config.emulate else None, lm_head_dtype=config.lm_head_dtype,
-            cpu=Wanted(config.cpu_gemm, config.cpu_weights))
+            cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
     except (ValueError, OSError, MemoryError) as error:
         raise ConfigError(str(error)) from error
     if not args.json:

@@ -24,7 +24,7 @@ class TraceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TimedRequest:
     """Request to send at a given time.
 
     at: seconds after the start.
@@ -40,13 +40,13 @@ class Ask:
     hash_tokens: int = HASH_TOKENS
 
 
-def poisson(count: int, rate: float, prompt_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
+def poisson(count: int, rate: float, prompt_tokens: int, output_tokens: int, seed: int) -> list[TimedRequest]:
     """Return requests of a Poisson process with `rate` per second, the first at 0; all at 0 for an infinite rate."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, count)
-    return [Ask(at, prompt_tokens, output_tokens) for at in (np.cumsum(gaps) - gaps[0]).tolist()]
+    return [TimedRequest(at, prompt_tokens, output_tokens) for at in (np.cumsum(gaps) - gaps[0]).tolist()]
 
 
-def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: float = 1.0) -> list[Ask]:
+def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: float = 1.0) -> list[TimedRequest]:
     """Return the first `count` requests of a trace (0: all), the first at 0 seconds. Raise TraceError.
 
     The first character distinguishes two formats: the Azure LLM inference trace (CSV: TIMESTAMP, ContextTokens,
@@ -73,13 +73,14 @@ def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: fl
         return max(1, round(tokens * length_scale))
 
     return [
-        Ask((request.at - requests[0].at) * time_scale, scaled(request.prompt_tokens), scaled(request.output_tokens),
+        TimedRequest(
+            (request.at - requests[0].at) * time_scale, scaled(request.prompt_tokens), scaled(request.output_tokens),
             request.hashes, scaled(HASH_TOKENS))
         for request in requests
     ]
 
 
-def _azure(file: TextIO, path: Path) -> Iterator[Ask]:
+def _azure(file: TextIO, path: Path) -> Iterator[TimedRequest]:
     rows = csv.DictReader(file)
     for row in rows:
         where = f"{path}:{rows.line_num}"
@@ -87,10 +88,10 @@ def _azure(file: TextIO, path: Path) -> Iterator[Ask]:
         if stamp is None:
             raise TraceError(f"{where}: TIMESTAMP: not like 2023-11-16 18:15:46.68: {row.get('TIMESTAMP')!r}")
         seconds = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}+00:00").timestamp() + float(stamp[3] or 0)
-        yield Ask(seconds, _tokens(row, "ContextTokens", where), _tokens(row, "GeneratedTokens", where))
+        yield TimedRequest(seconds, _tokens(row, "ContextTokens", where), _tokens(row, "GeneratedTokens", where))
 
 
-def _mooncake(file: TextIO, path: Path) -> Iterator[Ask]:
+def _mooncake(file: TextIO, path: Path) -> Iterator[TimedRequest]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -102,7 +103,7 @@ def _mooncake(file: TextIO, path: Path) -> Iterator[Ask]:
             raise TraceError(f"{where}: timestamp or hash_ids: {error}") from None
         if any(h < 0 for h in hashes):
             raise TraceError(f"{where}: hash_ids: below 0")
-        yield Ask(at, _tokens(row, "input_length", where), _tokens(row, "output_length", where), hashes)
+        yield TimedRequest(at, _tokens(row, "input_length", where), _tokens(row, "output_length", where), hashes)
 
 
 def _tokens(row: dict[str, object], field: str, where: str) -> int:
@@ -115,7 +116,9 @@ def _tokens(row: dict[str, object], field: str, where: str) -> int:
     return max(1, value)
 
 
-def fitted(requests: Sequence[Ask], max_prompt: int, max_output: int, context: int) -> tuple[list[Ask], int]:
+def cut_to_context(
+    requests: Sequence[TimedRequest], max_prompt: int, max_output: int, context: int
+) -> tuple[list[TimedRequest], int]:
     """Cut requests to the limits and to the model's context, which holds prompt and answer.
 
     The prompt is cut before the answer, to at least one token. Return the requests, and how many were cut.
@@ -149,7 +152,7 @@ class Prompts:
         drawn = np.random.default_rng([self._seed, *stream]).random(count)
         return (self._low + (drawn * (self._high - self._low)).astype(np.int64)).tolist()  # type: ignore[no-any-return]
 
-    def token_ids(self, number: int, request: Ask) -> list[int]:
+    def token_ids(self, number: int, request: TimedRequest) -> list[int]:
         """Return the prompt of request `number`: exactly request.prompt_tokens ids."""
         if not request.hashes:
             return self._draw(request.prompt_tokens, 0, number)

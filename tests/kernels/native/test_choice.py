@@ -12,7 +12,7 @@ import torch
 from npuserve.kernels import native
 from npuserve.kernels.linear import linear
 from npuserve.kernels.native import choice
-from npuserve.kernels.native.choice import CpuKernels, Wanted, choose, choose_form, choose_isa
+from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose, choose_form, choose_isa
 from npuserve.kernels.native.packed import PackedWeight, compacts
 
 BOTH = ["avx512_bf16", "avx512_vnni", "avx2", "portable"]
@@ -111,7 +111,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choose_faster_set_is_used_by_all_calls(lib: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {ISAS[0]: dict.fromkeys(choice.KINDS, 10.0), ISAS[1]: dict.fromkeys(choice.KINDS, 20.0)}
     monkeypatch.setattr(choice, "measure_rates", lambda: other)
-    chosen = choose(Wanted())
+    chosen = choose(CpuKernelSettings())
     assert (chosen.isa, lib.isas[lib.isa], chosen.gflops) == (ISAS[1], ISAS[1], other)
     assert (chosen.gemm, chosen.plain_ms, chosen.measured_bytes) == (choice.gemm_of(ISAS[1]), None, 0)
 
@@ -122,13 +122,13 @@ def test_choose_kept_ignores_rates(lib: native.Library, monkeypatch: pytest.Monk
     told = CpuKernels(**json.loads(json.dumps(dataclasses.asdict(kept))))
     no_measuring(monkeypatch)
     lib.compact = True
-    assert choose(Wanted(kept=told), 1024) == kept
+    assert choose(CpuKernelSettings(kept=told), 1024) == kept
     assert (lib.isas[lib.isa], lib.compact) == (ISAS[1], False)
 
 
 @needs_library
 def test_choose_kept_unknown_set_chooses_again(lib: native.Library) -> None:
-    assert choose(Wanted(kept=CpuKernels("avx1024", "fp32", "plain"))).isa in ISAS
+    assert choose(CpuKernelSettings(kept=CpuKernels("avx1024", "fp32", "plain"))).isa in ISAS
 
 
 @needs_library
@@ -139,7 +139,7 @@ def test_choose_form_is_measured_for_large_models(
     asked: list[int] = []
     monkeypatch.setattr(native.Library, "usually_compact", True)
     monkeypatch.setattr(choice, "measure_forms", lambda inputs, nbytes: asked.append(inputs) or times)
-    chosen = choose(Wanted(), 1024)
+    chosen = choose(CpuKernelSettings(), 1024)
     assert (chosen.weights, chosen.plain_ms, chosen.compact_ms) == (form, 1e3 * times[0], 1e3 * times[1])
     assert chosen.measured_bytes >= 64 << 20
     assert asked == [1024]
@@ -156,11 +156,11 @@ def test_choose_form_is_not_measured_without_need(
     """For a small model, a requested form, and a set on which compact weights are known to be slow."""
     monkeypatch.setattr(native.Library, "usually_compact", usual)
     monkeypatch.setattr(choice, "measure_forms", lambda *_: pytest.fail("the form is measured"))
-    assert choose(Wanted(), 0).weights == ("compact" if usual else "plain")
+    assert choose(CpuKernelSettings(), 0).weights == ("compact" if usual else "plain")
     if not usual:
-        assert choose(Wanted(), 1024).weights == "plain"
+        assert choose(CpuKernelSettings(), 1024).weights == "plain"
     for form in ("plain", "compact"):
-        assert choose(Wanted(weights=form), 1024).weights == form  # type: ignore[arg-type]
+        assert choose(CpuKernelSettings(weights=form), 1024).weights == form  # type: ignore[arg-type]
 
 
 @needs_library

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from npuserve.kernels import native
-from npuserve.kernels.native.choice import Wanted
+from npuserve.kernels.native.choice import CpuKernelSettings
 from npuserve.kernels.native.packed import PackedWeight, dense, write
 from npuserve.kernels.registry import GOLDEN, KERNELS
 from npuserve.npu import backends
@@ -260,10 +260,11 @@ def test_cpu_threads_pinned_if_one_per_core():
 
 
 @pytest.mark.parametrize(("wanted", "name"), [
-    (Wanted(gemm="fp32"), "cpu_gemm: 'fp32'"), (Wanted(weights="compact"), "cpu_weights: 'compact'")])
+    (CpuKernelSettings(gemm="fp32"), "cpu_gemm: 'fp32'"),
+    (CpuKernelSettings(weights="compact"), "cpu_weights: 'compact'")])
 def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
     cpu = CpuBackend(native=False)
-    assert cpu.choose_kernels(Wanted(), 1024) is None
+    assert cpu.choose_kernels(CpuKernelSettings(), 1024) is None
     with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* only auto is possible"):
         cpu.choose_kernels(wanted, 1024)
 
@@ -273,7 +274,7 @@ def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
                     reason="this processor has the bfloat16 instruction")
 def test_cpu_choose_kernels_unsupported_gemm_is_backend_error():
     with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fp32"):
-        CpuBackend().choose_kernels(Wanted(gemm="bf16"), 0)
+        CpuBackend().choose_kernels(CpuKernelSettings(gemm="bf16"), 0)
 
 
 def test_cpu_enqueue_error_is_raised_by_wait(cpu):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.kernels.native import available, library
-from npuserve.kernels.native.choice import Wanted
+from npuserve.kernels.native.choice import CpuKernelSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.shared_weights import SharedMemory
 from tests.npu.execution.test_runner import Driver, load
@@ -94,7 +94,7 @@ def test_shared_weights_changed_model_is_loaded(shared, tmp_path):
 
 def test_shared_weights_other_form_is_loaded(shared, tmp_path):
     folder = saved(random_model("qwen3"), tmp_path)
-    compact, plain = (Wanted(weights=form) for form in ("compact", "plain"))
+    compact, plain = (CpuKernelSettings(weights=form) for form in ("compact", "plain"))
     settings = {"dtype": "bfloat16"}
     first = load(folder, memory=SharedMemory(shared), cpu=compact, **settings)
     left, alone, size = told(first.leaves), tokens(first), first.weights_bytes

@@ -13,7 +13,7 @@ from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.frontend import response_options
 from npuserve.service.frontend.response import ResponseBuilder
 from npuserve.service.ipc.messages import Finish, Output, Request, Timing
-from npuserve.service.requests.validation import Ask
+from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.text.tokenizer import Tokenizer
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.text.test_detokenizer import KINDS, STOPS, tokenizer
@@ -35,7 +35,8 @@ class Call:
     """
 
     def __init__(
-        self, ask: Ask, made: Tokenizer | None, ids: Sequence[int], reason: str, offset: int = 0, pause: float = 0.0
+        self, ask: CheckedRequest, made: Tokenizer | None, ids: Sequence[int], reason: str, offset: int = 0,
+        pause: float = 0.0,
     ):
         self.builder = ResponseBuilder(ask, made, offset)
         self.parts: list[pb.StreamGenerateResponse] = []
@@ -63,23 +64,23 @@ class Call:
                 self.parts.append(part)
 
 
-def asked(draw: st.DrawFn, ids: int) -> Ask:
+def asked(draw: st.DrawFn, ids: int) -> CheckedRequest:
     sampling = SamplingParams(
         logprobs=draw(st.sampled_from([None, 0])), prompt_logprobs=draw(st.sampled_from([None, 0])),
         min_tokens=draw(st.integers(0, 3)))
-    ask = Ask(
+    ask = CheckedRequest(
         Request("r", [5, 6, 7], max(ids, 1), 0.0, sampling),
         stop=tuple(draw(st.lists(st.sampled_from(STOPS), unique=True, max_size=3))),
         include_stop=draw(st.booleans()), skip_special_tokens=draw(st.booleans()), return_token_ids=draw(st.booleans()))
     packed = response_options.pack(ask)
     carried = Request("r", ask.request.prompt_ids, ask.request.max_tokens, 0.0, sampling, ask=packed)
-    assert response_options.unpack(carried) == Ask(carried, *(getattr(ask, name) for name in (
+    assert response_options.unpack(carried) == CheckedRequest(carried, *(getattr(ask, name) for name in (
         "stop", "include_stop", "skip_special_tokens", "return_token_ids")))
     return ask
 
 
 @st.composite
-def answers(draw: st.DrawFn, kind: str) -> tuple[Ask, list[int], str, list[int]]:
+def answers(draw: st.DrawFn, kind: str) -> tuple[CheckedRequest, list[int], str, list[int]]:
     """Draw (ask, ids, finish reason, numbers of tokens at which the outputs end)."""
     chance = random.Random(draw(st.integers(0, 1 << 30)))
     size = {"byte level": 700, "byte fallback": 300}.get(kind, 9)
@@ -111,7 +112,7 @@ def test_response_resumed_after_any_message_is_whole(kind: str, data: st.DataObj
     ask, ids, reason, cuts = data.draw(answers("words" if kind == "none" else kind))
     made = None if kind == "none" else tokenizer(kind)
     if made is None:
-        ask = Ask(ask.request, (), False, True, ask.return_token_ids)
+        ask = CheckedRequest(ask.request, (), False, True, ask.return_token_ids)
     alone = Call(ask, made, ids, reason)
     for cut in cuts:
         if not alone.over:
@@ -143,7 +144,7 @@ def test_response_resumed_at_any_token_is_whole(kind: str, data: st.DataObject) 
     Ids continue at the offset. The text continues with the first character that the client's tokens do not complete.
     """
     ask, ids, reason, _ = data.draw(answers(kind))
-    ask = Ask(ask.request, (), False, ask.skip_special_tokens, True)
+    ask = CheckedRequest(ask.request, (), False, ask.skip_special_tokens, True)
     whole = Call(ask, tokenizer(kind), ids, reason)
     whole.read(len(ids))
     text, all_ids, *_ = joined(whole.parts)

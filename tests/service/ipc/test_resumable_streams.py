@@ -174,7 +174,7 @@ def test_is_resumable_if_largest_record_fits(change: dict[str, Any], fits: bool)
     assert is_resumable(msgspec.structs.replace(record("t").request, **change)) is fits
 
 
-def test_restore_messages_are_bounded_and_whole() -> None:
+def test_restore_messages_are_bounded_and_complete() -> None:
     live = [(key, large(f"live {key}", 100 * key)) for key in range(80)]
     ended = Records(1e9)
     for number in range(80):
@@ -271,7 +271,7 @@ def test_load_malformed_file_is_removed_and_raises(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_full_disk_keeps_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Records(10.0)
     kept.end(record("t"), time.monotonic())
     save(tmp_path, INFO, "/m", kept)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from npuserve.service.ipc import short_slice
-from npuserve.service.ipc.short_slice import ATTRIBUTES, SECONDS, ask_for_it
+from npuserve.service.ipc.short_slice import ATTRIBUTES, SECONDS, request_slice
 
 GET_ATTRIBUTES = {"x86_64": 315, "aarch64": 275}
 
@@ -38,9 +38,9 @@ def test_short_slice_applies_to_thread_and_its_threads_only() -> None:
     before = slice_and_nice()
 
     def asking() -> object:
-        assert ask_for_it()
+        assert request_slice()
         found = slice_and_nice(), in_a_thread(slice_and_nice)
-        assert ask_for_it(0)
+        assert request_slice(0)
         return *found, slice_and_nice()
 
     asked = (SECONDS, os.getpriority(os.PRIO_PROCESS, 0))
@@ -50,7 +50,7 @@ def test_short_slice_applies_to_thread_and_its_threads_only() -> None:
 
 def test_short_slice_unsupported_system_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_slice.platform, "machine", lambda: "riscv64")
-    assert not ask_for_it()
+    assert not request_slice()
     monkeypatch.undo()
     monkeypatch.setattr(short_slice.platform, "system", lambda: "Darwin")
-    assert not ask_for_it()
+    assert not request_slice()

@@ -159,7 +159,7 @@ async def good(server: Running) -> None:
     assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
 
 
-async def test_each_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
+async def test_request_with_a_bad_field_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     cases = {name: (message, invalid, details) for name, (message, details) in INVALID.items()}
     assert len(cases | OTHERS) >= 45

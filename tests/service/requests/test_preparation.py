@@ -54,7 +54,7 @@ def rejections(why: str) -> float:
     return REGISTRY.get_sample_value("npuserve_preparation_rejections_total", labels) or 0.0
 
 
-async def test_callers_take_turns_whatever_each_has_waiting(gate: Gate) -> None:
+async def test_run_is_round_robin_over_the_callers(gate: Gate) -> None:
     flood = [gate.submit("flood", f"flood {n}") for n in range(3)]
     await asyncio.sleep(0)
     others = [gate.submit("one", "one"), gate.submit("two", "two")]
@@ -83,7 +83,7 @@ async def test_run_leaves_a_thread_of_small_work_to_other_callers(gate: Gate) ->
     await asyncio.gather(*mine)
 
 
-async def test_a_cancelled_call_leaves_the_queue_at_once(gate: Gate) -> None:
+async def test_run_that_is_cancelled_leaves_the_queue_at_once(gate: Gate) -> None:
     waiting = [gate.submit("one", "one"), gate.submit("one", "two")]
     await asyncio.sleep(0)
     waiting[0].cancel()
@@ -147,7 +147,7 @@ async def test_give_up_ends_waiting_and_running_calls() -> None:
     gate = Gate(pool)
     calls = [gate.submit("one", f"{n}") for n in range(5)]
     await until(lambda: bool(gate.order))
-    pool.give_up(Unavailable("the server leaves"))
+    pool.fail_all(Unavailable("the server leaves"))
     for end in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(end, Unavailable)
     assert pool.count == 0

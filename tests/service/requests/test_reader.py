@@ -109,7 +109,7 @@ async def test_read_that_is_cancelled_releases_its_slot() -> None:
 
 
 @pytest.mark.usefixtures("only_slow_reads")
-async def test_slow_reads_hold_nobody_up_and_are_bounded() -> None:
+async def test_read_of_slow_messages_is_bounded() -> None:
     """The newest slow read of the client with the most is ended."""
     readers = Readers()
     most = request_reader.MAX_SLOW_BYTES // LARGEST

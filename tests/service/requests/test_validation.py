@@ -11,7 +11,7 @@ from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import prompt_token_ids
-from npuserve.service.requests.validation import Ask
+from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.text.model_folder import ModelFolder, open_folder, resolve
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2, tokenize_pb2
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return open_folder(path, str(path), "counting")
 
 
-def check(message: pb.GenerateRequest, folder: ModelFolder) -> Ask:
+def check(message: pb.GenerateRequest, folder: ModelFolder) -> CheckedRequest:
     return validation.check(message, folder, INFO, "id-1", 12.5)
 
 
@@ -38,7 +38,7 @@ def test_check_of_absent_fields_uses_the_documented_defaults(folder: ModelFolder
     assert (request.stop_token_ids, request.priority, request.cache_salt) == (frozenset(), 0, "")
     assert not request.bypass_prefix_cache
     assert msgspec.structs.replace(request.sampling, seed=0) == SamplingParams(ending_ids=(EOS,))
-    assert checked == Ask(request, (), False, True, False)
+    assert checked == CheckedRequest(request, (), False, True, False)
 
 
 def test_check_passes_every_field_to_the_engine(folder: ModelFolder) -> None:
@@ -56,7 +56,7 @@ def test_check_passes_every_field_to_the_engine(folder: ModelFolder) -> None:
     assert (request.prompt_ids, request.max_tokens, request.priority) == ([5, 6], 9, -100)
     assert (request.bypass_prefix_cache, request.cache_salt) == (True, "s")
     assert (request.stop_token_ids, request.eos_token_ids) == ({4, 8}, {EOS})
-    assert checked == Ask(request, ("x", "yz"), True, False, True)
+    assert checked == CheckedRequest(request, ("x", "yz"), True, False, True)
 
 
 def test_check_with_ignore_eos_keeps_the_stop_tokens(folder: ModelFolder) -> None:

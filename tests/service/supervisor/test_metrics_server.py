@@ -66,7 +66,9 @@ def test_metrics_server_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatc
     assert raw(server, b"GET /metrics HTTP/1.1\r\n") == b""
 
 
-def test_metrics_server_oldest_connection_gives_way(monkeypatch: pytest.MonkeyPatch, server: MetricsServer) -> None:
+def test_metrics_server_too_many_connections_closes_oldest(
+    monkeypatch: pytest.MonkeyPatch, server: MetricsServer
+) -> None:
     monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(metrics_server, "EXCHANGE_SECONDS", 600)
     with contextlib.ExitStack() as stack:

@@ -35,7 +35,7 @@ def test_private_folder_has_mode_0700_and_is_removed(parent: Path) -> None:
     assert not folder.exists()
 
 
-def test_private_folder_of_a_killed_process_is_removed_at_the_next_start(parent: Path) -> None:
+def test_private_folder_of_killed_process_is_removed_at_next_start(parent: Path) -> None:
     others = [parent / "npuserve-foreign", parent / "npuserve-file"]
     others[0].mkdir()
     others[1].touch()

@@ -6,10 +6,10 @@ import errno
 
 import pytest
 
-from npuserve.service.ipc.child import NODE_FAULT, UNUSABLE
+from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
 from npuserve.service.supervisor.restart_policy import RestartPolicy, Restarts, RunEnd
 
-RESTARTS = Restarts(first=1, longest=8, healthy=60, deaths=3, again=0.5, again_longest=1, deaths_at_work=4)
+RESTARTS = Restarts(first=1, longest=8, healthy=60, deaths=3, again=0.5, again_longest=1, max_crashes=4)
 NO_MEMORY, NO_FILE = OSError(errno.ENOMEM, "no memory"), FileNotFoundError(errno.ENOENT, "no python")
 
 
@@ -18,7 +18,7 @@ def pauses(*ends: RunEnd, was_server_ready: bool) -> list[float | None]:
     return [policy.pause(end, was_server_ready) for end in ends]
 
 
-@pytest.mark.parametrize("end", [RunEnd(UNUSABLE), RunEnd(NO_FILE), RunEnd(RuntimeError()), RunEnd(NODE_FAULT)])
+@pytest.mark.parametrize("end", [RunEnd(UNUSABLE), RunEnd(NO_FILE), RunEnd(RuntimeError()), RunEnd(EXIT_NODE_FAULT)])
 def test_restart_policy_unusable_before_ready_is_final(end: RunEnd) -> None:
     assert pauses(end, was_server_ready=False) == [None]
 
@@ -30,7 +30,7 @@ def test_restart_policy_unusable_after_ready_is_retried(end: RunEnd) -> None:
 
 
 def test_restart_policy_device_fault_is_final() -> None:
-    assert pauses(RunEnd(NODE_FAULT), was_server_ready=True) == [None]
+    assert pauses(RunEnd(EXIT_NODE_FAULT), was_server_ready=True) == [None]
 
 
 def test_restart_policy_no_memory_before_ready_is_retried() -> None:

@@ -38,7 +38,7 @@ check = settings.pop("check_seconds", watchdog.CHECK_SECONDS)
 config = ServerConfig(model=".", metrics_port=0, log_format="json", **settings)
 msgspec.structs.force_setattr(config, "hang_seconds", hang)  # below the minimum: the fake sends heartbeats quickly
 logs.setup(config, "supervisor")
-supervisor.FRONTEND_MARGIN = supervisor.ENGINE_PATIENCE = 0.5
+supervisor.FRONTEND_STOP_SECONDS = supervisor.ENGINE_STOP_SECONDS = 0.5
 watchdog.CHECK_SECONDS = check
 command = lambda name, behaviour: [sys.executable, "-S", fake, name, journal, *behaviour.split()]
 sys.exit(asyncio.run(supervisor.Supervisor(
@@ -113,7 +113,7 @@ def test_restarts_failed_starts_double_pause_until_limit() -> None:
 
 
 def test_restarts_crashes_have_short_pauses_and_higher_limit() -> None:
-    restarts = Restarts(again=0.5, again_longest=2, deaths_at_work=7)
+    restarts = Restarts(again=0.5, again_longest=2, max_crashes=7)
     assert [restarts.pause(0, n) for n in range(1, 8)] == [0.5, 1, 1.5, 2, 2, 2, None]
 
 
@@ -165,7 +165,7 @@ def test_supervisor_drain_requested_by_front_end(supervise: Callable[..., Run]) 
     assert len(run.journal("engine", "stopped")) == 1
 
 
-def test_who_hangs_is_killed_and_started_again(supervise: Callable[..., Run]) -> None:
+def test_supervisor_hung_child_is_restarted(supervise: Callable[..., Run]) -> None:
     """A main loop that is blocked in a call, and a process that is suspended. Other children keep running."""
     run = supervise(engine="hang live", front="hang live", hang_seconds=1.0)
     run.until(lambda: len(run.journal("engine", "started")) == len(run.journal("front", "started")) == 2)
@@ -186,7 +186,7 @@ def test_who_hangs_is_killed_and_started_again(supervise: Callable[..., Run]) ->
     assert len(run.journal("engine", "started")) == 3
 
 
-def test_supervisor_death_in_a_long_step_counts_as_death_at_work(supervise: Callable[..., Run]) -> None:
+def test_supervisor_death_in_long_step_counts_as_crash(supervise: Callable[..., Run]) -> None:
     """An engine that was ready and dies in a step longer than the check interval counts as crashed."""
     run = supervise(engine="step:0.4", check_seconds=0.02)
     run.until(lambda: len(run.journal("engine", "started")) == 7)  # more than the five failed starts that are allowed
@@ -203,7 +203,7 @@ def test_supervisor_restarted_engine_gets_kernels_of_first(supervise: Callable[.
 
 
 @pytest.mark.parametrize("with_children", [True, False])
-def test_nobody_hangs_before_it_beats_nor_while_all_stand_still(
+def test_supervisor_suspended_machine_is_no_hang(
     supervise: Callable[..., Run], with_children: bool
 ) -> None:
     """A suspended supervisor does not take the time as silence of its children, whether they are suspended too or not.
@@ -238,7 +238,7 @@ def test_supervisor_repeated_hangs_gives_up(supervise: Callable[..., Run]) -> No
     assert [facts for _, _, facts in run.journal("front", "stopping")] == [{"drain": 0.0}]
 
 
-def test_an_engine_that_dies_is_started_again(supervise: Callable[..., Run]) -> None:
+def test_supervisor_engine_death_restarts_engine(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:1 exit:-9 live")
     run.until_up()
     assert [facts["arguments"]["epoch"] for _, _, facts in run.journal("engine", "started")] == [1, 2, 3]
@@ -268,7 +268,7 @@ def test_supervisor_repeated_crashes_are_restarted(supervise: Callable[..., Run]
     assert [line["pause"] for line in run.said("engine died")] == [0.01 * n for n in range(1, 5)] + [0.04] * 4
 
 
-def test_gives_up_after_quick_deaths_in_a_row(supervise: Callable[..., Run]) -> None:
+def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:3")
     assert run.process.wait(30) == 1
     assert len(run.journal("engine", "started")) == 5
@@ -368,7 +368,7 @@ def serve(*arguments: str) -> tuple[int, list[str]]:
     return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("{")]
 
 
-async def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_supervisor_full_disk_refuses_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1 << 30, 0, 5 << 10))
     with pytest.raises(ConfigError, match=r"^TMPDIR: .* has 5 KiB free; 16 MiB are needed$"):

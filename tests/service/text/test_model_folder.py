@@ -106,7 +106,7 @@ def test_open_folder_in_the_hub_cache_refuses_links_outside_its_blobs(tmp_path: 
         open_folder(folder, "m", "")
 
 
-def test_open_folder_takes_the_hub_caches_own_layout(tmp_path: Path) -> None:
+def test_open_folder_accepts_the_layout_of_the_hub_cache(tmp_path: Path) -> None:
     """The links are made by the hub's client. The cache is also reached through a link, as on a mounted volume."""
     from huggingface_hub import file_download as hub
 

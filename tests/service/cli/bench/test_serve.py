@@ -21,7 +21,7 @@ import pytest
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench import serve as bench_serve
 from npuserve.service.cli.bench.load import INTERRUPTED, NO_FINISH, Load, Outcome
-from npuserve.service.cli.bench.workload import Ask, Prompts
+from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
 
 CONTEXT = 64
@@ -90,7 +90,7 @@ async def served(service: FakeService) -> AsyncIterator[str]:
 
 
 async def loaded(
-    service: FakeService, requests: list[Ask], channels: int = 1, **options: object
+    service: FakeService, requests: list[TimedRequest], channels: int = 1, **options: object
 ) -> tuple[list[Outcome], float]:
     async with served(service) as target:
         load = Load(target, channels, temperature=0.0, seed=3)
@@ -105,7 +105,7 @@ async def loaded(
 
 async def test_load_sends_each_request_and_records_arrivals():
     service = FakeService(delay=0.02, per_message=2)
-    outcomes, seconds = await loaded(service, [Ask(0.05 * i, 10 + i, 5) for i in range(4)])
+    outcomes, seconds = await loaded(service, [TimedRequest(0.05 * i, 10 + i, 5) for i in range(4)])
     assert [o.code for o in outcomes] == ["OK"] * 4
     assert sorted(len(r.token_ids.ids) for r in service.requests) == [10, 11, 12, 13]
     for request in service.requests:
@@ -127,25 +127,25 @@ async def test_load_sends_each_request_and_records_arrivals():
 
 async def test_load_open_loop_sends_on_time_regardless_of_running_requests():
     service = FakeService(crowd=20)
-    await loaded(service, [Ask(0.0, 4, 1)] * 20)
+    await loaded(service, [TimedRequest(0.0, 4, 1)] * 20)
     assert service.most_running == 20
 
 
 async def test_load_closed_loop_keeps_its_number_of_clients():
     service = FakeService(delay=0.01)
-    outcomes, _ = await loaded(service, [Ask(0.0, 4, 2)] * 12, concurrency=3)
+    outcomes, _ = await loaded(service, [TimedRequest(0.0, 4, 2)] * 12, concurrency=3)
     assert len(outcomes) == 12
     assert service.most_running == 3
 
 
 async def test_load_each_channel_is_a_connection():
     service = FakeService()
-    await loaded(service, [Ask(0.0, 4, 1)] * 6, channels=3)
+    await loaded(service, [TimedRequest(0.0, 4, 1)] * 6, channels=3)
     assert len(service.peers) == 3
 
 
 async def test_load_failures_are_counted_by_code():
-    outcomes, seconds = await loaded(FakeService(refuse=3), [Ask(0.0, 4, 2)] * 9)
+    outcomes, seconds = await loaded(FakeService(refuse=3), [TimedRequest(0.0, 4, 2)] * 9)
     figures = bench_report.summary(outcomes, seconds, 9)
     assert figures["requests"] == {"asked": 9, "sent": 9, "ok": 6, "failed": {"RESOURCE_EXHAUSTED": 3}}
     assert {o.detail for o in outcomes if not o.ok} == {"the queue is full"}
@@ -153,7 +153,7 @@ async def test_load_failures_are_counted_by_code():
 
 
 async def test_load_stream_without_a_finish_is_a_failure():
-    outcomes, _ = await loaded(FakeService(finishes=False), [Ask(0.0, 4, 2)])
+    outcomes, _ = await loaded(FakeService(finishes=False), [TimedRequest(0.0, 4, 2)])
     assert [o.code for o in outcomes] == [NO_FINISH]
 
 
@@ -161,7 +161,7 @@ async def test_load_stream_without_a_finish_is_a_failure():
 async def test_load_stop_cancels_and_counts_running_requests(concurrency: int):
     stop = asyncio.Event()
     service = FakeService(delay=60, crowd=2, crowded=stop.set)
-    requests = [Ask(0.0, 4, 1), Ask(0.0, 4, 1), Ask(100.0, 4, 1)]
+    requests = [TimedRequest(0.0, 4, 1), TimedRequest(0.0, 4, 1), TimedRequest(100.0, 4, 1)]
     outcomes, seconds = await loaded(service, requests, stop=stop, concurrency=concurrency)
     assert [o.code for o in outcomes] == [INTERRUPTED] * 2
     assert seconds < 60
@@ -172,7 +172,7 @@ async def test_load_open_loop_measures_latencies_from_the_due_time():
     """A load generator that stalls for 0.3 s while requests are due reports the stall."""
     stalls = iter([0.3])  # like a process that is not scheduled
     service = FakeService(crowd=1, crowded=lambda: time.sleep(next(stalls, 0.0)))
-    requests = [Ask(0.05 * i, 4, 1) for i in range(20)]
+    requests = [TimedRequest(0.05 * i, 4, 1) for i in range(20)]
     outcomes, seconds = await loaded(service, requests)
     late = [o for o in outcomes if o.sent - o.due > 0.1]
     assert late
@@ -195,7 +195,7 @@ async def test_load_closed_loop_requests_are_due_after_their_message_is_built(mo
             built.append(self._now())
 
     monkeypatch.setattr(Load, "_message", recorded)
-    outcomes, _ = await loaded(FakeService(), [Ask(0.0, 4, 2)] * 6, concurrency=1)
+    outcomes, _ = await loaded(FakeService(), [TimedRequest(0.0, 4, 2)] * 6, concurrency=1)
     assert all(at <= outcome.due <= outcome.sent for at, outcome in zip(built, outcomes, strict=True))
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npuserve.service.cli.bench.workload import HASH_TOKENS, Ask, Prompts, TraceError, fitted, poisson, read_trace
+from npuserve.service.cli.bench.workload import (
+    HASH_TOKENS,
+    Prompts,
+    TimedRequest,
+    TraceError,
+    cut_to_context,
+    poisson,
+    read_trace,
+)
 
 
 def test_poisson_has_its_rate_and_depends_on_its_seed():
@@ -64,7 +72,7 @@ def test_read_trace_mooncake_has_shared_prefixes(tmp_path: Path):
     assert first[:64] == second[:64]
     assert first[64:69] != second[64:]
     # A prompt cut to fewer tokens is a prefix of the whole prompt.
-    (cut, *_), number = fitted(requests, 700, 0, 10**6)
+    (cut, *_), number = cut_to_context(requests, 700, 0, 10**6)
     assert number == 2
     assert prompts.token_ids(0, cut) == prompts.token_ids(0, requests[0])[:700]
 
@@ -91,7 +99,7 @@ def test_read_trace_malformed_is_named(tmp_path: Path, content: str, named: str)
 
 
 def test_prompts_exclude_special_ids_at_either_end():
-    request = Ask(0.0, 5000, 1)
+    request = TimedRequest(0.0, 5000, 1)
     low = Prompts(100, [2, 1], seed=0).token_ids(0, request)
     assert (min(low), max(low)) == (3, 99)
     high = Prompts(100, [95, 93], seed=0).token_ids(0, request)
@@ -104,9 +112,9 @@ def test_prompts_exclude_special_ids_at_either_end():
 
 
 def test_fitted_cuts_to_limits_and_context():
-    requests = [Ask(0.0, 10, 10), Ask(0.0, 100, 10), Ask(0.0, 10, 100), Ask(0.0, 100, 100)]
-    cut, number = fitted(requests, 0, 0, 64)
+    requests = [TimedRequest(0.0, prompt, output) for prompt, output in ((10, 10), (100, 10), (10, 100), (100, 100))]
+    cut, number = cut_to_context(requests, 0, 0, 64)
     assert [(a.prompt_tokens, a.output_tokens) for a in cut] == [(10, 10), (54, 10), (1, 63), (1, 63)]
     assert number == 3
-    cut, _ = fitted(requests, 20, 30, 64)
+    cut, _ = cut_to_context(requests, 20, 30, 64)
     assert [(a.prompt_tokens, a.output_tokens) for a in cut] == [(10, 10), (20, 10), (10, 30), (20, 30)]
