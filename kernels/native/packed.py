@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.native.binding import CONSTANTS, LANES
-from npuserve.kernels.native.program import Call, call, empty
-from npuserve.kernels.native.shared_library import library
 
 log = logging.getLogger(__name__)
 
 
 def compacts(k: int, dtype: torch.dtype) -> bool:
     """Return True if weights [n, k] are packed compact: losslessly in 12.25 bits a number instead of 16."""
-    return dtype == torch.bfloat16 and k % 8 == 0 and library().compact
+    return dtype == torch.bfloat16 and k % 8 == 0 and native.library().compact
 
 
 def packed_words(n: int, k: int, dtype: torch.dtype, compact: bool | None = None) -> int:
@@ -88,7 +87,7 @@ class PackedWeight:
             raise ValueError(f"rows {first} and following, {tuple(rows.shape)}, of a weight of {self.shape}")
         rows = rows.to(self.dtype).contiguous()
         failed = torch.zeros(1, dtype=torch.int32)
-        call("pack", (self.op("pack"), self.dtype, [rows, self.words, failed], [len(rows), self.k, first]))
+        native.call("pack", (self.op("pack"), self.dtype, [rows, self.words, failed], [len(rows), self.k, first]))
         if failed:
             self._turn_plain()
             self.write(first, rows)
@@ -100,11 +99,11 @@ class PackedWeight:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [m] int64 as [m, k]."""
-        out = empty(len(ids), self.k, dtype=self.dtype)
-        call("unpack", self.unpack(ids.contiguous(), out))
+        out = native.empty(len(ids), self.k, dtype=self.dtype)
+        native.call("unpack", self.unpack(ids.contiguous(), out))
         return out
 
-    def unpack(self, ids: Tensor, out: Tensor) -> Call:
+    def unpack(self, ids: Tensor, out: Tensor) -> native.Call:
         """Return the op that copies rows `ids` [m] int64 to out [m, k]."""
         return self.op("unpack"), self.dtype, [self.words, out, ids], [len(ids), self.k]
 

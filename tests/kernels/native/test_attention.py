@@ -7,7 +7,7 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
-from npuserve.kernels.kv_cache import quantize_heads
+from npuserve.kernels.kv_cache import pack_keys, pack_values, quantize_heads, unpack_keys, unpack_values
 from npuserve.kernels.native import layout
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -45,7 +45,7 @@ def test_attention_bits_are_independent_of_batch_chunks_and_threads(
         keys.scale[table[-1], last:] = values.scale[table[-1], last:] = torch.nan
     else:
         keys[table[-1], last:] = values[table[-1], last:] = torch.nan
-    packed = layout.pack_keys(keys), layout.pack_values(values)
+    packed = pack_keys(keys), pack_values(values)
     attend = paged_attention.implementations["cpu"].function
 
     def outputs(rows: list[tuple[int, int]]) -> torch.Tensor:
@@ -73,9 +73,9 @@ def test_pack_and_unpack_are_inverses():
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         plain = torch.randn(3, 32, 2, 10, generator=generator).to(dtype)
-        keys, values = layout.pack_keys(plain), layout.pack_values(plain)
+        keys, values = pack_keys(plain), pack_values(plain)
         assert keys.shape == layout.key_shape(3, 32, 2, 10, dtype)
         assert values.shape == layout.value_shape(3, 32, 2, 10, dtype)
         assert layout.block_size(keys) == 32
-        assert torch.equal(layout.unpack_keys(keys), plain)
-        assert torch.equal(layout.unpack_values(values, 10), plain)
+        assert torch.equal(unpack_keys(keys), plain)
+        assert torch.equal(unpack_values(values, 10), plain)
