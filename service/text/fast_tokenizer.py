@@ -65,7 +65,7 @@ class RenamedTokenizer(FastTokenizer):
     def __init__(self, other: tokenizers.Tokenizer, names: Mapping[str, str]):
         added = other.get_added_tokens_decoder()
         texts = {i: names[token.content] if token.special else token.content for i, token in sorted(added.items())}
-        tokens = [
+        tokens: list[str | tokenizers.AddedToken] = [
             tokenizers.AddedToken(
                 text, single_word=added[i].single_word, lstrip=added[i].lstrip, rstrip=added[i].rstrip,
                 normalized=added[i].normalized, special=False)
