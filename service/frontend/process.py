@@ -202,8 +202,8 @@ def _start_poller() -> None:
 
     gRPC wakes this thread after each write. By default the thread would preempt ours, which still has the messages of
     other streams to write: that is a quarter of the cost of a message (bench/serving/stream_cost.py). As a batch
-    thread, it takes an idle processor or waits. Its time slice is longer than ours, which is the default: with a shorter
-    slice it would be scheduled sooner, and preempted as soon.
+    thread, it takes an idle processor or waits. Its time slice is longer than ours, which is the default. With a
+    shorter slice it would be scheduled sooner, and preempted as soon.
 
     gRPC has no option for this, but a thread inherits the scheduling policy and the slice of the thread that starts it.
     """
