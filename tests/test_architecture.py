@@ -56,9 +56,9 @@ FOLDERS: dict[str, dict[str, Set[str]]] = {
     },
     "npu": {
         "": set(),
-        "emulator": set(),
         "storyteller": set(),
-        "backends": {"", "emulator"},
+        "backends": {""},
+        "emulator": {"", "backends"},
         "model": {"", "backends"},
         "execution": {"", "backends", "model"},
         "diagnostics": {"", "backends", "model", "execution"},

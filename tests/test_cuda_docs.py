@@ -45,7 +45,7 @@ def test_cuda_docs_numbers_are_those_of_the_code() -> None:
     assert ".".join(map(str, MIN_CAPABILITY)) in numbers(section("Install"))
     buckets = token_buckets(MAX_TOKENS)
     small = [size for size in buckets if size < 64]
-    assert {*map(str, small), "64", str(MAX_TOKENS)} <= numbers(row("What is captured", "with chunks", page=PAGE))
+    assert {*map(str, small), "64", str(MAX_TOKENS)} <= numbers(row("Captured steps", "with chunks", page=PAGE))
     assert buckets[len(small) :] == (*range(64, MAX_TOKENS + 1, 64),)
     assert str(MAX_TOKENS) in numbers(row("Sizes", "max_num_batched_tokens", page=PAGE))
     assert numbers(row("Sizes", "block_size", page=PAGE)) == {

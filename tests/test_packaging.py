@@ -46,7 +46,7 @@ def shipped() -> dict[str, Path]:
     files = {"npuserve/__init__.py": ROOT / "src" / "npuserve" / "__init__.py"}
     for folder, package in SOURCES.items():
         for file in (ROOT / folder).rglob("*"):
-            native = file.parent == ROOT / "kernels" / "native" and file.suffix in (".cpp", ".h", ".so")
+            native = file.is_relative_to(ROOT / "kernels" / "native") and file.suffix in (".cpp", ".h", ".so")
             if file.is_file() and "__pycache__" not in file.parts and not native:
                 files[f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"] = file
     return files

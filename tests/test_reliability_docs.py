@@ -34,9 +34,9 @@ def test_reliability_benchmarks_exist() -> None:
 
 
 def test_reliability_promises_have_test_or_benchmark() -> None:
-    promises = re.sub(r"\| (who|risk) \|.*?\n\n", "", TEXT, flags=re.DOTALL)  # tables of facts
+    promises = re.sub(r"\| (set-up|risk) \|.*?\n\n", "", TEXT, flags=re.DOTALL)  # tables of facts
     rows = [line for line in promises.splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if not re.match(r"\| (promise|what) \|", row)]
+    rows = [row for row in rows if not re.match(r"\| (promise|fault) \|", row)]
     assert len(rows) > 20
     assert not [row for row in rows if not re.search(r"`(tests/\S+::\w+|bench/\w+/\w+\.py)`", row)]
 
@@ -48,7 +48,7 @@ def numbers(text: str) -> list[float]:
 def test_configuration_document_has_restart_limits() -> None:
     """Compare the pauses and limits of each kind of exit."""
     text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.search(r"\| the life that ended .*\n\|[-|]+\n((?:\|.*\n){2})\n(.*)", text)
+    rows = re.search(r"\| the process \| pause .*\n\|[-|]+\n((?:\|.*\n){2})\n(.*)", text)
     assert rows
     never, ready = rows[1].splitlines()
     values = Restarts()
@@ -56,7 +56,7 @@ def test_configuration_document_has_restart_limits() -> None:
     assert numbers(ready) == [values.again, values.again_longest, values.max_crashes]
     assert numbers(rows[2])[0] == values.healthy
     assert f"have {child.FRONTEND_STOP_SECONDS:g} s to send" in text
-    assert f"{supervisor.ENGINE_STOP_SECONDS:g} s; what is left" in " ".join(text.split())
+    assert f"{supervisor.ENGINE_STOP_SECONDS:g} s; remaining processes" in " ".join(text.split())
 
 
 def test_reliability_figures_match_results() -> None:
@@ -66,7 +66,7 @@ def test_reliability_figures_match_results() -> None:
     def measured(word: str, *figures: str) -> bool:
         return any(word in line and {float(figure) for figure in figures} <= set(numbers(line)) for line in lines)
 
-    cancel = re.search(r"p50 (\S+) ms and p99 (\S+) ms", TEXT)
+    cancel = re.search(r"(\S+) ms \(p50\) and (\S+) ms \(p99\)", TEXT)
     growth = re.search(r"(\S+) MiB a minute in the engine, (\S+) in the front ends and (\S+) in the supervisor", TEXT)
     assert cancel
     assert growth

@@ -169,7 +169,7 @@ def test_request_ids_of_tenants_are_apart(server: Server, keys: dict[str, str]) 
         stub = admin_service_pb2_grpc.AdminServiceStub(channels["root"])
         with pytest.raises(grpc.RpcError) as refused:
             stub.Abort(admin.AbortRequest(request_id="job-1"), timeout=30)
-        assert refused.value.details().startswith("client: must be given")
+        assert refused.value.details().startswith("client: must be set")
         stub.Abort(admin.AbortRequest(request_id="job-1", client="bob"), timeout=30)
         reasons = {name: list(stream)[-1].finish.reason for name, stream in streams.items()}
         assert reasons == {"alice": 4, "bob": 6}  # LENGTH, ABORTED

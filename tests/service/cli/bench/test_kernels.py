@@ -34,7 +34,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, name, value in (
         (ceilings, "_PASS_SECONDS", 1e-4), (measure, "COLD_BYTES", 1 << 16), (measure, "_PASS_SECONDS", 1e-4),
         (measure, "_MOST_PASSES", 5), (measure, "_SECONDS", 0.0),
-        (choice, "_MOST_BYTES", 1 << 20),
+        (choice, "_MAX_BYTES", 1 << 20),
     ):
         monkeypatch.setattr(module, name, value)
     torch_threads = torch.get_num_threads()
