@@ -71,7 +71,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     slow_reader_seconds: float = 300.0
     stream_interval: int = 1
     prefix_cache: bool = True
-    share_prefix_cache: bool = False
+    share_prefix_cache: Literal["tenant", "all"] = "tenant"
     double_buffering: bool = True
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
@@ -85,7 +85,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_aging_seconds: float = 10.0
     min_priority: int = 0
     max_priority: int = 100
-    chat_special_tokens: bool = False
+    plain_content: bool = True
     kernel_sampling: int = 32
     drain_seconds: float = 30.0
     hang_seconds: float = 60.0

@@ -77,8 +77,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "kv_cache_dtype": "auto: type of the activations; int8: twice the tokens in the same memory",
         "kv_cache_memory": "size in bytes or as 4GiB; 0: derived from the free memory",
         "prefix_cache": "reuse the blocks of equal prefixes",
-        "share_prefix_cache": "share the prefix cache between API keys and client certificates; callers can then "
-                              "probe what others have sent",
+        "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with all, "
+                              "callers can probe what others have sent",
     },
     "machine": {
         "threads": "CPU threads of the engine; 0: one per core",
@@ -105,7 +105,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "tls_client_ca": "PEM file of the CAs that sign client certificates; none: clients need no certificate",
         "api_keys": "file of API keys, written by npuserve keys; none: clients need no key",
         "admin_certificates": "comma-separated names of client certificates that may call AdminService",
-        "chat_special_tokens": "default for chats: parse special tokens that appear in message text",
+        "plain_content": "default for chats: special tokens in message text are plain text",
     },
 }
 

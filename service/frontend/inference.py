@@ -129,7 +129,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             folder = self._require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
             check_prompt_size(request, folder.tokenizer, self._max_model_len)
-            policy = validation.Policy(chat_special_tokens=self._config.chat_special_tokens)
+            policy = validation.Policy(plain_content=self._config.plain_content)
             response = await self._prepare(
                 context, "tokenize", request, validation.tokenize, request, folder.tokenizer, self._max_model_len,
                 policy)
@@ -220,12 +220,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         if message.ByteSize() > INLINE_BYTES:
             check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = caller.limits.within(self._config)
-        policy = validation.Policy(Range(*priorities), self._config.chat_special_tokens)
+        policy = validation.Policy(Range(*priorities), self._config.plain_content)
         checked = await self._prepare(
             context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
         request = msgspec.structs.replace(
             checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
-            cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache),
+            cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache == "all"),
             ask=response_options.pack(checked))
         if token and is_resumable(request):
             request = msgspec.structs.replace(request, resume_token=token)

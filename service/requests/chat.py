@@ -24,11 +24,12 @@ MAX_EXACT_INT = 1 << 53
 
 
 def chat_prompt(
-    chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, parse_special_tokens: bool, max_model_len: int
+    chat: prompt_pb2.Chat, tokenizer: Tokenizer | None, plain_content: bool, max_model_len: int
 ) -> Prompt:
     """Return the prompt that the model's chat template renders for the chat.
 
-    parse_special_tokens: read the text of special tokens in the chat as those tokens.
+    plain_content: read the text of special tokens as plain text: in tools and template arguments, and in messages
+        without a `plain_content` of their own.
 
     Raises InvalidField for bad fields, and for messages with more text than max_model_len tokens can have. Raises
     NoTokenizer and NoChatTemplate.
@@ -49,10 +50,11 @@ def chat_prompt(
     with bad.collect():
         arguments = from_struct(chat.template_args, "chat.template_args")
     bad.check()
-    if parse_special_tokens:
-        prompt = Prompt(tokenizer.chat.render(messages, arguments, tools))
+    plain = [m.plain_content if m.HasField("plain_content") else plain_content for m in chat.messages]
+    if plain_content or any(plain):
+        prompt = tokenizer.plain_text.render(tokenizer.chat, messages, arguments, tools, plain, plain_content)
     else:
-        prompt = tokenizer.plain_text.render(tokenizer.chat, messages, arguments, tools)
+        prompt = Prompt(tokenizer.chat.render(messages, arguments, tools))
     _check_unicode(prompt.text, "chat")
     return prompt
 

@@ -16,6 +16,10 @@ from npuserve.service.requests import parser as request_parser
 from npuserve.service.requests.preparation import Preparation
 from npuserve.service.requests.reader import RequestReader
 from npuserve.service.rpc.call import Context
+from npuserve.service.rpc.refusal_throttle import add_work
+
+READ_SECONDS_PER_BYTE = 2e-9
+"""CPU time of the event loop's thread for the bytes of a message."""
 
 
 class Intake:
@@ -40,6 +44,7 @@ class Intake:
         data = await self._reader.read(context, who.name if who.is_authenticated else context.peer())
         if data is None:
             return None
+        add_work(len(data) * READ_SECONDS_PER_BYTE)
         try:
             if _is_compressed(data):
                 raise CompressedMessage("the request's message is compressed; send it without grpc-encoding")

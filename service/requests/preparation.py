@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from npuserve.service import metrics
 from npuserve.service.errors import QueueFull, ServeError
+from npuserve.service.rpc.refusal_throttle import add_work
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,13 +40,27 @@ MAX_WAIT_SECONDS = 10.0
 
 @dataclass(eq=False)
 class _Job:
-    """One function call in a thread. size: bytes of input. result: future of its result or error."""
+    """One function call in a thread.
+
+    size: bytes of input.
+    result: future of its result or error.
+    seconds: CPU time of the call; 0 until it has ended.
+    """
 
     owner: str
     kind: Kind
     size: int
     work: Callable[[], Any]
     result: asyncio.Future[Any]
+    seconds: float = 0.0
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Call `work` and measure its CPU time."""
+        began = time.thread_time()
+        try:
+            return work()
+        finally:
+            self.seconds = time.thread_time() - began
 
 
 @dataclass
@@ -98,6 +114,7 @@ class Preparation:
         finally:
             limit.cancel()
             lane.remove(job)
+            add_work(job.seconds)
             self._pending.remove(job.result)
             metrics.requests_preparing.set(len(self._pending))
             del job  # breaks a cycle of the job, its error and this frame, which would keep the input in memory
@@ -192,7 +209,7 @@ class _Lane:
             self._free -= 1
             self._running[job.owner] += 1
             loop = asyncio.get_running_loop()
-            work = self._threads.submit(job.work)
+            work = self._threads.submit(job.call, job.work)
             del job.work
             work.add_done_callback(functools.partial(self._from_thread, loop, job))
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def prompt_token_ids(
-    message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo, chat_special_tokens: bool = False
+    message: pb.GenerateRequest, tokenizer: Tokenizer | None, info: ModelInfo, plain_content: bool = True
 ) -> list[int]:
     """Return the prompt's ids: at least one, and fewer than the context. Slow for long texts.
 
-    chat_special_tokens: see `prompt_text`.
+    plain_content: see `prompt_text`.
 
     Raises InvalidField, NoTokenizer, NoChatTemplate.
     """
@@ -32,7 +32,7 @@ def prompt_token_ids(
     if kind == "token_ids":
         ids = _given_ids(message, info)
     else:
-        prompt = prompt_text(message, tokenizer, chat_special_tokens, info.max_model_len)
+        prompt = prompt_text(message, tokenizer, plain_content, info.max_model_len)
         check_length(prompt.text, kind, tokenizer, info.max_model_len)
         # An empty text is refused even if the tokenizer adds a beginning-of-text token.
         ids = encode(prompt, kind, tokenizer, kind == "text") if prompt.text or tokenizer is None else []
@@ -60,17 +60,17 @@ def _given_ids(message: pb.GenerateRequest, info: ModelInfo) -> list[int]:
 
 
 def prompt_text(
-    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, chat_special_tokens: bool,
+    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, plain_content: bool,
     max_model_len: int,
 ) -> Prompt:
     """Return the text of a prompt that is a text or a chat.
 
-    chat_special_tokens: whether the text of special tokens in a chat is read as those tokens, for a request without
-        `parse_special_tokens`. In a text it is read so by default.
+    plain_content: whether special tokens in a chat are plain text by default: for a request without
+        `parse_special_tokens`, and in it for a message without `plain_content`. In a text they are tokens by default.
     """
     if message.WhichOneof("prompt") == "chat":
-        parse = message.parse_special_tokens if message.HasField("parse_special_tokens") else chat_special_tokens
-        return chat_prompt(message.chat, tokenizer, parse, max_model_len)
+        plain = not message.parse_special_tokens if message.HasField("parse_special_tokens") else plain_content
+        return chat_prompt(message.chat, tokenizer, plain, max_model_len)
     parse = message.parse_special_tokens if message.HasField("parse_special_tokens") else True
     return Prompt(message.text, None if parse else message.text)
 

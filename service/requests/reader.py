@@ -3,7 +3,7 @@
 gRPC buffers a call's message up to the channel's limit once a handler reads it; until then it buffers WINDOW_BYTES. So
 few messages are read at a time, round-robin over the authenticated callers and, for anonymous ones, the connections.
 A read that takes longer than MAX_QUICK_SECONDS releases its slot to the next one and becomes a slow read. Slow reads
-are bounded too: above the limit, the newest slow read of the client with the most is ended.
+are bounded too: above the limit, the newest slow read of the client with the most, a heavy one among equals, is ended.
 
 A client whose last message was large is heavy. Other clients take precedence, and one slot is reserved for them, so
 that small messages do not wait for large ones.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable
 from typing import Protocol
@@ -27,6 +28,9 @@ MAX_SLOW_BYTES = 16 << 20
 """Memory of quick and of slow reads, which determines their numbers; at least 2 of each are allowed."""
 MAX_QUICK_READS, MAX_SLOW_READS = 8, 64
 MAX_QUICK_SECONDS = 0.05
+MAX_LATE_SECONDS = 0.01
+"""If the event loop notices the end of MAX_QUICK_SECONDS later than this, the message may have arrived meanwhile: the
+read stays quick for as long again."""
 MAX_SLOW_SECONDS = 30.0
 """Time limit for a message to arrive."""
 MIN_HEAVY_BYTES = 16 << 10
@@ -71,7 +75,10 @@ class RequestReader:
         reading = asyncio.ensure_future(source.read())
         try:
             try:
+                limit = time.monotonic() + MAX_QUICK_SECONDS
                 await asyncio.wait((reading,), timeout=MAX_QUICK_SECONDS)
+                if not reading.done() and time.monotonic() > limit + MAX_LATE_SECONDS:
+                    await asyncio.wait((reading,), timeout=MAX_QUICK_SECONDS)
             finally:
                 self._release_slot()
             if not reading.done():
@@ -131,7 +138,8 @@ class RequestReader:
         """Wait for the message. Raise QueueFull if it takes too long, or if this read is displaced by a newer one."""
         self._slow[reading] = owner
         if len(self._slow) > self._max_slow:
-            busiest = Counter(self._slow.values()).most_common(1)[0][0]
+            counts = Counter(self._slow.values())
+            busiest = max(counts, key=lambda client: (counts[client], client in self._heavy))
             newest = [slow for slow, client in self._slow.items() if client == busiest][-1]
             self._displaced.add(newest)
             newest.cancel()

@@ -56,11 +56,11 @@ class Policy:
     """Limits and defaults of the server and of the caller's key.
 
     priorities: range of a request's priority.
-    chat_special_tokens: see ServerConfig.
+    plain_content: see ServerConfig.
     """
 
     priorities: Range = PRIORITY
-    chat_special_tokens: bool = False
+    plain_content: bool = True
 
 
 def request_id(message: pb.GenerateRequest) -> str:
@@ -105,7 +105,7 @@ def check(
         bad.add("sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
     prompt_ids: list[int] = []
     with bad.collect():
-        prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy.chat_special_tokens)
+        prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy.plain_content)
     max_tokens, min_tokens = check_lengths(message.stopping, len(prompt_ids), info.max_model_len, bad)
     bad.check()
     request = Request(
@@ -176,7 +176,7 @@ def tokenize(
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidField("prompt", "one of text and chat is needed")
-    prompt = prompt_text(message, tokenizer, policy.chat_special_tokens, max_model_len)
+    prompt = prompt_text(message, tokenizer, policy.plain_content, max_model_len)
     check_length(prompt.text, kind, tokenizer, max_model_len)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else kind == "text"
     ids = encode(prompt, kind, tokenizer, special)

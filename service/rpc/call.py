@@ -18,8 +18,8 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import InternalError, ServeError, SlowReader, to_status
-from npuserve.service.rpc.refusal_throttle import RefusalThrottle
+from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, SlowReader, to_status
+from npuserve.service.rpc.refusal_throttle import RefusalThrottle, work_seconds
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,10 @@ async def call(
         code = code_pb2.Code.Name(error.code)
         fields["error"] = error.logged
         throttle = refusal_throttle.get()
-        if throttle and error.code in CLIENT_ERRORS and (delay := throttle.delay(peer_name(context.peer()))):
+        is_client_error = error.code in CLIENT_ERRORS or isinstance(error, MessageTooLarge)
+        if throttle and is_client_error and (
+            delay := throttle.delay(peer_name(context.peer()), work_seconds.get())
+        ):
             raise DelayedRefusal(error, delay) from None
         with contextlib.suppress(asyncio.TimeoutError):
             seconds = SLOW_READER_SECONDS if isinstance(error, SlowReader) else None

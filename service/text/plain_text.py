@@ -70,13 +70,19 @@ class PlainText:
 
     def render(
         self, chat: TemplateProcess, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]], plain_messages: Sequence[bool] | None = None, plain_rest: bool = True,
     ) -> Prompt:
         """Render a chat.
 
+        plain_messages: for each message, whether special tokens in it are plain text; None: in all messages.
+        plain_rest: whether special tokens in arguments and tools are plain text.
+
         Raises InvalidField if the template changes marked characters, and for the reasons of `ChatTemplate.render`.
         """
-        strings = list(_strings([[_client_fields(message) for message in messages], arguments, tools]))
+        plain = [True] * len(messages) if plain_messages is None else plain_messages
+        rest = [arguments, tools] if plain_rest else []
+        fields = [_client_fields(message) for message, is_plain in zip(messages, plain, strict=True) if is_plain]
+        strings = list(_strings([fields, rest]))
         characters = sorted({c for string in strings for c in self._part.findall(string)})
         if self._renamed is None or not (characters or self._fast.normalizes_special_tokens):
             return Prompt(chat.render(messages, arguments, tools))
@@ -90,8 +96,10 @@ class PlainText:
                 return self._part.sub(lambda match: marks[match.group()], string)
 
             marked = chat.render(
-                [{**message, **_mapped(_client_fields(message), mark, keys=False)} for message in messages],
-                _mapped(arguments, mark, keys=False), _mapped(tools, mark))
+                [{**message, **_mapped(_client_fields(message), mark, keys=False)} if is_plain else message
+                 for message, is_plain in zip(messages, plain, strict=True)],
+                _mapped(arguments, mark, keys=False) if plain_rest else arguments,
+                _mapped(tools, mark) if plain_rest else tools)
             back = str.maketrans({private: character for character, private in marks.items()})
             if marked.translate(back) == text:
                 return Prompt(text, self._text.sub(lambda match: self._names[match.group()], marked).translate(back))
@@ -122,7 +130,7 @@ class PlainText:
     def _refusal(self, field: str, why: str) -> InvalidField:
         return InvalidField(field, (
             f"{why} the text of special tokens, such as {self._example}, in what the client sends: leave it out, or "
-            "set parse_special_tokens"))
+            "set plain_content to false in its message, or parse_special_tokens"))
 
 
 def _part_patterns(texts: Sequence[str]) -> Iterator[str]:

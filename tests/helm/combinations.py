@@ -21,7 +21,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "max_num_seqs": 8, "max_num_batched_tokens": 256, "decode_buckets": "1,2,4", "max_queue": 16,
         "max_preparing": 32, "max_refusals_per_second": 50, "priority_aging_seconds": 2.5,
         "min_priority": -10, "max_priority": 10,
-        "chat_special_tokens": True, "share_prefix_cache": True, "hang_seconds": 90, "load_seconds": 900,
+        "plain_content": False, "share_prefix_cache": "all", "hang_seconds": 90, "load_seconds": 900,
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
         "kv_cache_dtype": "int8", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
         "cpu_gemm": "fp32", "cpu_weights": "plain",

@@ -98,8 +98,8 @@ class GenerateRequest(_message.Message):
     """Number of answers. Reserved: a value above 1 is UNIMPLEMENTED."""
     parse_special_tokens: _builtins.bool
     """Whether the text of a special token, such as <|im_end|>, is tokenized as that token or as plain text. It applies to
-    `text` and to the fields of a chat. Default: true for text; for chat, the server's chat_special_tokens, which is false
-    unless an operator sets it. INVALID_ARGUMENT with token ids.
+    `text` and to the fields of a chat. Default: true for text; for chat, the opposite of the server's plain_content, which
+    is true unless an operator clears it. A message's plain_content takes precedence. INVALID_ARGUMENT with token ids.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds: ...
@@ -433,7 +433,7 @@ class SchedulingParams(_message.Message):
     """Compute the whole prompt, without cached prefixes. Default false."""
     cache_salt: _builtins.str
     """At most 128 characters. Requests share cached prefixes only with requests of the same caller and salt. Callers without
-    API key and client certificate count as one caller. With the server's share_prefix_cache, all callers do. Default: the
+    API key and client certificate count as one caller. With the server's share_prefix_cache set to all, all callers do. Default: the
     empty salt.
     """
     def __init__(

@@ -91,6 +91,7 @@ class Message(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
+    PLAIN_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant, tool, or another role that the model's chat template knows."""
     content: _builtins.str
@@ -99,6 +100,10 @@ class Message(_message.Message):
     """For role tool: id of the call whose result this is."""
     reasoning_content: _builtins.str
     """For role assistant: its reasoning, if the chat template uses reasoning_content."""
+    plain_content: _builtins.bool
+    """Whether the text of a special token, such as <|im_end|>, in this message is plain text instead of that token. Default:
+    the opposite of the request's parse_special_tokens, else the server's plain_content.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """For role assistant: its tool calls, each the text of a JSON object as in the OpenAI API."""
@@ -112,19 +117,24 @@ class Message(_message.Message):
         tool_call_id: _builtins.str | None = ...,
         tool_calls: _abc.Iterable[_builtins.str] | None = ...,
         reasoning_content: _builtins.str | None = ...,
+        plain_content: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_plain_content", b"_plain_content", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "name", b"name", "plain_content", b"plain_content", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_plain_content", b"_plain_content", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "plain_content", b"plain_content", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__plain_content: _TypeAlias = _typing.Literal["plain_content"]  # noqa: Y015
+    _WhichOneofArgType__plain_content: _TypeAlias = _typing.Literal["_plain_content", b"_plain_content"]  # noqa: Y015
     _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
     _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
     _WhichOneofReturnType__tool_call_id: _TypeAlias = _typing.Literal["tool_call_id"]  # noqa: Y015
     _WhichOneofArgType__tool_call_id: _TypeAlias = _typing.Literal["_tool_call_id", b"_tool_call_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__plain_content) -> _WhichOneofReturnType__plain_content | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
     @_typing.overload

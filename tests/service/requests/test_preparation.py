@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client import REGISTRY
 from npuserve.service.errors import QueueFull, Unavailable
 from npuserve.service.requests import preparation
 from npuserve.service.requests.preparation import MAX_LARGE_LANE_BYTES, MAX_SMALL_JOB_BYTES, Preparation
+from npuserve.service.rpc.refusal_throttle import work_seconds
 from tests.support.fake_engine import until
 
 LARGE = MAX_SMALL_JOB_BYTES + 1
@@ -153,6 +155,19 @@ async def test_give_up_ends_waiting_and_running_calls() -> None:
     assert pool.count == 0
     gate.released.set()
     pool.close()
+
+
+async def test_run_adds_the_cpu_time_of_the_thread_to_the_call() -> None:
+    preparation = Preparation(4)
+
+    def work() -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+
+    await preparation.run("a", "parse", 1, work)
+    assert work_seconds.get() >= 0.02
+    preparation.close()
 
 
 async def test_run_raises_the_error_of_the_function(gate: Gate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,33 @@ async def test_read_of_slow_messages_is_bounded() -> None:
 
 
 @pytest.mark.usefixtures("only_slow_reads")
+async def test_read_after_a_stall_of_the_loop_is_not_slow() -> None:
+    """The messages arrived during the stall, and their arrival is noticed after the time limit."""
+    readers = Readers()
+    readers.reader._max_slow = 1
+    calls = [readers.call("client", name) for name in "ab"]
+    await until(lambda: len(readers.started) == 2)
+    time.sleep(2 * request_reader.MAX_QUICK_SECONDS)  # noqa: ASYNC251  stalls the loop
+    for call, _ in calls:
+        asyncio.get_running_loop().call_later(0.005, call.arrive)
+    assert await asyncio.gather(*(task for _, task in calls)) == [b"x", b"x"]
+    assert not readers.reader._displaced
+
+
+@pytest.mark.usefixtures("only_slow_reads")
+async def test_read_above_the_limit_of_slow_reads_displaces_a_heavy_client_among_equals() -> None:
+    readers = Readers()
+    readers.reader._max_slow = 1
+    readers.reader._heavy["heavy"] = None
+    light, light_task = readers.call("light", "a")
+    await until(lambda: len(readers.reader._slow) == 1)
+    _, heavy_task = readers.call("heavy", "b")
+    with pytest.raises(QueueFull, match="displaced"):
+        await heavy_task
+    light.arrive()
+    assert await light_task == b"x"
+
+
 async def test_read_of_a_missing_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_reader, "MAX_SLOW_SECONDS", 0.01)
     readers = Readers()

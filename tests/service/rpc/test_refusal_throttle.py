@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from npuserve.service.rpc.refusal_throttle import BURST, MAX_ADDRESSES, MAX_SECONDS, RefusalThrottle
+from npuserve.service.rpc.refusal_throttle import BURST, MAX_ADDRESSES, MAX_SECONDS, MAX_WORK_SHARE, RefusalThrottle
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2
 from tests.support.fake_engine import make_folder
@@ -27,6 +27,14 @@ def test_refusal_throttle_after_burst_delays_at_rate() -> None:
     throttle = RefusalThrottle(100, Clock())
     assert [throttle.delay("a") for _ in range(BURST)] == [0.0] * BURST
     assert [throttle.delay("a") for _ in range(3)] == pytest.approx([0.01, 0.02, 0.03])
+
+
+def test_refusal_throttle_work_is_limited_to_its_share() -> None:
+    throttle = RefusalThrottle(100, Clock())
+    work = 10 * MAX_WORK_SHARE / 100  # as much as 10 refusals of the sustained rate
+    assert [throttle.delay("a", work) for _ in range(BURST // 10)] == [0.0] * (BURST // 10)
+    assert [throttle.delay("a", work) for _ in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert throttle.delay("b") == 0.0
 
 
 def test_refusal_throttle_addresses_are_independent() -> None:

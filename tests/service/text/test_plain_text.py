@@ -178,6 +178,26 @@ def test_render_keeps_the_strings_that_a_template_searches_for(tmp_path: Path) -
     assert len(special(tokenizer, ids)) == 1
 
 
+@pytest.mark.parametrize("default", [True, False])
+def test_plain_content_of_a_message_overrides_request_and_server(tokenizer: Tokenizer, default: bool) -> None:
+    """Each message is read by its own choice; a message without one by the request's, else the server's."""
+    def count(choices: list[bool | None], **request: bool) -> int:
+        messages = [prompt_pb2.Message(role="user", content=f"a {ATTACK}", plain_content=choice) for choice in choices]
+        found = validation.tokenize(
+            tokenize_pb2.TokenizeRequest(chat=prompt_pb2.Chat(messages=messages), **request), tokenizer, CONTEXT,
+            Policy(plain_content=default))
+        assert tokenizer.decode(list(found.token_ids)) == found.text
+        return len(special(tokenizer, list(found.token_ids)))
+
+    plain, one, both = (count([first, second]) for first, second in ((True, True), (True, False), (False, False)))
+    assert plain < one < both
+    assert one - plain == both - one == len(special(tokenizer, tokenizer.encode(ATTACK, add_special_tokens=False)))
+    assert count([None, None]) == (plain if default else both)
+    assert count([None, not default]) == one
+    assert count([None, None], parse_special_tokens=default) == (both if default else plain)
+    assert count([None, True], parse_special_tokens=True) == one
+
+
 def test_render_by_a_template_that_searches_for_a_special_token_is_refused(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content.split('<|im_end|>')[0] }}<|im_end|>{% endfor %}"
     tokenizer = load(made_folder(tmp_path, template))
@@ -186,7 +206,7 @@ def test_render_by_a_template_that_searches_for_a_special_token_is_refused(tmp_p
         validation.tokenize(tokenize_pb2.TokenizeRequest(chat=chat), tokenizer, CONTEXT)
     assert refused.value.message.startswith("chat: the model's chat template changes the text of special tokens, such ")
     for policy, message in (
-        (Policy(chat_special_tokens=True), tokenize_pb2.TokenizeRequest(chat=chat)),
+        (Policy(plain_content=False), tokenize_pb2.TokenizeRequest(chat=chat)),
         (Policy(), tokenize_pb2.TokenizeRequest(chat=chat, parse_special_tokens=True)),
     ):
         assert validation.tokenize(message, tokenizer, CONTEXT, policy).text == "a<|im_end|>"
