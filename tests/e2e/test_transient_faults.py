@@ -27,6 +27,7 @@ from tests.e2e.processes import children, descendants, engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import is_serving
 from tests.support.certificates import Authority, needs_openssl
+from tests.support.processes import is_running
 
 pytestmark = pytest.mark.slow
 BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
@@ -239,8 +240,7 @@ def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) ->
         server.process.kill()
         server.process.wait()
         try:
-            until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
-                                  for pid in pids))
+            until(lambda: not any(map(is_running, pids)))
         finally:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -21,8 +21,8 @@ def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
+    """Return whether the process exists and is no zombie. The files of a zombie are closed."""
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except FileNotFoundError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
         return False

@@ -128,7 +128,6 @@ async def test_read_of_slow_messages_is_bounded() -> None:
     assert (readers.reader._slow, readers.reader._displaced) == ({}, set())
 
 
-@pytest.mark.usefixtures("only_slow_reads")
 async def test_read_after_a_stall_of_the_loop_is_not_slow() -> None:
     """The messages arrived during the stall, and their arrival is noticed after the time limit."""
     readers = Readers()
@@ -156,6 +155,7 @@ async def test_read_above_the_limit_of_slow_reads_displaces_a_heavy_client_among
     assert await light_task == b"x"
 
 
+@pytest.mark.usefixtures("only_slow_reads")
 async def test_read_of_a_missing_message_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_reader, "MAX_SLOW_SECONDS", 0.01)
     readers = Readers()
