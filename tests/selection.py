@@ -1,8 +1,9 @@
-"""Selection of tests: by default enough for each change, with `pytest --full` all.
+"""Selection of tests: by default a choice for every change, with `pytest --slow` slow tests too, with `--full` all.
 
 By default a test function with two or more parameters runs only as many cases as needed for every pair of values of two
 parameters to occur in one of them (pairwise testing: most defects need at most two values at once; Kuhn, Wallace and
-Gallo 2004). Tests and cases marked `full` do not run. A test named by `::` on the command line runs all its cases.
+Gallo 2004). Tests and cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::`
+on the command line runs all its cases. `.ci/run` runs the default choice and then the slow tests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run tests marked slow, too")
     parser.addoption("--full", action="store_true", help="run every combination of parameters, and tests marked full")
 
 
@@ -24,6 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect tests and cases that only the full run has."""
     if config.getoption("--full"):
         return
+    left_out = ("full",) if config.getoption("--slow") else ("full", "slow")
     named = {argument.rpartition("::")[2] for argument in config.args if "::" in argument}
     groups: defaultdict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -33,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if function in named:
             chosen.update(group)
         else:
-            chosen.update(pairwise([item for item in group if item.get_closest_marker("full") is None]))
+            chosen.update(pairwise([item for item in group if not any(map(item.get_closest_marker, left_out))]))
     chosen.update(item for item in items if item.name in named)
     if left := [item for item in items if item not in chosen]:
         config.hook.pytest_deselected(items=left)

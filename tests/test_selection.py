@@ -37,7 +37,7 @@ def cases(folder: Path, *arguments: str) -> list[str]:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
             found.extend(item.name for item in session.items)
 
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = full: with --full alone\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n")
     file = folder / f"test_{folder.name}.py"
     file.write_text(TESTS)
     pytest.main(
@@ -74,6 +74,7 @@ def test_a_test_that_is_named_runs_whole(tmp_path: Path) -> None:
     assert cases(tmp_path, "FILE::test_long") == ["test_long"]
 
 
+@pytest.mark.slow
 def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
     default = cases(tmp_path)
     left = [(c, b, a) for c, b, a in product(range(4), range(3), range(2)) if f"test_three[{c}-{b}-{a}]" not in default]

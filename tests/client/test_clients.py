@@ -56,6 +56,7 @@ def target(proxy: Proxy) -> str:
     return f"127.0.0.1:{proxy.port}"
 
 
+@pytest.mark.slow
 @both
 async def test_stream_connection_reset_after_any_byte_is_complete(collect: Callable) -> None:
     """Resets after every 17th byte of the server, each with a second reset soon after the first."""

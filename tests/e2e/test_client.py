@@ -52,6 +52,7 @@ async def begin(client: AsyncClient, number: int) -> tuple[AsyncStream, str]:
             return stream, first.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["engine", "frontend"])
 async def test_streams_outlive_what_serves_them(server: Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clients' windows are small, so that no answer ends before its front end is killed."""

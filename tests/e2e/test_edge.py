@@ -122,6 +122,7 @@ def test_bad_requests_of_any_language_are_invalid_argument_by_field(server: Serv
     assert "InvalidField: text" in server.log
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_killed_and_its_streams_go_on(server: Server) -> None:
     """SIGSTOP stands for a stuck driver or a debugger. Health's Watch sends both changes."""
     restarts = server.metric("npuserve_engine_restarts_total")
@@ -152,6 +153,7 @@ def test_a_frozen_engine_is_killed_and_its_streams_go_on(server: Server) -> None
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
 
 
+@pytest.mark.slow
 def test_a_frozen_front_end_is_replaced(server: Server) -> None:
     restarts, ready = server.metric("npuserve_engine_restarts_total"), server.log.count("ready in")
     before = processes(server, "frontend")

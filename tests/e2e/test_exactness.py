@@ -95,12 +95,14 @@ def check_seeded(server: Server) -> None:
     assert len({tuple(ids) for _, ids, _ in alone}) == len(asks)
 
 
+@pytest.mark.slow
 def test_with_one_step_in_flight() -> None:
     with serving("--dtype", "float32", "--no-double-buffering") as server, ThreadPoolExecutor(8) as threads:
         for future in [threads.submit(check, server, FOLDER, STORIES, index) for index in range(len(STORIES))]:
             future.result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
     """The same tokens with random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits."""

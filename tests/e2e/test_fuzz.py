@@ -55,6 +55,7 @@ def test_any_fields_at_all(server: Target, name: str) -> None:
     server.settle()
 
 
+@pytest.mark.slow
 def test_broken_protobuf_and_broken_http(server: Target, pytestconfig: pytest.Config) -> None:
     messages = 3000 if pytestconfig.getoption("--full") else 1200
     noise = Noise(20, sorted(METHODS), bodies())

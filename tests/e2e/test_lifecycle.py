@@ -109,6 +109,7 @@ def test_engine_death_is_a_pause(server: Server) -> None:
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
 
 
+@pytest.mark.slow
 def test_metrics_after_kills_keep_totals_in_as_many_files(server: Server) -> None:
     """Two deaths of the engine and of the front end, each after a request whose counts are on the page."""
     server.wait_until_ready()
@@ -161,6 +162,7 @@ def server_pb() -> model_pb2.GetLoadRequest:
     return model_pb2.GetLoadRequest()
 
 
+@pytest.mark.slow
 def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0() -> None:
     """Each phase of the exit is bounded, and the supervisor waits for all of them."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
@@ -176,6 +178,7 @@ def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0
                 assert server.stop() == 0, server.log
 
 
+@pytest.mark.slow
 def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) -> None:
     """More chats than the front end has threads, so that none is free at its exit. Each call ends with RetryInfo."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")

@@ -181,6 +181,7 @@ def test_administration_is_off_unless_granted(server: Server, keys: dict[str, st
             assert administer(channel) == expected, name
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_administration_needs_a_named_certificate(tmp_path: Path) -> None:
     authority = Authority(tmp_path)

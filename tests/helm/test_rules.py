@@ -44,6 +44,7 @@ def test_promtool_accepts_the_rules() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_promtool_unit_tests_pass() -> None:
     done = promtool("test", "rules", CASES)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -343,6 +343,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param("native_kernels", marks=needs_native), "torch_operators"])
 def test_cpu_exit_during_step_shows_error(step):
     done = subprocess.run([sys.executable, "-c", EXIT, step], capture_output=True, text=True)

@@ -86,6 +86,7 @@ def test_lower_priority_value_is_served_first_across_clients() -> None:
     assert order(harness) == [first.id, others[1], fresh, others[0]]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(per_tick=st.integers(1, 3), seats=st.integers(1, 3), spent=st.integers(1, 6), blocks=st.integers(8, 20))
 def test_stream_of_new_clients_starves_no_old_client(

@@ -47,6 +47,7 @@ def test_render_of_an_endless_template_is_refused(tmp_path: Path, name: str) -> 
     assert process.render([{**TURN, "content": "well"}]) == "well"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUGE)
 def test_render_of_a_template_with_huge_memory_is_refused(tmp_path: Path, name: str) -> None:
     process = made(tmp_path, HUGE[name], seconds=20)
