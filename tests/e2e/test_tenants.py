@@ -145,7 +145,7 @@ def test_prefix_cache_tells_nothing_of_other_tenants(server: Server, keys: dict[
 
 
 def test_prefix_cache_is_shared_where_the_operator_says_so(keys: dict[str, str]) -> None:
-    with serving("--api-keys", keys["file"], "--block-size", "16", "--share-prefix-cache") as server:
+    with serving("--api-keys", keys["file"], "--block-size", "16", "--share-prefix-cache", "all") as server:
         found = []
         for name in ("alice", "bob"):
             with calling(server, keys[name]) as channel:
