@@ -80,7 +80,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connection_age_seconds: float = 0.0
     tensor_parallel_size: int = 1
     threads: int = 0
-    cpu_gemm: Literal["auto", "amx", "bf16", "fp32"] = "auto"
+    cpu_gemm: Literal["auto", "amx", "bf16", "fma"] = "auto"
     cpu_weights: Literal["auto", "plain", "compact"] = "auto"
     priority_aging_seconds: float = 10.0
     min_priority: int = 0

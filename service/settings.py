@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "machine": {
         "threads": "CPU threads of the engine; 0: one per core",
-        "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or widened to fp32; auto: measured",
+        "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or fma after widening to fp32; auto: measured",
         "cpu_weights": "bfloat16 weights on the CPU: compact is 12.25 bits per weight; auto: the faster measured",
         "tensor_parallel_size": "devices that share the model; above 1 is reserved",
         "kernel_sampling": "time each kernel on every N-th step; 0: never",

@@ -22,7 +22,7 @@ from npuserve.kernels import native
 from npuserve.kernels.native.caches import cache_bytes
 from npuserve.kernels.native.packed import PackedWeight
 
-Gemm = Literal["auto", "amx", "bf16", "fp32"]
+Gemm = Literal["auto", "amx", "bf16", "fma"]
 Form = Literal["auto", "plain", "compact"]
 
 Rates = Mapping[str, Mapping[str, float]]
@@ -58,7 +58,7 @@ class CpuKernels:
     """Instruction set and weight form of the CPU kernels of this process.
 
     isa: instruction set.
-    gemm: how it multiplies bfloat16: "amx" by tiles, "bf16" by a vector instruction, "fp32" widened.
+    gemm: how it multiplies bfloat16: "amx" by tiles, "bf16" by a vector instruction, "fma" widened to fp32.
     weights: "plain" or "compact".
     gflops: rates by which `isa` was chosen.
     plain_ms, compact_ms: milliseconds of a product of one row with `measured_bytes` of plain weights, and with the same
@@ -91,8 +91,8 @@ AUTO = CpuKernelSettings()
 
 
 def gemm_of(isa: str) -> str:
-    """Return how the kernels of an instruction set multiply bfloat16: "amx", "bf16" or "fp32"."""
-    return "bf16" if isa in BF16_ISAS else "amx" if isa == AMX_ISA else "fp32"
+    """Return how the kernels of an instruction set multiply bfloat16: "amx", "bf16" or "fma"."""
+    return "bf16" if isa in BF16_ISAS else "amx" if isa == AMX_ISA else "fma"
 
 
 def choose(wanted: CpuKernelSettings, inputs: int = 0) -> CpuKernels:

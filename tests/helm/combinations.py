@@ -24,7 +24,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "plain_content": False, "share_prefix_cache": "all", "hang_seconds": 90, "load_seconds": 900,
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
         "kv_cache_dtype": "int8", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
-        "cpu_gemm": "fp32", "cpu_weights": "plain",
+        "cpu_gemm": "fma", "cpu_weights": "plain",
         "tensor_parallel_size": 1, "kernel_sampling": 64, "log_format": "json", "log_level": "debug",
         "log_prompts": True, "debuggable": True,
         "metrics_vllm_aliases": True, "target_ttft_seconds": 1, "target_itl_seconds": 0.05,

@@ -72,10 +72,10 @@ def test_choose_isa_by_rates_of_neon(bf16: float, isas: list[str], expected: str
 
 
 @pytest.mark.parametrize(("wanted", "isas", "expected"), [
-    ("bf16", NEON, "neon_bf16"), ("fp32", NEON, "neon_dotprod"), ("fp32", NEON[2:], "neon"),
+    ("bf16", NEON, "neon_bf16"), ("fma", NEON, "neon_dotprod"), ("fma", NEON[2:], "neon"),
     ("amx", AMX, "avx512_amx"), ("bf16", AMX, "avx512_bf16"), ("bf16", BOTH, "avx512_bf16"),
-    ("fp32", BOTH, "avx512_vnni"), ("fp32", BOTH[2:], "avx2"),
-    ("fp32", ["portable"], "portable"),
+    ("fma", BOTH, "avx512_vnni"), ("fma", BOTH[2:], "avx2"),
+    ("fma", ["portable"], "portable"),
 ])
 @pytest.mark.parametrize("bf16", [46, 200])
 def test_choose_isa_forced_ignores_rates(wanted: choice.Gemm, isas: list[str], expected: str, bf16: float) -> None:
@@ -84,7 +84,7 @@ def test_choose_isa_forced_ignores_rates(wanted: choice.Gemm, isas: list[str], e
 
 def test_choose_isa_unsupported_gemm_raises_with_possible_values() -> None:
     with pytest.raises(ValueError, match=r"cpu_gemm: 'bf16' is not possible.* sets avx512_vnni, avx2, portable; "
-                                         r"possible are auto, fp32$"):
+                                         r"possible are auto, fma$"):
         choose_isa(BOTH[1:], {}, "bf16")
 
 
@@ -128,7 +128,7 @@ def test_choose_kept_ignores_rates(lib: native.Library, monkeypatch: pytest.Monk
 
 @needs_library
 def test_choose_kept_unknown_set_chooses_again(lib: native.Library) -> None:
-    assert choose(CpuKernelSettings(kept=CpuKernels("avx1024", "fp32", "plain"))).isa in ISAS
+    assert choose(CpuKernelSettings(kept=CpuKernels("avx1024", "fma", "plain"))).isa in ISAS
 
 
 @needs_library

@@ -260,7 +260,7 @@ def test_cpu_threads_pinned_if_one_per_core():
 
 
 @pytest.mark.parametrize(("wanted", "name"), [
-    (CpuKernelSettings(gemm="fp32"), "cpu_gemm: 'fp32'"),
+    (CpuKernelSettings(gemm="fma"), "cpu_gemm: 'fma'"),
     (CpuKernelSettings(weights="compact"), "cpu_weights: 'compact'")])
 def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
     cpu = CpuBackend(native=False)
@@ -273,7 +273,7 @@ def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
 @pytest.mark.skipif("avx512_bf16" in (native.library().isas if native.available() else ()),
                     reason="this processor has the bfloat16 instruction")
 def test_cpu_choose_kernels_unsupported_gemm_is_backend_error():
-    with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fp32"):
+    with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fma"):
         CpuBackend().choose_kernels(CpuKernelSettings(gemm="bf16"), 0)
 
 

@@ -114,7 +114,7 @@ def test_check_gemm_without_its_instruction_is_refused(folder: Path, capsys: Cap
     assert code == 1
     assert report["model"]["error"] == (
         "cpu_gemm: 'bf16' is not possible: the kernels and this processor have the instruction sets "
-        f"{', '.join(ISAS)}; possible are auto, fp32")
+        f"{', '.join(ISAS)}; possible are auto, fma")
 
 
 def test_check_compact_weights_are_smaller(folder: Path, capsys: Capture) -> None:
