@@ -1,7 +1,7 @@
 """Helpers of the Ascend implementations.
 
-The implementations call torch_npu's fused operators and stand in each kernel's file, beside its golden function.
-torch_npu is imported on the first call, so that the implementations are registered on every machine.
+Each kernel's file holds its implementation for Ascend beside the golden function. The implementations call the fused
+operators of `torch_npu`. `torch_npu` is imported on the first call, so that every machine can register them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ torch_npu: Any = _Module("torch_npu")
 def cached_head_dim(head_dim: int) -> int:
     """Return the size of a head in the KV cache: `head_dim` padded with zeros to 128 or 192.
 
-    Fused attention over a paged cache supports only these sizes (documentation of FusedInferAttentionScore, constraints
-    of layout TND). Zeros change neither scores nor sums.
+    Fused attention over a paged cache supports only these sizes (documentation of FusedInferAttentionScore, layout
+    TND). Zeros change neither scores nor sums.
     """
     return 128 if head_dim <= 128 else 192
 

@@ -36,12 +36,12 @@ INT8_TOLERANCE = 3e-4
 class AttentionMetadata:
     """Positions of each row's queries and keys, the same for all layers of a step.
 
-    block_tables: [R, maxB] int32, the row's blocks in order; entries beyond its context are not read.
-    context_lens: [R] int32, the row's tokens in the cache, including this step's.
-    cu_seqlens_q: [R + 1] int32; the queries of row r are [cu_seqlens_q[r], cu_seqlens_q[r + 1]), the last tokens of its
-        context.
-    host_context_lens, host_cu_seqlens_q: the same numbers on the host; empty in a captured step for rows of any
-        lengths, whose numbers are on the device only.
+    block_tables: [R, maxB] int32, the row's blocks in order. Entries beyond its context are not read.
+    context_lens: [R] int32, the row's tokens in the cache, including this step's tokens.
+    cu_seqlens_q: [R + 1] int32. The queries of row r are [cu_seqlens_q[r], cu_seqlens_q[r + 1]).
+        They are the last tokens of its context.
+    host_context_lens, host_cu_seqlens_q: copies of these lengths on the host. Empty in a step captured for rows of
+        any lengths, which reads the lengths on the device only.
     """
 
     block_tables: Tensor
@@ -122,10 +122,10 @@ def paged_attention(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: Attenti
     """Compute causal attention of rows with any number of queries over the blocks of each row.
 
     q: [T, Hq, D].
-    k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both int8; Hq is a multiple of Hkv. They hold this
-        step's keys and values already; int8 is read as it was written.
+    k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both int8. Hq is a multiple of Hkv. They already
+        hold this step's keys and values.
 
-    Returns [T, Hq D], 0 for queries of no row. Softmax and sums are in float32. The numbers of a row do not depend on
+    Returns [T, Hq D], 0 for queries of no row. Softmax and sums are in float32. The results of a row do not depend on
     the other rows.
     """
     output = torch.zeros_like(q)
@@ -146,7 +146,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if 1 < n == context:
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)
         return out[0]
-    # Query heads of a key-value head become further queries of it, so that its keys are read once.
+    # The query heads that share a KV head become further queries of it, so that its keys are read once.
     group = q_heads // kv_heads
     mask = None
     if n > 1:
@@ -168,11 +168,12 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @native.implementation(paged_attention, adapt=_pack, restore=_unpack)
 def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """k_cache, v_cache: in the order of `layout`.
+    """Compute flash attention by splits (Dao et al. 2022, arXiv:2205.14135).
 
-    Softmax weights are rounded to q's dtype; over an int8 cache, weights and queries are rounded to int16 with one
-    scale a row. Flash attention by splits (Dao et al. 2022, arXiv:2205.14135); splits are merged as in Flash-Decoding
-    (Dao et al. 2023).
+    k_cache, v_cache: in the layout of `layout`.
+
+    Splits are merged as in Flash-Decoding (Dao et al. 2023). Softmax weights are rounded to q's dtype. Over an int8
+    cache, weights and queries are rounded to int16 with one scale per row.
     """
     tokens, q_heads, dim = q.shape
     kind, (keys, values), scales = native_parts(k_cache, v_cache)
@@ -181,7 +182,7 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
     out = native.empty(tokens, q_heads * dim, dtype=q.dtype)
     if metadata.host_cu_seqlens_q and metadata.host_cu_seqlens_q[-1] < tokens:
         out.zero_()
-    # Splits of rows with one query each, if the rows are so few that their heads do not occupy all threads.
+    # Rows with one query each are split if there are too few heads to occupy all threads.
     items = min(rows, -(-CONSTANTS["ATTENTION_UNITS_PER_THREAD"] * native.library().threads // kv_heads))
     splits = -(-stride * block_size // CONSTANTS["ATTENTION_SPLIT"])
     plan = native.kept(rows + 2, dtype=torch.int32)
@@ -196,7 +197,7 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
 
 
 def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert blocks whose size is not a multiple of `ascend.BLOCK` to such blocks, each row's own, in order."""
+    """Convert blocks to a size that is a multiple of `ascend.BLOCK`; each row gets its own blocks, in order."""
     q, keys, values, metadata, scale = args
     wide = ascend.cached_head_dim(q.shape[-1])
     caches = [ascend.padded(cache, wide) for cache in (keys, values)]
@@ -217,11 +218,13 @@ def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @ascend.implementation(paged_attention, adapt=_in_large_blocks, restore=_with_own_heads)
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`.
+    """Run fused attention in its variable-length layout (TND): one call for decode rows and chunks.
 
-    Fused attention in its variable-length layout (TND): one call for decode rows and chunks. It takes the lengths from
-    the host. A captured graph keeps the lengths of its capture until `NPUGraph.update` replaces them (keyword
-    actual_seq_lengths_kv)."""
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`.
+
+    The operator takes the lengths from the host. A captured graph keeps the lengths of its capture until
+    `NPUGraph.update` replaces them (keyword actual_seq_lengths_kv).
+    """
     tokens, q_heads, own = q.shape
     blocks, block_size, kv_heads, dim = k_cache.shape
     ends = metadata.host_cu_seqlens_q[1:]
@@ -248,8 +251,8 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, 
 def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Read all lengths on the device.
 
-    Only the host's lengths say whether each row has one query, which saves a launch. A step captured with one query
-    a row must be replayed with one query a row.
+    Only the lengths on the host show that each row has one query, which saves a launch. A step captured with one query
+    per row must be replayed with one query per row.
     """
     from npuserve.kernels.triton import launch_attention
 

@@ -65,7 +65,7 @@ def _transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @ascend.implementation(embedding, adapt=_transposed, restore=from_nz)
 def _(ids: Tensor, table: Weight) -> Tensor:
-    """The values of an int8 table are [H, V], a view of [V, H]; zero points are not supported."""
+    """Look up an int8 table whose values are [H, V], a view of [V, H]. Zero points are not supported."""
     if not isinstance(table, Int8Weight):
         return F.embedding(ids, dense(table))
     if table.zero is not None:
@@ -76,7 +76,7 @@ def _(ids: Tensor, table: Weight) -> Tensor:
 
 @triton.implementation(embedding)
 def _(ids: Tensor, table: Weight) -> Tensor:
-    """The values of an int8 table are [V, H]."""
+    """Look up a table; the values of an int8 table are [V, H]."""
     from npuserve.kernels.triton import launch_rows
 
     return launch_rows.embedding(ids, dense(table) if isinstance(table, PackedWeight) else table)

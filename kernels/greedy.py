@@ -22,7 +22,7 @@ def _case(rows: int, vocabulary: int, padding: int, benchmark: bool = False) -> 
 def greedy(logits: Tensor, vocabulary: int) -> Tensor:
     """Return the argmax of logits [R, Vp] over the first `vocabulary` ids: ids [R, 1] int64.
 
-    Of equal logits the smallest id is taken. NaN counts as minus infinity; a row of minus infinity gives 0.
+    The smallest id wins among equal logits. NaN counts as minus infinity. A row of minus infinity gives 0.
     """
     real = logits[:, :vocabulary]
     return real.masked_fill(real.isnan(), -torch.inf).argmax(dim=-1, keepdim=True)

@@ -17,8 +17,8 @@ Cache = Tensor | Int8
 def quantize_heads(x: Tensor) -> Int8:
     """Quantize x [..., D] to int8, each [D] with its own scale.
 
-    The scale is the bfloat16 at or just above the largest magnitude divided by 127, so that nothing is clipped; it is 1
-    if that is 0. x / scale is rounded to nearest, ties to even.
+    The scale is the largest magnitude divided by 127, rounded up to bfloat16, so that nothing is clipped. A scale of 0
+    becomes 1. The quotients `x / scale` are rounded to nearest, ties to even.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     exact = (wide.abs().amax(dim=-1) / 127).float()
@@ -58,7 +58,7 @@ def native_parts(keys: Cache, values: Cache) -> tuple[str, tuple[Tensor, Tensor]
 
 
 def pack_keys(keys: Cache) -> Cache:
-    """Copy keys to the native layout. This and the next three functions serve tests and comparisons."""
+    """Copy keys to the native layout. This function and the next three serve tests and comparisons."""
     return _reorder(keys, layout.pack_keys)
 
 

@@ -1,4 +1,4 @@
-"""Sampled ids of the last step as input of the next step, without a copy to the host in between."""
+"""Sampled ids of one step as input of the next step, without a copy to the host."""
 
 from __future__ import annotations
 

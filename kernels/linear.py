@@ -1,4 +1,4 @@
-"""Products with weights, plain or fused with what follows (gated unit, argmax)."""
+"""Products with weights (linear layers), plain or fused with SwiGLU or argmax."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False, int8: str = "") -> Case:
     """Return a case.
 
-    int8: "" for a weight of floats, "given" for x and weight in int8, "zeros" for both with zero points, "made" for x
-        that is quantized inside.
+    int8: "" for a weight of floats; "given" for x and weight in int8; "zeros" for both with zero points.
+        With "made" the kernel quantizes x.
     """
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Int8, Weight, Tensor | None]:
@@ -66,8 +66,8 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
 def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [T, K] by weight [N, K] and add bias [N] or None: [T, N].
 
-    With an int8 weight the result has the weight's `dtype`: the exact integer sum times both scales, plus bias. An x of
-    floats is first quantized by `weight.inputs`.
+    With an int8 weight the result is the exact integer sum times both scales, plus bias, in the weight's `dtype`. An x
+    of floats is first quantized by `weight.inputs`.
 
     Raises TypeError for an int8 x with a weight of floats.
     """
@@ -151,7 +151,7 @@ def _argmax_case(
 def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
     """Return the argmax of `linear`: ids [R, 1] int64 below `vocabulary`; x [R, K], weight [Vp, K], bias [Vp] or None.
 
-    The ids are those of `greedy` over the logits of `linear`. Backends that can, keep the logits out of memory.
+    The result equals `greedy` over the logits of `linear`. Some backends do not store the logits in memory.
     """
     return greedy(linear(x, weight, bias), vocabulary)
 
@@ -219,8 +219,10 @@ def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor
 
 
 def _ascend_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """weight: the values of int8 are [K, N] from `ascend.fractal_nz` or a transposed view of [N, K]; its dtype is
-    float16 or bfloat16."""
+    """Multiply x by a weight whose dtype is float16 or bfloat16.
+
+    weight: int8 values are [K, N], from `ascend.fractal_nz` or a transposed view of [N, K].
+    """
     if not isinstance(weight, Int8Weight):
         return F.linear(_floats(x), dense(weight), bias)
     given = _without_zeros(x, weight)
@@ -243,8 +245,11 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
 
 @ascend.implementation(linear_swiglu, adapt=to_nz, restore=from_nz)
 def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
-    """Quantized to quantized with a dynamic scheme takes the exact product and one fused operator over it. Rows wider
-    than the operator's limit, and a bias, which it does not support without groups, take three operators."""
+    """Fuse the epilogue into one operator after the exact int8 product, for an int8 weight and a dynamic scheme.
+
+    Rows wider than the operator's limit take three operators. So does a bias, which the fused operator supports only
+    with groups.
+    """
     n = len(weight.scale) if isinstance(weight, Int8Weight) else 0
     if n % 64 or not 0 < n <= ascend.SWIGLU_ROW or bias is not None or not ascend_fuses(scheme):
         gated: Tensor = torch_npu.npu_swiglu(_ascend_linear(x, weight, bias), dim=-1)
@@ -260,7 +265,7 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | No
 
 @ascend.implementation(linear_argmax, adapt=to_nz, restore=from_nz)
 def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """Multiply the padded rows of the weight too, since their number suits the cube unit; argmax ignores them."""
+    """Multiply the padding rows of the weight too, since the padded size suits the cube unit; argmax ignores them."""
     return greedy.implementations[ascend.LABEL].function(_ascend_linear(x, weight, bias), vocabulary)
 
 
@@ -273,7 +278,7 @@ def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
 
 @triton.implementation(linear)
 def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """weight: the values of int8 are [N, K], without zero points."""
+    """Multiply x by a weight whose int8 values are [N, K], without zero points."""
     from npuserve.kernels.triton import launch_linear
 
     return launch_linear.linear(_given(x, weight), weight, bias)
@@ -281,7 +286,7 @@ def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tenso
 
 @triton.implementation(linear_swiglu)
 def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
-    """Quantize the gated numbers in a second launch, since a dynamic scale needs the whole row."""
+    """Quantize the gated values in a second launch, since a dynamic scale needs the whole row."""
     from npuserve.kernels.triton import launch_linear
 
     given = _given(x, weight)

@@ -27,9 +27,9 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
     n: number of most likely tokens, 0 to `vocabulary`.
     logprob: [R] float32, the natural logarithm of the probability of `ids`.
     rank: [R] int64, 1 + the number of strictly larger logits.
-    top_ids, top_logprobs: [R, n] int64 and float32, the most likely first; of equal ones the smaller id first.
+    top_ids, top_logprobs: [R, n] int64 and float32, the most likely first.
 
-    NaN counts as minus infinity.
+    Equal logits are in ascending order of ids. NaN counts as minus infinity.
     """
     real = logits[:, :vocabulary]
     real = real if real.dtype == torch.float64 else real.float()
@@ -43,7 +43,7 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
 
 @native.implementation(logprobs)
 def _(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights below 2**-126 of the largest count as 0. Sums are in float64."""
+    """Sum in float64; weights below 2**-126 of the largest count as 0."""
     rows = len(logits)
     sums = native.empty(rows, -(-vocabulary // native.CONSTANTS["LOGPROBS_PART"]), 3, dtype=torch.float64)
     largest_of_blocks = native.empty(rows, -(-vocabulary // native.CONSTANTS["LOGPROBS_BLOCK"]), dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-Rounded as Hugging Face's models round: float32 inside, then the input's dtype, then times gamma.
+Rounding matches Hugging Face's models: float32 inside, then the input's dtype, then times gamma.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _(
 
 @ascend.implementation(rms_norm)
 def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
-    """Rounds once, after the product with gamma."""
+    """Round once, after the product with gamma."""
     out: Tensor = torch_npu.npu_rms_norm(x, gamma, epsilon=eps)[0]
     return out if scheme is None else ascend_quantize(out, scheme)
 
@@ -105,7 +105,7 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Int8, Tensor]:
-    """One fused operator with a dynamic scheme."""
+    """Use one fused operator for a dynamic scheme."""
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, gamma, epsilon=eps, output_mask=[True, False])

@@ -35,9 +35,10 @@ def penalize(
     output_counts: [R, Vp] int32.
     repetition, presence, frequency: [R] float32.
 
-    Repetition comes first and covers tokens of prompt and output: positive logits are divided by it, others multiplied
-    (Keskar et al. 2019, arXiv:1909.05858, in Hugging Face's signed form). Then, for tokens of the output only,
-    frequency times the count and presence once are subtracted, as the OpenAI API defines them and vLLM applies them.
+    The repetition penalty is applied first, to tokens of prompt and output. It divides positive logits and multiplies
+    others (Keskar et al. 2019, arXiv:1909.05858, in Hugging Face's signed form). Then frequency times the count, and
+    presence once, are subtracted from the logits of output tokens. Both are defined by the OpenAI API and applied as in
+    vLLM.
     """
     penalty = torch.where(in_prompt | (output_counts > 0), repetition.unsqueeze(1), 1.0)
     logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))

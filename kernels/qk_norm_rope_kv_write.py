@@ -78,12 +78,12 @@ def qk_norm_rope_kv_write(
     q_gamma, k_gamma: [D], or None for models without this norm.
     cos_sin: [P, D] float32, cosines in the first half.
     positions: [T] int64 below P.
-    slot_mapping: [T] int64, block * block_size + offset, each at most once; negative slots are not written.
-    k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place; into int8 by `quantize_heads` of the
-        rounded numbers.
+    slot_mapping: [T] int64, block * block_size + offset, each at most once. Negative slots are not written.
+    k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place. For an int8 cache, `quantize_heads`
+        quantizes the rounded values.
 
-    Returns q [T, Hq, D]. Rotary embedding covers the whole head in rotate-half form (Su et al. 2021, arXiv:2104.09864,
-    as in GPT-NeoX), computed in float32 and rounded once.
+    Returns q [T, Hq, D]. Rotary embedding covers the whole head in rotate-half form, as in GPT-NeoX (Su et al. 2021,
+    arXiv:2104.09864). It is computed in float32 and rounded once.
     """
     head_dim = cos_sin.shape[-1]
     kv_heads = (qkv.shape[1] // head_dim - num_q_heads) // 2
@@ -130,7 +130,7 @@ def _(
     v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    """k_cache, v_cache: in the order of `layout`."""
+    """Write to k_cache and v_cache in the layout of `layout`."""
     kind, (keys, values), scales = native_parts(k_cache, v_cache)
     kv_heads, dim = keys.shape[1], cos_sin.shape[1]
     q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
@@ -169,9 +169,11 @@ def _(
     v_cache: Tensor,
     num_q_heads: int,
 ) -> Tensor:
-    """slot_mapping: not negative; numbers to discard are written to a block that no request reads.
+    """Round cosines and sines to qkv's dtype, as transformers does.
+
+    slot_mapping: not negative. Values to discard are written to a block that no request reads.
     k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)].
-    Cosines and sines are rounded to qkv's dtype, as in transformers."""
+    """
     tokens, dim, (kv_heads, wide) = len(qkv), cos_sin.shape[1], k_cache.shape[-2:]
     heads = qkv.view(tokens, -1, dim)
     q, k, v = (part.contiguous() for part in heads.split([num_q_heads, kv_heads, kv_heads], dim=1))

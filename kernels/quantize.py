@@ -31,9 +31,10 @@ def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bo
 def quantize(x: Tensor, scheme: Scheme) -> Int8:
     """Quantize x [T, K]: x / scale, rounded to nearest, ties to even, plus zero, clamped to -128 .. 127.
 
-    A dynamic scale that would be 0 is 1. Symmetric: the largest magnitude divided by the scheme's levels. Asymmetric:
-    scale = (largest - least) / 255 and zero = rint(-128 - least / scale) over a range that includes 0, as in
-    compressed-tensors. vLLM's range does not include 0 where all numbers of a row have one sign.
+    A symmetric scale is the largest magnitude divided by the scheme's levels. An asymmetric scheme has
+    scale = (largest - least) / 255 and zero = rint(-128 - least / scale). Its range includes 0, as in
+    compressed-tensors. The range in vLLM excludes 0 if all values of a row have one sign. A dynamic scale of 0
+    becomes 1.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     zero = scheme.zero
@@ -84,8 +85,10 @@ def _(x: Tensor, scheme: Scheme) -> Int8:
 
 @ascend.implementation(quantize)
 def _(x: Tensor, scheme: Scheme) -> Int8:
-    """Zero points are not supported; levels are `ascend.LEVELS`. A static scale is rounded to x's dtype, as the
-    operator requires."""
+    """Round a static scale to x's dtype, as the operator requires.
+
+    Zero points are not supported. The scheme's levels must be `ascend.LEVELS`.
+    """
     if ascend_fuses(scheme):
         values, scale = torch_npu.npu_dynamic_quant(x)
         return Int8(values, scale)
@@ -128,7 +131,7 @@ def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Undo `to_nz`, also for a table that was left transposed."""
+    """Undo `to_nz`, also for a transposed table."""
     x, weight, *rest = ascend.to_host(args)
     if isinstance(weight, Int8Weight):
         assert isinstance(weight.values, Tensor)

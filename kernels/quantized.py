@@ -18,11 +18,11 @@ from npuserve.kernels.registry import Case
 class Scheme:
     """Scheme by which activations are quantized.
 
-    scale: [1] float32 of a static scheme, for all tokens; None for a dynamic scheme, which computes each token's scale.
+    scale: [1] float32 of a static scheme, for all tokens. None for a dynamic scheme, which computes each token's scale.
     zero: [1] int32 (-128 to 127), the zero point of a static scheme; None for 0. A dynamic scheme has zero points
         unless it is symmetric.
-    levels: divisor of a token's largest magnitude in a dynamic symmetric scheme: 127.5 in compressed-tensors, 127 in
-        Ascend's operators and vLLM's kernels.
+    levels: divisor of a token's largest magnitude in a dynamic symmetric scheme. Common values are 127.5
+        (compressed-tensors) and 127 (Ascend's operators, vLLM's kernels).
     """
 
     scale: Tensor | None = None
@@ -63,8 +63,8 @@ class Int8Weight:
     scale: [N] float32.
     zero: [N] int32 (-128 to 127), or None for 0.
     sums: int32, at least [N], the sum of each row's values.
-    inputs: scheme that quantizes the activations multiplied with it.
-    dtype: of the products, and of its rows as an embedding table.
+    inputs: quantization scheme of the activations.
+    dtype: dtype of products, and of rows of an embedding table.
     """
 
     values: Matrix

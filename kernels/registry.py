@@ -1,7 +1,7 @@
 """Registry of kernels, and the choice of their implementations.
 
-A kernel is a golden function in plain torch, the cases on which it is tested and timed, and its implementations by
-backend, in one file:
+A kernel has a golden function in plain torch, cases for tests and timing, and implementations by backend. All of them
+are in one file:
 
     @kernel("swiglu", cases=[...])
     def swiglu(gate_up): ...
@@ -37,10 +37,10 @@ class Case:
 
     make: builds the kernel's arguments on the CPU from a CPU generator and the dtype of activations and weights.
     benchmark: for timing, at a real model's size; too large for the tests.
-    head_dim: size of its attention heads; 0 without heads. Devices support some sizes only.
+    head_dim: size of its attention heads; 0 without heads. Some devices support only some sizes.
     int8_cache: its KV cache is int8, which some devices lack.
     zeros: its int8 numbers have zero points, which some devices lack.
-    tolerance: maximum error of implementations that compute in lower precision than the dtype; 0 for a few roundings
+    tolerance: maximum error of implementations that compute in lower precision than the dtype. 0 allows a few roundings
         of the dtype.
     """
 
@@ -74,9 +74,9 @@ def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 class Implementation(Generic[P, R]):
     """Function of a kernel on one backend.
 
-    adapt: converts golden arguments to this implementation's form (packed weights, the device's cache layout), for
-        tests and benchmarks.
-    restore: converts adapted arguments, as a call left them, to the golden form.
+    adapt: converts golden arguments to this implementation's form, such as packed weights or the device's cache
+        layout. Tests and benchmarks use it.
+    restore: converts adapted arguments back to the golden form, after a call.
     """
 
     function: Callable[P, R]
@@ -86,9 +86,9 @@ class Implementation(Generic[P, R]):
 
 @dataclass(slots=True)
 class Kernel(Generic[P, R]):
-    """Kernel: a golden function, which calling the kernel runs, and implementations by backend.
+    """Kernel: a golden function and implementations by backend. Calling the kernel runs the golden function.
 
-    dtypes: of the activations that it takes; float64 serves only as reference.
+    dtypes: supported dtypes of activations; float64 serves only as reference.
     """
 
     name: str

@@ -55,11 +55,12 @@ def sample(
     uniform: [R] float64 in [0, 1).
     cut: False if top_k and top_p are known to be off in all rows, so that a device need not check.
 
-    Filters apply in Hugging Face's order: temperature; top_k; top_p over the renormalized remainder, keeping the fewest
-    tokens whose mass reaches it (Holtzman et al. 2020, arXiv:1904.09751); min_p, relative to the most likely token. Of
-    equal tokens at a filter's border, smaller ids are kept. The result is the first token, in order of ids, at which
-    the cumulative mass (summed in float64) exceeds `uniform` times the total: one random number decides a row. Rows
-    with only temperature and min_p are not sorted.
+    The order of the filters is Hugging Face's: temperature, top_k, top_p, min_p. The top_p filter renormalizes the mass
+    that remains, and keeps the fewest tokens whose mass reaches top_p (Holtzman et al. 2020, arXiv:1904.09751). The
+    min_p filter is relative to the most likely token. Smaller ids are kept among equal tokens at a filter's border.
+
+    One random number decides a row. The result is the first token, in order of ids, at which the cumulative mass
+    exceeds `uniform` times the total. Mass is summed in float64. Rows with only temperature and min_p are not sorted.
 
     NaN counts as minus infinity. A row of minus infinity gives any id.
     """
@@ -71,7 +72,7 @@ def sample(
 
     rest = (~ranked).nonzero().squeeze(1)
     if len(rest):
-        # Softmax is computed row by row, so that the row's numbers do not depend on its position; those of exp may.
+        # Softmax is computed row by row: the results of exp may depend on a row's position in the tensor.
         mass = _scaled(scores[rest], temperature[rest].unsqueeze(1)).softmax(dim=-1)
         least = min_p[rest].unsqueeze(1) * mass.amax(dim=-1, keepdim=True)
         ids[rest] = _draw(mass.masked_fill_(mass < least, 0.0), uniform[rest].unsqueeze(1))
@@ -88,7 +89,7 @@ def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    """Weights below 2**-126 of the largest count as 0."""
+    """Sample; weights below 2**-126 of the largest count as 0."""
     ids = native.empty(len(logits), 1, dtype=torch.int64)
     native.call(
         "sample",
@@ -102,14 +103,14 @@ def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     cut: bool = True,
 ) -> Tensor:
-    """Sum mass in float32, in which the device computes, and round `uniform` to it.
+    """Sum mass in float32, the device's dtype, and round `uniform` to float32.
 
     Nothing is copied to the host: if any row may be filtered, all rows are sorted.
     """
     scores = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     weights = _scaled(scores, temperature.unsqueeze(1)).exp()
     if cut:
-        # By falling likelihood; equal ones by id.
+        # Sort by falling likelihood, equal values by id.
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         ranked = weights.gather(1, order)
         places = torch.arange(vocabulary, device=logits.device)
@@ -119,8 +120,8 @@ def _(
         enough = (mass - ranked >= top_p.unsqueeze(1) * mass[:, -1:]) & (top_p < 1).unsqueeze(1)
         weights = torch.zeros_like(weights).scatter(1, order, ranked.masked_fill(enough, 0.0))
     weights = weights.masked_fill(weights < min_p.unsqueeze(1), 0.0)
-    # A parallel cumulative sum may not increase monotonically: only positions with weight count, and the largest sum
-    # among them is the total.
+    # A parallel cumulative sum may not increase monotonically. So only positions with weight count, and the total is
+    # the largest sum among them.
     cumulative = weights.cumsum(dim=-1).masked_fill(weights == 0, 0.0)
     below_one = uniform.float().clamp(max=1 - 2**-24).unsqueeze(1)
     passed = cumulative > below_one * cumulative.amax(dim=-1, keepdim=True)

@@ -23,8 +23,8 @@ class Accuracy:
 
     error: largest absolute difference of a number; infinite for NaN.
     other_ids: number of integers (ids, ranks, counts) that differ.
-    excess: largest ratio of a difference to its tolerance; above 1 is wrong. The tolerance is `TOLERANCE`; for
-        quantized numbers the absolute part is 1, since a half may round either way.
+    excess: largest ratio of a difference to `TOLERANCE`; above 1 is wrong. For quantized numbers the absolute
+        tolerance is 1, since a half may round either way.
     relative: largest || difference || / || golden || of a tensor, except tensors of integers.
     """
 
@@ -37,8 +37,8 @@ class Accuracy:
 class Oracle:
     """One case of a kernel: its arguments, and the golden results in float64.
 
-    seed: for the arguments.
-    device: on which the golden function runs.
+    seed: seed of the arguments.
+    device: device of the golden function.
     changed: positions of the arguments that the kernel writes.
     """
 

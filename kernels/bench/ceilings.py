@@ -74,11 +74,12 @@ def timed(machine: Machine, run: Callable[[], object]) -> float:
 
 
 class Ceilings:
-    """Ceilings of a machine. On the host: with all threads of the kernels, on the fastest of its instruction sets,
-    whichever the kernels use.
+    """Ceilings of a machine.
 
-    A pass takes 1 to 50 ms, so that a benchmark can alternate it with its own passes: the machine's speed may change
-    within a minute. Without native kernels, torch's copies, products and the fastest of several sums replace the loops.
+    The host is measured with all threads of the kernels, on the fastest of its instruction sets. The kernels may use
+    another set. The machine's speed may change within a minute. A pass therefore takes 1 to 50 ms, so that a benchmark
+    can alternate it with its own passes. Without native kernels, torch's copies, products and sums replace the loops;
+    the fastest of several sums counts.
 
     read_bytes: bytes of memory to read, in large pages if possible; more than the caches hold.
     """

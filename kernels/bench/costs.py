@@ -22,7 +22,7 @@ class Cost:
     """Cost of one call.
 
     nbytes: bytes read and written, each once.
-    operations: a product and its sum are two; an exponential or a root is one.
+    operations: number of operations. A product and its sum are two; an exponential or a root is one.
     kind: peak to compare the operations with.
     cold: positions of the arguments that are in no cache when a step reads them.
     """

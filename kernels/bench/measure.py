@@ -37,11 +37,11 @@ class Measured:
 
     error, other_ids: as in `Accuracy`.
     seconds: median of a call.
-    bytes_per_second, operations_per_second: for the minimum that a call must move and compute.
-    bound: ceiling that demands the most time: that of products ("matrix"), or of bytes from memory or from a cache.
-    share: part of `seconds` that this ceiling explains, by its best pass among those of the kernel. For "memory" only
+    bytes_per_second, operations_per_second: rates of the minimum bytes and operations of a call.
+    bound: ceiling that demands the most time: "matrix" (products), "memory" or "cache" (bytes).
+    share: part of `seconds` that this ceiling explains, by its best pass during the measurement. For "memory", only
         bytes that are in no cache count. None for "cache", whose speed is not measured.
-    others: processors that other processes used meanwhile; above a few hundredths, the figures are unreliable.
+    others: processors that other processes used meanwhile. Above a few hundredths, the results are unreliable.
     """
 
     error: float

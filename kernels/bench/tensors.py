@@ -16,7 +16,7 @@ Args = tuple[Any, ...]
 
 
 def copy_arguments(args: Args, which: Sequence[int]) -> Args:
-    """Return the arguments with those at positions `which` copied."""
+    """Return the arguments; copy the arguments at positions `which`."""
     return tuple(copy_value(x) if i in which else x for i, x in enumerate(args))
 
 

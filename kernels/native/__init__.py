@@ -1,8 +1,8 @@
 """CPU kernels in C++: the library, calls of its ops, and programs of calls.
 
-The library holds every kernel once for each instruction set; the process uses the widest that the processor has, unless
-choice.py selects another. Without the library `available()` is False, no kernel of this backend is registered, and the
-golden functions are used.
+The library holds every kernel once for each instruction set. The process uses the widest set of the processor, unless
+choice.py selects another. Without the library, `available()` is False and no kernel of this backend is registered. The
+golden functions are used then.
 
 C++ sources: runtime (interface, thread pool, vectors), gemm (products with weights), attention (KV cache and
 attention), rows (kernels that compute each row from one row). `gemm`, `attention` and `rows` include `runtime`;
@@ -43,7 +43,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def implementation(kernel: Kernel[..., Any], **adapters: Any) -> Callable[[F], F]:
     """Register the decorated function as the kernel's on the CPU if the library is available.
 
-    adapters: those of `Kernel.implementation`.
+    adapters: as for `Kernel.implementation`.
     """
     def register(function: F) -> F:
         if available():

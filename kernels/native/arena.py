@@ -19,8 +19,8 @@ class Arena:
 
     It holds no reference to its memory: a mapping is freed when the last tensor in it is dropped.
 
-    file: open file in memory that holds all tensors in order of allocation. An arena of another process over the same
-        file returns the same contents for the same sequence of allocations. -1 for private memory.
+    file: open file in memory that holds all tensors in order of allocation; -1 for private memory. An arena of another
+        process over the same file returns the same contents for the same sequence of allocations.
     """
 
     CHUNK, SHARED_CHUNK = 256 << 20, 32 << 20

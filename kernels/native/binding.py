@@ -1,7 +1,7 @@
 """ctypes binding of the native library, and the constants that Python and C++ share.
 
-The library is built beside this file when the package is installed where there is a C++ compiler. C++ defines the
-constants (runtime/constants.h); Python reads them here, so that no number is written twice.
+Installing the package on a machine with a C++ compiler builds the library beside this file. C++ defines the constants
+(runtime/constants.h). Python reads them here, so that no number is written twice.
 """
 
 from __future__ import annotations

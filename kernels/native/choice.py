@@ -1,11 +1,12 @@
 """Choice of instruction set and weight form of the CPU kernels, by measurements on this processor.
 
-Instruction set: sets of one width differ in how they multiply bfloat16: by tile registers (AMX), which also multiply
-int8; by a vector instruction for two products; or widened to float32 in registers, with one FMA a product. Processors
-differ in which is faster. The whole process runs on one set, so that a row's numbers are the same in every batch.
+Instruction set: sets of one width differ in how they multiply bfloat16. Tile registers (AMX) also multiply int8. Other
+sets have a vector instruction for two products, or widen to float32 in registers and take one FMA a product. The
+fastest set depends on the processor. The whole process runs on one set, so that a row's results are the same in every
+batch.
 
 Form of bfloat16 weights: plain, or compact (gemm/compact.cpp). Compact weights have a quarter less bytes to read and
-are unpacked for each product. Both forms give the same numbers.
+are unpacked for each product. Both forms give the same results.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class CpuKernels:
     gemm: how it multiplies bfloat16: "amx" by tiles, "bf16" by a vector instruction, "fma" widened to fp32.
     weights: "plain" or "compact".
     gflops: rates by which `isa` was chosen.
-    plain_ms, compact_ms: milliseconds of a product of one row with `measured_bytes` of plain weights, and with the same
-        weights in compact form; None if the form was not measured.
+    plain_ms, compact_ms: milliseconds of a product of one row with weights in each form. The plain weights have
+        `measured_bytes`. None if the form was not measured.
     """
 
     isa: str
@@ -130,9 +131,9 @@ def choose_isa(isas: Sequence[str], rates: Rates, wanted: Gemm = "auto") -> str:
     """Return the widest set that `wanted` allows, unless another is faster by MIN_SPEEDUP.
 
     isas: instruction sets of the processor, the widest first.
-    rates: of some of these; a set without rates never replaces a wider one.
+    rates: rates of some of these sets. A set without rates never replaces a wider one.
 
-    Raises ValueError if none of them multiplies as `wanted`.
+    Raises ValueError if no set multiplies as `wanted`.
     """
     _require(isas, wanted)
     chosen, *others = [isa for isa in isas if wanted in ("auto", gemm_of(isa))]

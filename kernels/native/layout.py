@@ -17,7 +17,7 @@ from npuserve.kernels.native.binding import CONSTANTS, LANES
 
 
 def per_word(dtype: torch.dtype) -> int:
-    """Return how many numbers of a cache's dtype a product takes as one word.
+    """Return the numbers of a cache's dtype that make one word of a product.
 
     A word is 32 bits of floats, or two int8, which are multiplied by two int16.
     """

@@ -33,9 +33,9 @@ def packed_words(n: int, k: int, dtype: torch.dtype, compact: bool | None = None
 class PackedWeight:
     """Packed weight [n, k].
 
-    words: int32, [n / 16] panels of [words of k] of 16 words (gemm/dot.h), padded with zeros; if compact, those panels
-        in the form of gemm/compact.cpp.
-    refused: True if the numbers could not be packed compact. The weight then became plain when they were written, and
+    words: int32, [n / 16] panels of [words of k] of 16 words (gemm/dot.h), padded with zeros. Compact panels have the
+        form of gemm/compact.cpp.
+    refused: True if the numbers could not be packed compact. The weight then became plain when it was written, and
         `words` is separate memory.
 
     An embedding table may be a packed weight, so that a model with tied embeddings stores it once.

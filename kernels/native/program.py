@@ -1,7 +1,7 @@
 """Programs: recorded calls of native kernels that run as one dispatch.
 
-Inside `record`, the calls of the thread are kept instead of run, and their outputs are in memory that the program
-owns. Running the program executes no Python per call and allocates nothing.
+Inside `record`, the calls of the thread are recorded, not run. Their outputs are in memory that the program owns.
+Running the program executes no Python per call and allocates nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from npuserve.kernels.native.shared_library import library
 Call = (
     tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int]]
     | tuple[str, torch.dtype, Sequence[Tensor | None], Sequence[int], Sequence[float]])
-"""An op: name in the library, dtype that completes the name, p (tensors of its signature, None for null), n (n[0] is
-the number of rows), f."""
+"""An op: name in the library, dtype that completes the name, p, n and f.
+
+p: tensors of its signature, None for null.
+n: sizes; n[0] is the number of rows.
+f: floats.
+"""
 
 
 @dataclass
@@ -67,8 +71,8 @@ class Program:
 class _Recording:
     """Calls of a recording, and the memory of their outputs.
 
-    A block returns to `free` when its tensor is dropped, so that the program's outputs share memory as the variables
-    of the recorded function would.
+    A block returns to `free` when its tensor is garbage-collected, so that later outputs of the program reuse its
+    memory.
     """
 
     arena: Arena = field(default_factory=Arena)

@@ -19,9 +19,9 @@ from npuserve.kernels.native.signatures import Checks, checks, refuse
 class _ResolvedOp:
     """Op of one dtype.
 
-    number: of its kernel in the library.
-    checks: for the tensors of a call.
-    formats: structs of its calls, by the numbers of p, n and f.
+    number: number of its kernel in the library.
+    checks: checks of the tensors of a call.
+    formats: structs of its calls, by the lengths of p, n and f.
     """
 
     __slots__ = ("_required", "checks", "formats", "number")
@@ -87,7 +87,7 @@ class Library:
         self, name: str, dtype: torch.dtype, tensors: Sequence[Tensor | None], n: Sequence[int],
         f: Sequence[float] = (),
     ) -> bytes:
-        """Return an op for `run`. The arguments are those of `Call`.
+        """Return an op for `run`. The arguments are the fields of `Call`.
 
         Raises TypeError or ValueError for a tensor that differs from the op's signature.
         """
@@ -114,8 +114,8 @@ class Library:
         """Set the number of threads of later runs.
 
         threads: including the caller.
-        cpus: processor of each thread, the caller's first, to which the caller binds itself; () leaves the choice to
-            the system.
+        cpus: processor of each thread, beginning with the caller, which binds itself to the first. () leaves the
+            choice to the system.
 
         Raises OSError if the system refuses a thread.
         """
@@ -128,7 +128,7 @@ class Library:
     ) -> None:
         """Run ops made by `pack`, in sequence.
 
-        ops, count: the ops, and their number.
+        ops, count: ops and their number.
         rows: replaces the number of rows of each op; -1 keeps it.
         seconds: array of doubles for the time of each op, or None.
         isa: index of an instruction set in `isas`; None for the one in use.
@@ -141,8 +141,8 @@ class Library:
     def map(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         """Return zeroed memory that begins at a large page, in large pages where the system grants them.
 
-        It is unmapped when the last tensor over it is dropped, but not at the interpreter's exit: threads may still
-        compute then, and the system unmaps it.
+        It is unmapped when the last tensor over it is dropped. At the interpreter's exit the system unmaps it, since
+        threads may still compute then.
         """
         return self._owned(self._lib.npuserve_allocate(nbytes), nbytes)
 
@@ -184,7 +184,7 @@ def library() -> Library:
 
 @contextmanager
 def using(isa: str) -> Iterator[None]:
-    """Run the calls in the body on this one of `library().isas`. Raises ValueError if it is none of them."""
+    """Run the calls in the body on the instruction set `isa`. Raises ValueError unless it is in `library().isas`."""
     lib = library()
     before, lib.isa = lib.isa, lib.isas.index(isa)
     try:

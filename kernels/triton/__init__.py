@@ -1,8 +1,8 @@
 """Kernels in Triton, for CUDA; Ascend may use some where torch_npu has no fused operator.
 
-Importing this package imports no triton. The modules `launch*` check arguments and launch the kernels. The other files
-hold kernels and import only triton, and keys.py, so that a compiler without torch can read them: tests/kernels/triton
-lowers the files of `LOWERED` for Ascend.
+Importing this package does not import triton. The modules `launch*` check arguments and launch the kernels. The other
+files hold kernels. They import only triton and keys.py, so that a compiler without torch can read them. Tests in
+tests/kernels/triton lower the files of `LOWERED` for Ascend.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Programmatic dependent launch (PDL): a kernel begins while the previous kernel on the stream still runs.
 
-Rules for a kernel with PDL: it may let its successor begin at once (`gdc_launch_dependents`). Before `gdc_wait` it
-reads only memory that no kernel of a step writes (weights, tables, data copied by the host), and writes nothing. All of
-its programs wait, also those without work, so that waiting for this kernel implies waiting for all kernels before it.
+Rules for a kernel with PDL:
+- It may let its successor begin at once (`gdc_launch_dependents`).
+- Before `gdc_wait` it writes nothing. It reads only memory that no kernel of a step writes: weights, tables, data
+  copied by the host.
+- All programs wait, including programs without work. Waiting for this kernel then implies waiting for all kernels
+  before it.
 """
 
 from __future__ import annotations

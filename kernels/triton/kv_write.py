@@ -20,8 +20,8 @@ def kv_write_kernel(
 
     k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of int8 caches, or None.
     HALF: half the size of a head. HALF_BLOCK: the smallest power of two that is at least HALF.
-    HEADS: a power of two. A program processes HEADS heads of a token: of its queries, its keys or its values, in that
-        order; the grid has as many programs a token as that needs.
+    HEADS: a power of two. A program processes HEADS heads of a token. The programs of a token process its queries,
+        then its keys, then its values.
     """
     Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
@@ -85,8 +85,10 @@ def _turned(
 
 @triton.jit
 def _scaled(x, scale, gamma):
-    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK], both products rounded to
-    gamma's dtype."""
+    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK].
+
+    Both products are rounded to gamma's dtype.
+    """
     x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
     return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)
 
@@ -95,7 +97,7 @@ def _scaled(x, scale, gamma):
 def _keep(
     a, b, offsets, inside, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Write both halves to the cache; into int8 bit for bit as `quantize_heads`."""
+    """Write both halves to the cache. Quantization to int8 is bit-identical to `quantize_heads`."""
     target = cache + slot * (KV_HEADS * 2 * HALF) + offsets
     if scales is None:
         tl.store(target, a, mask=inside)

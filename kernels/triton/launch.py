@@ -39,7 +39,7 @@ def sample(logits: Tensor, vocabulary: int, *shaping: Tensor) -> Tensor:
     """Launch the kernel `sample`.
 
     shaping: temperature, top_k, top_p, min_p and uniform, each [R]. A row with a temperature of 0 is greedy. With
-        `uniform` in float32 nothing is computed in float64, which Ascend's vector cores lack; the borders of filters
+        `uniform` in float32 nothing is computed in float64, which Ascend's vector cores lack. The borders of filters
         and draws then move by some 1e-6 of the mass.
 
     Raises ValueError.

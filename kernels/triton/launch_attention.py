@@ -29,11 +29,11 @@ _ARRIVED = 1 << 14
 class Config:
     """Configuration of a launch.
 
-    queries: rows of a tile, queries times the query heads of a KV head; a power of two.
+    queries: rows of a tile: queries times the query heads of a KV head; a power of two.
     keys: keys processed at a time; a power of two, at least 16.
-    programs: programs for each multiprocessor, for which the work is divided.
+    programs: programs per multiprocessor among which the work is divided.
     least: minimum tokens of a part.
-    warps, stages: of a program.
+    warps, stages: warps and pipeline stages of a program.
     """
 
     queries: int
@@ -47,12 +47,13 @@ class Config:
 def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int) -> Config:
     """Return the configuration of a call.
 
-    Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us; at a latency of 800 ns, 26 KB must be in flight. The block
-    number is loaded before the block, so that five stages have two iterations in flight, and seven stages three. With
-    heads of 128, two programs have 2 iterations of 32 KB each in flight, 128 KB together, and an iteration may take
-    2 us; in int8 3 iterations of 16 KB each, 96 KB together. Chunks: 128 rows make the two groups of four warps that
-    wgmma takes; few tokens use smaller tiles, to have more of them. The keys are as many as the registers hold without
-    spilling.
+    Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us. At a latency of 800 ns, 26 KB must be in flight. The block
+    number is loaded before the block, so five stages have two iterations in flight, and seven stages three. With heads
+    of 128, two programs have 2 iterations of 32 KB each in flight: 128 KB together. An iteration may take 2 us. In int8
+    they have 3 iterations of 16 KB each, 96 KB together.
+
+    Chunks: 128 rows make the two groups of four warps that wgmma takes. Few tokens use smaller tiles, to have more
+    tiles. `keys` is the largest number that the registers hold without spilling.
     """
     wide, exact = power(max(head_dim, 16)), activations == torch.float32
     keys = max(16, min(128, (2048 if exact else 8192) // wide))
@@ -154,8 +155,10 @@ def cut(
     chosen: Config, chunks: bool, tokens: int, rows: int, q_heads: int, kv_heads: int, dim: int, size: int, reach: int,
     processors: int,
 ) -> Cut:
-    """Divide a launch into programs, by shapes only. reach: maximum context that the blocks of a row can hold, in
-    tokens."""
+    """Divide a launch into programs, by shapes only.
+
+    reach: maximum context that the blocks of a row can hold, in tokens.
+    """
     group, wide = q_heads // kv_heads, power(max(dim, 16))
     height = max(16, chosen.queries if chunks else 0, power(group))
     a_tile = height // group if chunks else 1
@@ -235,7 +238,7 @@ def _arrived(device: torch.device, count: int) -> Tensor:
 
 
 def _rows(rows: int) -> int:
-    """Return a power of two that is at least `rows`, one of few values, since each is compiled."""
+    """Return a power of two that is at least `rows`. It takes few values, since each is compiled."""
     return next((n for n in (1, 16, 64, 256) if rows <= n), power(rows))
 
 

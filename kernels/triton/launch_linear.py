@@ -23,7 +23,9 @@ _FINISHED = 1024
 
 
 def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """Launch the kernel `linear`, x and weight both int8 or both floats. tiles: replace those of the table.
+    """Launch the kernel `linear`, for x and weight both int8 or both floats.
+
+    tiles: replace the tiles of the table.
 
     Raises TypeError or ValueError.
     """

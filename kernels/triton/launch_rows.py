@@ -1,7 +1,7 @@
 """Calls of the kernels in rows.py: checks of arguments, and division into blocks and programs.
 
-A row that is normalized or quantized is processed by one program, 16 numbers per thread, so that one row of 5120 takes
-loads of 16 bytes from 320 threads and no second pass. Other rows are divided into columns, 8 numbers per thread.
+One program normalizes or quantizes a row, with 16 numbers per thread. A row of 5120 thus takes loads of 16 bytes by
+320 threads and no second pass. Other kernels divide rows into columns, with 8 numbers per thread.
 """
 
 from __future__ import annotations

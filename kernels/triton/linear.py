@@ -1,8 +1,8 @@
 """Products with weights on CUDA, and their fused epilogues: bias, scales of int8, SwiGLU, argmax.
 
-A program computes a tile [BLOCK_N, BLOCK_M] of the transposed result. The weight is the left operand: on Hopper a
-warpgroup multiplies at least 64 of its rows, and at least 8 rows of x, so that a decode step pads x and not the weight.
-The tensor cores read the weight from shared memory, where it is copied.
+A program computes a tile [BLOCK_N, BLOCK_M] of the transposed result, with the weight as the left operand. On Hopper a
+warpgroup multiplies at least 64 rows of the left operand and 8 of the right. A decode step thus pads x, not the weight.
+The weight is copied to shared memory, from which the tensor cores read it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def product_kernel(
 
     x_scale [tokens], weight_scale [n]: float32, for int8 operands; else None.
     bias: [n] or None.
-    GATED: weight is [2 n, k] of gate and up, as are weight_scale and bias; out is silu(gate) * up.
-    best, places: [tokens, tiles of n] float32 and int32, or None. They replace `out`: the largest number of each tile
-        after rounding to out's dtype, and the first column that has it; see `argmax_merge_kernel`.
+    GATED: weight, weight_scale and bias have 2 n rows, of gate and up. The result is silu(gate) * up.
+    best, places: [tokens, tiles of n] float32 and int32, or None. They replace `out`. They are the largest number of
+        each tile after rounding to out's dtype, and its first column; see `argmax_merge_kernel`.
     WIDE: operands are converted to float32 first, since Triton's interpreter cannot multiply bfloat16.
     SPLIT: programs that share the k of a tile.
     partial: float32, or int32 for int8, [tiles, SPLIT, 1 or 2 if GATED, BLOCK_M, BLOCK_N].
@@ -35,8 +35,8 @@ def product_kernel(
     GROUP: tiles of tokens that pass over the weight together.
     EVEN: BLOCK_K divides k.
     ONCE: only one tile of tokens reads the weight.
-    PDL: the launch may begin before the previous one ends, and prefetches the first AHEAD blocks of its weight into the
-        L2 cache meanwhile; see dependent.py.
+    PDL: the launch may begin before the previous one ends; see dependent.py. Meanwhile it prefetches the first AHEAD
+        blocks of its weight into the L2 cache.
     AHEAD: 0 if rows of the weight do not begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)

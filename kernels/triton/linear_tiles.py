@@ -1,12 +1,13 @@
 """Tiles of products with weights on CUDA, by shape: measured values, and calculated ones for other shapes.
 
-A decode step is bound by memory, so the bytes of the weight in flight matter: at 4.3 TB/s and a latency of some 800 ns,
-3.5 MB, or 27 KB on each of 132 multiprocessors. A program has stages - 1 blocks of the weight in flight. With blocks of
-[64, 128] in 16 bits, 16 KiB each, that is 32 KiB at three stages, and the shared memory of a multiprocessor holds three
-such programs. A tile therefore takes the minimum rows of the weight that the tensor cores accept, and K is split until
-each multiprocessor has two or more programs, all resident at once: a second wave of few programs would run at a
-fraction of the speed. From some 90 rows in 16 bits, and 180 in int8, a product is bound by arithmetic, and tiles are
-squarer.
+A decode step is bound by memory, so the bytes of the weight in flight matter. At 4.3 TB/s and a latency of some 800 ns,
+3.5 MB must be in flight: 27 KB on each of 132 multiprocessors. A program has `stages - 1` blocks of the weight in
+flight. With three stages and blocks of [64, 128] in 16 bits, that is 32 KiB. The shared memory of a multiprocessor
+holds three such programs.
+
+A tile therefore takes the minimum rows of the weight that the tensor cores accept. K is split until each
+multiprocessor has two or more programs, all resident at once. A second wave of few programs would run at a fraction of
+the speed. From some 90 rows in 16 bits, and 180 in int8, a product is bound by arithmetic, and tiles are squarer.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _LEAST_BLOCKS = 4
 class Tiles:
     """Tiles of a product.
 
-    n: outputs of a program, which are the rows of the weight that it reads, or half of them for gate and up.
+    n: outputs of a program. It reads n rows of the weight, or 2 n rows of gate and up.
     m: rows of x.
     k: numbers of a row per block.
     split: programs that share a tile's K.
-    warps, stages: of a program; stages are the blocks in shared memory.
+    warps, stages: warps of a program, and its blocks in shared memory.
     """
 
     n: int
@@ -76,7 +77,7 @@ _REASONED: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] = 
     (True, 1): ((64, 16, 128, 4, 3), (64, 32, 128, 4, 3), (64, 64, 128, 4, 3), (64, 128, 128, 8, 3),
                 (64, 256, 128, 8, 4), *[(128, 128, 128, 8, 4)] * 2),
 }
-"""(gated, itemsize) -> n, m, k, warps, stages by bucket. Up to 64 rows, a multiprocessor holds three or more
+"""Map from (gated, itemsize) to n, m, k, warps, stages by bucket. Up to 64 rows, a multiprocessor holds three or more
 programs."""
 
 
@@ -116,8 +117,10 @@ def reasoned(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: i
 
 
 def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> int:
-    """Return the parts of K that give each multiprocessor two or more programs, all resident at once, if there are as
-    many rows as the bucket holds."""
+    """Return the parts of K that give each multiprocessor two or more programs, all resident at once.
+
+    The number of rows is taken to be the bucket's maximum.
+    """
     if kind == "linear_argmax" or rows > BUCKETS[-2]:
         return 1
     outputs = n // 2 if kind == "linear_swiglu" else n
@@ -130,10 +133,10 @@ def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, pr
 
 def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, best: Tiles | None = None
                ) -> list[Tiles | None]:
-    """Return tiles that a sweep may time for a shape: `best`, or the calculated tiles, then those that differ in one
-    parameter.
+    """Return tiles that a sweep may time for a shape: `best`, then variants of it with one changed parameter.
 
-    best: from a previous sweep, to refine; None also adds the library if it supports the shape.
+    best: result of a previous sweep, to refine. None takes the calculated tiles, and adds the library if it supports
+        the shape.
     """
     centre = best or reasoned(kind, itemsize, rows, n, k, processors)
     near = [replace(centre, **{name: value}) for name, value in (
@@ -156,8 +159,10 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
 
 
 def _fits(tiles: Tiles, kind: Kind, itemsize: int, k: int) -> bool:
-    """Return True if the tensor cores accept the tiles, shared memory and registers hold them, and each part of K has
-    work."""
+    """Return True if the tensor cores accept the tiles and shared memory and registers hold them.
+
+    Each part of K must also have work.
+    """
     sums = tiles.n * tiles.m * (1 + (kind == "linear_swiglu"))
     return (min(tiles.n, tiles.m) >= 16 and tiles.k * itemsize >= 32 and tiles.stages >= 2
             and tiles.shared_bytes(kind, itemsize) <= SHARED_BYTES - _RESERVED and sums <= 128 * 32 * tiles.warps

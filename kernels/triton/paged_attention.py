@@ -1,11 +1,11 @@
 """Attention over the paged KV cache (Kwon et al. 2023, arXiv:2309.06180), for rows of one query and for chunks.
 
-A launch serves rows of one kind. A tile is a run of a row's queries with the query heads that share a KV head, so that
-keys and values are read once for all of them, as in vLLM's unified attention kernels. An item is a tile's part of its
-context, for flash attention (Dao et al. 2022, arXiv:2205.14135). Items are numbered over the whole launch, and a
-program finds its item on the device. Contexts are cut by the work of all tiles together, so that about PROGRAMS items
-have equal lengths for any lengths of the rows (as Stream-K divides products: Osama et al. 2023, arXiv:2301.03598). If a
-tile has several parts, the program that ends last merges them in their order (Flash-Decoding, Dao et al. 2023).
+A launch serves rows of one kind. A tile is a run of a row's queries with the query heads that share a KV head. Keys and
+values are read once for a tile, as in vLLM's unified attention kernels. An item is a tile's part of its context, for
+flash attention (Dao et al. 2022, arXiv:2205.14135). Items are numbered over the whole launch, and a program finds its
+item on the device. Contexts are cut by the work of all tiles together, as Stream-K divides products (Osama et al. 2023,
+arXiv:2301.03598). About PROGRAMS items then have equal lengths, whatever the lengths of the rows. If a tile has several
+parts, the program that ends last merges them in their order (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ def paged_attention_kernel(
 
     q, out: [tokens, KV_HEADS * GROUP, D].
     k_cache, v_cache: [B, SIZE, KV_HEADS, D].
-    k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32, with an even SIZE, since copies to shared memory
-    have
-        at least four bytes; None without scales.
+    k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32; None without scales. SIZE is even, since copies to
+        shared memory have at least four bytes.
     block_tables: [rows, ...] int32, rows tables_stride apart. context_lens: [rows]. cu_seqlens_q: [rows + 1] int32.
     scale: above 0, in units of log2.
 
-    CHUNKS: processes rows of two or more queries, and sets queries of no row to 0; otherwise rows of one query. The
-    grid
-        is n * KV_HEADS programs; n is at least PROGRAMS / KV_HEADS plus the number of tiles, plus one for CHUNKS.
+    CHUNKS: True processes rows of two or more queries, and sets queries of no row to 0. False processes rows of one
+        query. The grid is n * KV_HEADS programs; n is at least PROGRAMS / KV_HEADS plus the number of tiles, plus one
+        for CHUNKS.
 
     partial: [4 / 3 PROGRAMS, BLOCK_M // GROUP * GROUP, D] float32, results of the parts (GROUP for BLOCK_M without
-        CHUNKS). A row in two or more parts has at most 4 / 3 of the parts of its share of the work, so these suffice.
+        CHUNKS). The size suffices: a row in two or more parts has at most 4 / 3 of the parts of its share of the work.
     stats: as `partial` with 2 for D: peaks and sums.
     arrived: [4 / 3 PROGRAMS] int32, 0 between launches.
 
@@ -56,8 +55,8 @@ def paged_attention_kernel(
     item = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
 
-    # Data copied by the host may be read before the previous kernel (kv_write or this one) ends: that kernel lets its
-    # successor begin only after all kernels before it.
+    # Data copied by the host may be read before the previous kernel (kv_write or this one) ends. The previous kernel
+    # lets its successor begin only after all earlier kernels.
     r = tl.arange(0, ROWS)
     begins = tl.load(cu_seqlens_q + r, mask=r < rows, other=0)
     queries = tl.load(cu_seqlens_q + 1 + r, mask=r < rows, other=0) - begins

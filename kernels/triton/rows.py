@@ -11,10 +11,11 @@ def rms_norm_kernel(
     x, residual, gamma, out, total, values, scales, zeros, static_scale, static_zero,
     width, x_stride: tl.int64, residual_stride: tl.int64, eps, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Normalize x [rows, width], or x + residual, whose sum is stored in `total`: out [rows, width], or without `out`
-    int8 as `_quantize` stores it.
+    """Normalize x [rows, width], or x + residual, and store the result in out [rows, width].
 
-    A program holds a row in registers. BLOCK: a power of two, at least width."""
+    The sum x + residual is stored in `total`. Without `out` the result is int8, stored by `_quantize`. A program holds
+    a row in registers. BLOCK: a power of two, at least width.
+    """
     places = tl.arange(0, BLOCK)
     inside = places < width
     weight = tl.load(gamma + places, mask=inside, other=0.0).to(tl.float32)
@@ -53,8 +54,10 @@ def quantize_kernel(
 
 @triton.jit
 def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK: tl.constexpr):
-    """Quantize x [BLOCK] float32, 0 from width on, into row `row` of values [rows, width] int8, scales [rows] float32
-    and zeros [rows] int32 or None, as `quantize`: by the static scale if there is one, with zeros if present.
+    """Quantize x [BLOCK] float32, 0 from width on, as `quantize` does, and store it as row `row`.
+
+    values, scales, zeros: [rows, width] int8, [rows] float32, and [rows] int32 or None for no zero points.
+    static_scale: None computes the scale of the row.
     """
     places = tl.arange(0, BLOCK)
     zero = 0.0

@@ -59,8 +59,11 @@ def _largest(logits, vocabulary, BLOCK: tl.constexpr):
 def _sample(
     logits, vocabulary, peak, heat, top_k, top_p, min_p, uniform, SUM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sample an id. In the order of scores, smaller ids first among equals, `top_k` and `top_p` keep the ids above
-    `border`, and those equal to it with an id below `ties`."""
+    """Sample an id.
+
+    The order is by falling score, equal scores by id. `top_k` and `top_p` keep the ids with scores above `border`, and
+    at `border` the ids below `ties`.
+    """
     border, ties = tl.full((), float("-inf"), tl.float32), tl.cast(vocabulary, tl.int32)
     if (top_k > 0) & (top_k < vocabulary):
         border, ties = _cut(logits, vocabulary, peak, heat, top_k.to(SUM), True, SUM, BLOCK)

@@ -1,15 +1,15 @@
 """Argmax and sampling over the whole vocabulary on CUDA.
 
 A row is divided into parts of PART columns, one program each. One program of the next kernel merges the parts of a row.
-Results do not depend on the order of the programs: masses are integers, in units of 1 / ONE of the peak's mass, and
-integer sums are equal in every order.
+Masses are integers, in units of 1 / ONE of the peak's mass. Integer sums are equal in every order, so results do not
+depend on the order of the programs.
 
 Sampling takes seven kernels, launched by `launch_vocabulary.sample`:
 
     peaks     parts   the most likely id of each part
     probe     parts   mass and number of the ids within PROBES distances of the peak
-    probe     parts   the same for distances between the two between which top_k and top_p cut
-    gather    parts   the undecided ids, between the two remaining distances, and the exact mass above them
+    probe     parts   the same, at finer distances around the cut of top_k and top_p
+    gather    parts   the undecided ids, between the two distances next to the cut, and the exact mass above them
     cut       rows    the last id that is kept, by bisection among the undecided ids
     weigh     parts   the mass of the kept ids
     draw      rows    the id at which the cumulative mass exceeds `uniform` of the total
@@ -314,8 +314,9 @@ def _border(keys, number, peak, heat, goal, COUNT: tl.constexpr, ONE: tl.constex
 
 @triton.jit
 def _tally(keys, number, peak, heat, border, COUNT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mass (COUNT: the number) of the keys [number] from `border` up, the least of these, the largest of the
-    others.
+    """Return (mass, least, below) of keys [number]; COUNT replaces the mass by the number.
+
+    mass, least: of the keys from `border` up. below: the largest other key.
     """
     total = tl.zeros((BLOCK,), tl.int64)
     above, below = tl.full((BLOCK,), 0x7FFFFFFFFFFFFFFF, tl.int64), tl.full((BLOCK,), -0x8000000000000000, tl.int64)

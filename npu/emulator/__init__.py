@@ -3,10 +3,10 @@
     emulator.activate(memory=4 << 30)      # before torch_npu is imported
     import torch_npu                       # provides the device npu:0
 
-It proves calls and numbers, not speed. Device memory is host memory, streams are queues run by one thread, operators
-run through ATen in float32. Races are real: a stream runs only when a caller waits for it, so a missing wait yields
-wrong data (see `activate`). Calls that a device refuses are refused; calls that are not emulated fail with an error
-that names them.
+It checks calls and numerical results, not speed. Device memory is host memory. Streams are queues run by one thread.
+Operators run through ATen in float32. Races are real: a stream runs only when a caller waits for it, so a missing wait
+yields wrong data (see `activate`). Calls that a device refuses are refused. Calls that are not emulated fail with an
+error that names them.
 
 `activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
 (build.py): runtime/ holds the sources of libascendcl, ops/ the sources of libopapi. If EMULATED_NPU_LOG is set,
@@ -77,15 +77,17 @@ def activate(
 ) -> None:
     """Load the emulated CANN into this process, building it if necessary, so that `import torch_npu` finds it.
 
-    memory: bytes of device memory, at least 64 MiB; host memory is taken as it is used. 0: EMULATED_NPU_GIB of the
-        environment, a whole number of GiB, default 4.
-    relax: what is accepted beyond a device: "fp32" (where a device accepts only fp16 and bf16), "small_heads"
-        (attention heads of other sizes).
-    order: "lazy": a stream runs when a caller waits for it, only as far as necessary, in a deterministic order;
-        "eager": each stream runs as soon as possible on its own thread, concurrently with the host; "shuffled": streams
-        run ahead at random with each submission, reproducibly for the same seed.
+    memory: bytes of device memory, at least 64 MiB. Host memory is allocated on first use. 0 takes the environment
+        variable EMULATED_NPU_GIB, a whole number of GiB, default 4.
+    relax: checks of the device to omit. "fp32": accept fp32 where a device accepts only fp16 and bf16.
+        "small_heads": accept attention heads of other sizes.
+    order: order of the streams' tasks.
+        - "lazy": a stream runs when a caller waits for it, only as far as necessary, in a deterministic order.
+        - "eager": each stream runs as soon as possible on its own thread, concurrently with the host.
+        - "shuffled": streams run ahead at random with each submission, reproducibly for the same seed.
     depth: tasks that a stream holds before a submission blocks on the oldest.
     poison: fill new device memory with NaN.
+
     Raises EmulatorError if torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
     imported before. A second call with the same options has no effect; with other options it raises.
     """
@@ -193,9 +195,11 @@ def pending() -> int:
 def fail(what: str, code: int, *, nth: int = 1, times: int = 1) -> None:
     """Make the `nth` call from now, and the `times - 1` calls after it (-1: all), return an ACL error code.
 
-    what: "malloc" (device memory), "malloc_host", "memcpy", "launch" (any submission to a stream), "synchronize" (of a
-    stream, an event or the device), "task" (the device fails while running it; the next synchronization returns the
-    code), or a shell pattern of function names, e.g. "aclnnMatmul*".
+    what: one of the following, or a shell pattern of function names, e.g. "aclnnMatmul*".
+        - "malloc": allocation of device memory. "malloc_host": of host memory. "memcpy": copies.
+        - "launch": any submission to a stream.
+        - "synchronize": synchronization of a stream, an event or the device.
+        - "task": the device fails while running a task. The next synchronization returns the code.
     """
     if nth < 1 or times < -1:
         raise ValueError(f"nth must be 1 or more and times -1 or more, not {nth} and {times}")

@@ -1,4 +1,4 @@
-"""Stubs for the operators that torch_npu looks up and the emulator lacks: each fails with an error that names it.
+"""Stubs for operators that torch_npu looks up and the emulator lacks. Each stub fails with an error that names it.
 
 CANN has all of them. With the stubs torch_npu takes the same branches as on a device; without them it would fall back
 to older operators.

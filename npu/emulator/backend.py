@@ -1,4 +1,4 @@
-"""Ascend backend on the emulated CANN libraries: what differs from the device."""
+"""Ascend backend on the emulated CANN libraries, with the differences from the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npuserve.npu.backends.ascend.backend import AscendBackend
 class EmulatedAscend(AscendBackend):
     """Ascend backend of a process in which the emulator is active.
 
-    relaxations: names of what is accepted beyond the device (`emulator.activate`).
+    relaxations: names of the omitted checks (parameter `relax` of `emulator.activate`).
     """
 
     relaxations: ClassVar[frozenset[str]] = frozenset()

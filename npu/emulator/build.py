@@ -1,8 +1,8 @@
 """Builder of the emulated CANN libraries: compiles them once per pair of torch and torch_npu.
 
-The cache is `$XDG_CACHE_HOME/npuserve/emulator` (default `~/.cache`): object files by the digest of their inputs, and
-one folder of libraries per set of sources, compiler, torch and torch_npu. A file lock makes concurrent processes build
-once.
+The cache is `$XDG_CACHE_HOME/npuserve/emulator` (default `~/.cache`). It holds object files by the digest of their
+inputs. It has one folder of libraries per set of sources, compiler, torch and torch_npu. A file lock makes concurrent
+processes build once.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Unit:
 
 
 def _units(folder: str, headers: list[Path], flags: tuple[str, ...], salt: str) -> list[_Unit]:
-    """Return the units of a folder's sources, largest first, since it takes longest to compile."""
+    """Return the units of a folder's sources, largest first, since the largest takes longest to compile."""
     sources = sorted((HERE / folder).glob("*.cpp"), key=lambda file: -file.stat().st_size)
     return [_Unit(source, flags, _digest(salt, flags, *headers, source)) for source in sources]
 

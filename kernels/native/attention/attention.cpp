@@ -5,8 +5,8 @@
 //     values  [blocks, Hkv, block_size / w, Dp, w]             words along tokens, panels along the head
 //     scales  [blocks, Hkv, block_size] bfloat16               of keys and of values, in an int8 cache
 //
-// An int8 cache is multiplied by queries and weights in int16, each row with its own scale. Sums are exact, so the
-// error is only that of the cache.
+// An int8 cache is multiplied by queries and weights in int16, each row with its own scale. Sums are exact. The only
+// error is the quantization of the cache.
 //
 // A query's context is cut into splits of SPLIT tokens at absolute positions. Each split is computed independently
 // (scores, largest score, weights, weighted sum) and merged into the total in ascending order. The order of additions
@@ -110,7 +110,7 @@ struct Attention {
         int64_t last, split, end;  // last: context of the last query
 
         // Items of one head are adjacent, since they share its keys and values. The last items of a prompt have the
-        // most work and come first. If items are cut by splits, units of adjacent heads are adjacent.
+        // most work and are first. If items are cut by splits, units of adjacent heads are adjacent.
         UnitRange(const Shape &s, int64_t rows, int threads, int64_t unit)
             : items(s.plan()[rows]), cut(s.cut(items, threads)), splits(cut ? s.most_splits(rows) : 1),
               index(items - 1 - (cut ? unit / s.kv_heads / splits : unit % items)),
@@ -199,7 +199,7 @@ struct Attention {
             values[value_runs++] = {reinterpret_cast<const char *>(work.last_word), whole, padded - whole, nullptr};
         }
         Visibility visible{item.position + from / s.group + 1 - begin, s.group, tokens};
-        // Few rows are bound by memory: the next operands are fetched while a block is multiplied.
+        // Few rows are bound by memory, so the next operands are prefetched while a block is multiplied.
         bool few = count - from <= MEMORY_BOUND_ROWS;
         Prefetch none;
         if constexpr (Amx::USED)

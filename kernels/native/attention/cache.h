@@ -1,8 +1,8 @@
 // Storage of the KV cache: numbers of the activations' dtype D, or int8 with a bfloat16 scale for each token and head.
 // Both have one interface, so that attention and cache writes are one template.
 //
-// A word is the operand of one product step along K: 32 bits of numbers of D, or two int8 (16 bits), which are
-// multiplied by two int16. Sums of the latter are exact in int32.
+// A word is the operand of one product step along K: 32 bits of numbers of D, or two int8 (16 bits). Two int8 are
+// multiplied by two int16; their sums are exact in int32.
 #pragma once
 
 #include <algorithm>
@@ -152,8 +152,9 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
 //     queries and weights in the product. ABSORBS: a weight of 0 makes 0 of any stored number.
 //   number: converts a head [size] to its stored form, with `buffer` as scratch, and sets `scale`.
 //   query: converts a head [size] to the product's form and returns its scale. score: converts sums to scores.
-//   Weights: weights of one query. add(token, lanes), in ascending order, returns the weights that count for their sum;
-//     end writes the weights to `to` and returns their scale. weighted: converts sums of products to sums of values.
+//   Weights: weights of one query. Call add(token, lanes) in ascending order; it returns the weights to sum up.
+//     The function `end` writes the weights to `to` and returns their scale. weighted: converts sums of products to
+//     sums of values.
 //   value_scales: reads the scales of n tokens, for Weights. copy_scales: copies the scales of n tokens.
 template <class D>
 struct PlainCache {
@@ -202,7 +203,7 @@ struct Int8Cache {
     static constexpr bool ABSORBS = true;
     static constexpr float MIN_MAGNITUDE = 1e-30f;  // minimum magnitude of a scale, so that its reciprocal is finite
 
-    // The scale is the bfloat16 at or just above the largest magnitude divided by 127: nothing is clipped.
+    // The scale is the largest magnitude divided by 127, rounded up to bfloat16, so that nothing is clipped.
     static INLINE const Number *number(const typename D::type *head, int64_t size, Number *buffer, uint16_t *scale) {
         float exact = largest_magnitude<D>(head, size) / 127.0f;
         uint32_t bits;

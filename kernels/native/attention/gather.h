@@ -1,8 +1,8 @@
 // Keys and values of a split, copied from the cache's blocks to this thread's scratch for products with many rows.
 //
-// The copies are operands in the form that a product reads, widened once for all rows, in groups of GROUP adjacent
-// panels: a tile reads a contiguous group, which stays in the first-level cache for all rows. Each output is the same
-// chain of additions as over the blocks.
+// The copies are operands in the form that a product reads, widened once for all rows. They are in groups of GROUP
+// adjacent panels. A tile reads a contiguous group, which stays in the first-level cache for all rows. Each output is
+// the same chain of additions as over the blocks.
 #pragma once
 
 #include <type_traits>
@@ -130,7 +130,7 @@ struct Gather {
         return std::max(keys, ceil_div<int64_t>(s.padded_dim, GROUP * LANES) * words) * STRIDE;
     }
 
-    // Copies the keys of `runs` runs to runs of GROUP panels each. Returns the number of those.
+    // Copies the keys of `runs` runs to runs of GROUP panels each. Returns the number of the new runs.
     static int64_t keys(const Shape &s, const Run *from, int64_t runs, uint16_t *scales, char *buffer, Run *to) {
         const int64_t words = s.dim / C::PER_WORD, stride = s.key_stride<C>(), size = s.dim / PER_WORD * STRIDE;
         for (int64_t i = 0; i < runs; i++) {
@@ -148,8 +148,8 @@ struct Gather {
         return made;
     }
 
-    // Copies the values of `runs` runs to runs of CHUNK words each. `to` holds the runs of the first group of panels;
-    // those of the next group begin CHUNK * STRIDE bytes later. Returns the number of runs.
+    // Copies the values of `runs` runs to runs of CHUNK words each. `to` holds the runs of the first group of panels.
+    // The runs of the next group begin CHUNK * STRIDE bytes later. Returns the number of the new runs.
     static int64_t values(const Shape &s, const Run *from, int64_t runs, char *buffer, Run *to) {
         const int64_t stride = s.value_stride<C>(), panels = s.padded_dim / LANES;
         const int64_t size = ceil_div<int64_t>(panels, GROUP) * CHUNK * STRIDE;

@@ -1,5 +1,5 @@
 // Geometry of an attention call: positions of keys and values in the cache, and the division of queries into items.
-// attention.cpp describes the layout of the cache and an op's p and n.
+// See attention.cpp for the layout of the cache and an op's p and n.
 #pragma once
 
 #include <algorithm>
@@ -72,7 +72,7 @@ struct Shape {
         return rows;
     }
     int64_t rows() const { return plan()[op.n[1] + 1]; }
-    // True if items, each of one query, are also cut by splits, so that few long ones occupy all threads.
+    // True if items, each of one query, are also cut by splits, so that few long items occupy all threads.
     bool cut(int64_t items, int threads) const {
         return items == tokens && items <= op.n[7] && items * kv_heads < ATTENTION_UNITS_PER_THREAD * threads;
     }

@@ -1,4 +1,4 @@
-// Norm, rotary embedding and cache write between projection and attention. attention.cpp describes the cache's layout.
+// Norm, rotary embedding and cache write between projection and attention. See attention.cpp for the cache's layout.
 //
 //   qk_norm_rope_kv_write
 //                    p: qkv [T, (Hq + 2 Hkv) D], q_gamma, k_gamma [D] or null, cos_sin [P, D] float32, positions [T]
@@ -24,11 +24,11 @@ struct QkNormRopeKvWrite {
     typedef typename D::type T;
     typedef typename C::Number Number;
     static constexpr int64_t PER_WORD = C::PER_WORD;
-    // Tokens of a panel share cache lines: threads that took alternate tokens would wait for each other.
+    // Tokens of a panel share cache lines: threads that process alternate tokens would wait for each other.
     static constexpr int64_t UNIT_TOKENS = LANES;
 
-    // Division of a call into units: some tokens with all heads; if that leaves threads without work, one key-value
-    // head with its queries.
+    // Division of a call into units: some tokens with all heads. If threads would have no work, a unit is one KV head
+    // with its queries.
     struct Split {
         int64_t groups, cuts;
         explicit Split(const Call &call)
@@ -128,7 +128,7 @@ struct QkNormRopeKvWrite {
         }
     }
 
-    // Writes word w of token i of n to keys + w * stride + i * WORD: a cache line holds the same word of 16 tokens.
+    // Writes word w of token i of n to keys + w * stride + i * WORD. A cache line holds the same word of 16 tokens.
     static INLINE void write_keys(char *keys, int64_t stride, const Number *const *tokens, int64_t n, int64_t words) {
         int64_t done = 0;  // tokens written, four at a time
 #if defined(__SSE2__)

@@ -78,7 +78,7 @@ struct Prefetch {
 
   private:
     static constexpr int64_t WHOLE = 512;
-    // Into the second-level cache: the first is too small for the operands in between.
+    // Prefetches into the second-level cache: the first is too small for the operands in between.
     INLINE void fetch() {
         read -= bytes;
         if (bytes == WHOLE) {

@@ -1,9 +1,9 @@
 // Tile registers of AMX: eight registers of up to 16 rows of 64 bytes.
 //
-// tile_dot multiplies 16 rows of x by 16 columns of a panel over 16 words of K, and adds the products to 16 x 16 sums.
-// Intel's manual (TDPBF16PS) defines the order of the bfloat16 additions: even and odd products are summed separately,
-// then both sums are added to the accumulator. Each addition is rounded to float32, and denormal numbers are 0. The
-// sums of a row do not depend on other rows.
+// The function `tile_dot` multiplies 16 rows of x by 16 columns of a panel over 16 words of K. It adds the products to
+// 16 x 16 sums. Intel's manual (TDPBF16PS) defines the order of the bfloat16 additions: even and odd products are
+// summed separately, then both sums are added to the accumulator. Each addition is rounded to float32, and denormal
+// numbers are 0. The sums of a row do not depend on other rows.
 #pragma once
 
 #include <type_traits>
@@ -26,9 +26,9 @@ INLINE void each(const Function &function) {
     function(std::integral_constant<int, N - 1>());
 }
 
-// Configuration of the tile registers. Tiles 0 to 3 are sums, 4 and 5 hold rows of x, each of these with `rows` rows;
-// 6 and 7 hold words of panels. Tiles 5 and 7 hold `words` words of each row and panel, the others 16. The registers
-// are released at the end, so that a thread switch does not save them.
+// Configuration of the tile registers. Tiles 0 to 3 are sums, and 4 and 5 hold rows of x; each of them has `rows` rows.
+// Tiles 6 and 7 hold words of panels. Tiles 5 and 7 hold `words` words of each row and panel, the others 16. The
+// registers are released at the end, so that a thread switch does not save them.
 class TileRegisters {
   public:
     explicit TileRegisters(int rows, int words = TILE_WORDS) {

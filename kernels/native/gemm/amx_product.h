@@ -11,8 +11,8 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Prefetches `lines` cache lines of each run at each step into the second-level cache. The lines of a step begin
-// `stride` bytes after those of the previous step.
+// Prefetches `lines` cache lines of each run at each step into the second-level cache. The lines of two successive
+// steps are `stride` bytes apart.
 template <int P>
 struct Fetch {
     const char *const *runs;
@@ -69,8 +69,8 @@ __attribute__((noinline)) void product_of_tiles(const char *const (&x)[2], int64
     each<R * P>([&](auto i) __attribute__((always_inline)) { tile_store<i>(sums[i / P] + i % P * 64, P * 64); });
 }
 
-// Access to the panels of plain weights: a step's words in place, or copied and padded with zeros if K ends
-// within it.
+// Access to the panels of plain weights. A step's words are read in place, or copied and padded with zeros if K ends
+// within the step.
 template <class Dot>
 struct PlainSteps {
     static constexpr bool EXPANDS = false;
@@ -171,8 +171,8 @@ struct TileUnit {
         }
     }
 
-    // The first row of a tile. The last tile begins earlier if it would not be full otherwise. Rows that it shares with
-    // the tile before get the same sums.
+    // The first row of a tile. The last tile begins earlier if it would not be full otherwise. Rows shared with the
+    // tile before get the same sums.
     int64_t begin_of(int64_t tile) const { return std::min<int64_t>(tile * TILE_ROWS, rows - height); }
     // The sums of a tile of rows and of `panels` adjacent panels from `panel` on.
     char *acc_of(int64_t panel, int64_t from, int64_t panels, int64_t tile) const {

@@ -1,12 +1,12 @@
 // Products with bfloat16 weights that are packed losslessly in 12.25 bits a number.
 //
 // The upper byte of a number, its sign and seven bits of its exponent, has few values among neighbours. The lower byte
-// is stored as it is; the upper byte is stored as a code of four bits, an index into a table of 16. (DFloat11,
-// arXiv:2504.11651, also relies on the two to three bits of information in the exponents of trained weights, with codes
-// of variable length.) K is a multiple of 8.
+// is stored unchanged. The upper byte is stored as a code of four bits, an index into a table of 16. The exponents of
+// trained weights have two to three bits of information. DFloat11 (arXiv:2504.11651) also relies on this, with codes of
+// variable length. K is a multiple of 8.
 //
 // Packed: [N / 16] panels of [K / 128] blocks, of which the last may be shorter. A block is 64 bytes of Header, then
-// for every 4 words of 16 columns (tile.h) 64 bytes of codes and twice 64 lower bytes. Of words 2 j and 2 j + 1:
+// for every 4 words of 16 columns (tile.h) 64 bytes of codes and twice 64 lower bytes. Position of words 2 j, 2 j + 1:
 //
 //   lower bytes     line j; the first word's 8 even bytes of quarter q at 16 q, the second word's at 16 q + 8
 //   codes           bits 4 j to 4 j + 3 of the bytes at the same positions
@@ -267,7 +267,7 @@ struct CompactTile : OnceTile<DotBFloat16> {
     template <int R>
     static constexpr bool IN_REGISTERS = WIDTH == LANES || R <= 2;
 
-    // With few rows the processor's own prefetch follows the panels; see OnceTile.
+    // With few rows the hardware prefetcher follows the panels; see OnceTile.
     template <int R>
     static constexpr bool FETCH = R > 2;
 };

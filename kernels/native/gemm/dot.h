@@ -110,8 +110,8 @@ INLINE uint32_t word_at(const char *p) {
     return x;
 }
 
-// Loads the word at x into every lane, in one instruction at each use: compilers would otherwise shift a number before
-// they broadcast it, or keep it for the word's next step where registers are scarce.
+// Loads the word at x into every lane, in one instruction at each use. Otherwise compilers would shift a number before
+// they broadcast it, or keep it for the word's next step although registers are scarce.
 INLINE ivec broadcast(const char *x) {
     ivec v;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -125,7 +125,7 @@ INLINE ivec broadcast(const char *x) {
 // Product of a word in steps that each need few registers beside the accumulators, and the form of x for the steps.
 //
 //   COUNT, X_BYTES  steps of a word, bytes of a word of x
-//   COPIES          true if x is copied before it is multiplied; otherwise X_BYTES is 4 and x stays where it is
+//   COPIES          true if x is copied before it is multiplied; otherwise x is read in place and X_BYTES is 4
 //   copy            copies `count` numbers of x
 template <class Dot>
 struct Steps {
@@ -217,7 +217,7 @@ struct Steps<DotInt8> {
     }
 };
 #elif defined(__AVX2__)
-// Bytes 0 and 2 of each word as pairs of 16 bits, then 1 and 3; x as those pairs.
+// Bytes 0 and 2 of each word as pairs of 16 bits, then 1 and 3; x is in the same pairs.
 template <>
 struct Steps<DotInt8> {
     static constexpr int COUNT = 2;
@@ -272,7 +272,8 @@ struct Steps<DotInt8> {
     static void copy(const int8_t *x, int64_t count, char *to) { std::memcpy(to, x, size_t(count)); }
 };
 #elif defined(__aarch64__)
-// Bytes 0 and 2 of each word as 16 bits, then 1 and 3: of four words byte 0 or 1, then byte 2 or 3. x in that order.
+// Bytes 0 and 2 of each word as 16 bits, then 1 and 3. A register has byte 0 or 1 of four words, then byte 2 or 3. The
+// numbers of x are in the same order.
 template <>
 struct Steps<DotInt8> {
     static constexpr int COUNT = 2;

@@ -14,9 +14,9 @@
 //   embedding_int8  p: row numbers [T] int64, packed, out [T, K], scale of each of the table's rows float32, zero int32
 //                     or null                                                       n: T, K
 //
-// The first four also exist with the suffix _int8, for int8 x and weights. They have more pointers from p[5] on:
-// x_scale [T] float32, scale [N] float32 and sum [N] int32 of each weight row; zeros [T] of x or null, zeros [N] of
-// weight rows or null and, if the latter are present, the sums [T] of x's rows, all int32.
+// The first four also exist with the suffix _int8, for int8 x and weights. More pointers follow from p[5] on. The first
+// are x_scale [T] float32, and scale [N] float32 and sum [N] int32 of each weight row. Then follow int32 zeros [T] of x
+// or null, and int32 zeros [N] of weight rows or null. If weight rows have zeros, int32 sums [T] of x's rows are last.
 #include <algorithm>
 
 #include "gemm/epilogue.h"

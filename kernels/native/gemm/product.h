@@ -9,7 +9,7 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// Product of blocks of panels with many rows, and the number of its words for each word of Dot. Without a bfloat16
+// Product of blocks of panels with many rows, and its number of words for each word of Dot. Without a bfloat16
 // instruction, panels and x are widened to float32 once for all rows.
 template <class Dot>
 struct Inner {
@@ -56,7 +56,7 @@ template <class Dot>
 struct OnceTile : Tile<Dot> {
     const char *const *next;
 
-    // With few rows the processor's own prefetch follows the panels, faster than software prefetch. With more rows it
+    // With few rows the hardware prefetcher follows the panels and is faster than software prefetch. With more rows it
     // does not reach far enough ahead.
     static constexpr int FOLLOWED_ROWS = 2;
     static constexpr int64_t AHEAD = 2048;  // bytes
@@ -127,7 +127,7 @@ template <class D>
 struct Plain {
     typedef D Dot;
     static constexpr bool EXPANDS = false;
-    // Few rows multiply the words as they are: each tile widens them in registers.
+    // With few rows, words are multiplied unexpanded: each tile widens them in registers.
     static bool expands(const Split &split) { return Inner<Dot>::WORDS > 1 && !split.few; }
     static int64_t block(const Split &split) {
         return !Steps<Dot>::COPIES ? INT64_MAX : split.few ? 512 : expands(split) ? 64 : 128;
@@ -170,8 +170,8 @@ struct UnitLayout {
 };
 
 // Unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose accumulators
-// are `stride` apart. With Take::PAIRED, panel p of the first half of the columns and panel p of the second half are
-// adjacent in a tile, and `take` gets both accumulators. memory: UnitLayout::bytes() bytes, aligned to 64.
+// are `stride` apart. With Take::PAIRED, panels p of the first and the second half of the columns are adjacent in a
+// tile. `take` then gets both accumulators. memory: UnitLayout::bytes() bytes, aligned to 64.
 template <class Of, class Take>
 struct Unit {
     typedef typename Of::Dot Dot;

@@ -22,9 +22,9 @@ constexpr int MANY_ROWS = TILE_ACC < 6 ? TILE_ACC : 6;
 constexpr int MAX_PANELS = 4;
 constexpr int widest_tile(int rows) { return panels_for(rows, MAX_PANELS, TILE_ACC); }
 
-// Groups of panels times groups of rows. With `once` all rows are one tile, and each weight is read from memory into
-// registers. Otherwise the rows of a unit are divided into tiles of about the same size, which share panels in the
-// cache.
+// Division into groups of panels times groups of rows. With `once` all rows are one tile, and each weight is read from
+// memory into registers. Otherwise the rows of a unit are divided into tiles of about the same size, which share panels
+// in the cache.
 struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
@@ -44,8 +44,7 @@ struct Split {
             panels_per_unit = tile_panels * std::max<int64_t>(1, UNIT_BYTES / bytes);
             rows_per_unit = rows;
         } else {
-            // If the columns are too few for all threads to end together, units are narrower, and also divided by rows
-            // if there are many.
+            // With too few columns for all threads to end together, units are narrower. Many rows are divided too.
             tile_rows = few && !paired ? FEW_ROWS : MANY_ROWS;
             if (few && panels < MIN_UNITS_PER_THREAD * threads * widest_tile(tile_rows)) tile_rows = ONCE_ROWS;
             tile_panels = tile_panels_of(tile_rows, paired);

@@ -1,7 +1,7 @@
 // Product in registers from which all matrix kernels are built: R rows of x times P panels of 16 columns.
 //
-// Each output is one chain of additions along K in ascending order for every R and P, so a row's numbers do not depend
-// on other rows. dot.h describes words and panels.
+// Each output is one chain of additions along K in ascending order for every R and P. A row's results therefore do not
+// depend on other rows. See dot.h for words and panels.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@ INLINE void panel_step(typename Dot::Acc (&acc)[R][P], int p, const char *x, int
     if constexpr (S + 1 < By::COUNT) panel_step<Dot, R, P, S + 1>(acc, p, x, x_stride, w);
 }
 
-// True if one word of a panel takes so many registers that a tile processes one panel after the other.
+// True if a tile processes one panel after the other, since one word of a panel takes many registers.
 constexpr bool BY_PANELS = PARTS > 2;
 
 // Steps S and later of one word of all panels.
@@ -88,9 +88,9 @@ INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, 
 #endif
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * w_stride. ahead: A runs of words that are needed next, ahead_stride bytes apart, which are prefetched into
-// the second-level cache: the first level has too few outstanding loads for the memory's speed. With SOME, entries may
-// be null.
+// w[p] + k * w_stride. ahead: A runs of the words that are needed next, ahead_stride bytes apart. They are prefetched
+// into the second-level cache: the first level has too few outstanding loads for the memory's speed. With SOME, entries
+// may be null.
 template <class Dot, int R, int P, int A, bool SOME>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
                  int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {

@@ -14,8 +14,8 @@
 //   quantize            p: x [T, K], int8                                              n: T, K        f: levels
 //   row_sums            p: x [T, K] int8, out [T] int32                                n: T, K
 //
-// "int8" is five pointers: values [T, K], scale [T] float32, zero [T] int32 or null for no zeros; a static scale or
-// null, and its zero or null. levels: divisor of the largest magnitude in a scale without a zero.
+// "int8" is five pointers: values [T, K], scale [T] float32, zero [T] int32 or null, static scale or null, static zero
+// or null. Null zeros stand for no zeros. levels: divisor of the largest magnitude in a scale without a zero.
 #include <algorithm>
 
 #include "runtime/vec.h"
@@ -53,7 +53,7 @@ INLINE void put_int8(int8_t *p, F x, int64_t n) {
     if (n < LANES) std::memcpy(p, l, size_t(n));
 }
 
-// Quantizes a row [size] to int8, as `quantize` of quantized.py. p: index of the first of the pointers; f: of the
+// Quantizes a row [size] to int8, as `quantize` of quantize.py does. p: index of the first pointer. f: index of the
 // levels.
 template <class D>
 INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename D::type *x, int64_t size) {
@@ -84,7 +84,7 @@ INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename
     });
 }
 
-// Rounds as Hugging Face's models: the sum, and the normalized value before the product with gamma.
+// Rounds the sum, and the normalized value before the product with gamma, as Hugging Face's models do.
 template <class D, bool ADD>
 struct NormRow {
     typedef typename D::type T;

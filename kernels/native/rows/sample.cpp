@@ -3,10 +3,10 @@
 //   sample  p: logits [T, Vp], temperature [T] float32, top_k [T] int64, top_p, min_p [T] float32, uniform [T] float64,
 //              out [T] int64                                                  n: T, Vp, vocabulary
 //
-// top_k and top_p each keep the first tokens in the order of falling scores, equal scores by id. Each is thus a border:
-// a score, and the number of kept tokens that equal it. One search finds both: bisection of the range of scores, adding
-// ones for top_k and weights for top_p above the middle. It visits only candidates: the largest scores of each block of
-// columns have enough mass that no score below the smallest of them is needed.
+// The filters top_k and top_p each keep the first tokens in the order of falling scores, equal scores by id. The result
+// of each is a border: a score, and the number of kept tokens with exactly this score. One search finds both borders,
+// by bisection of the range of scores. It adds ones for top_k, and weights for top_p, above the middle. It visits only
+// candidates. The largest scores of each block of columns have enough mass that smaller scores are not needed.
 #include <algorithm>
 #include <cfloat>
 
@@ -40,8 +40,8 @@ struct Row {
     typedef typename D::type T;
     static constexpr int64_t BLOCK = 32 * LANES;
 
-    // Kept are the scores above `score`, and the `ties` tokens with the smallest ids among those that equal it.
-    // reached: false if all candidates together do not reach the limit.
+    // Border of a filter. It keeps all tokens with scores above `score`. Of the tokens with exactly this score, it
+    // keeps the `ties` smallest ids. `reached` is false if all candidates together do not reach the limit.
     struct Border {
         float score;
         double ties;
@@ -123,8 +123,8 @@ struct Row {
         return middle > low && middle <= high ? middle : high;
     }
 
-    // Returns the border at which the n > 0 candidates, largest first, sum to `limit`: their weights if MASS, else
-    // their number. The candidates are changed.
+    // Returns the border at which the n > 0 candidates, largest first, sum to `limit`. MASS: sums weights; otherwise
+    // counts candidates. Changes the candidates.
     template <bool MASS>
     Border search(int64_t n, double limit) const {
         F lows = set1(INFINITY), highs = set1(-INFINITY);
@@ -160,7 +160,7 @@ struct Row {
         double ties = std::ceil((limit - above) / each_of_them);
         return Border{low, std::max(1.0, std::min(double(n), ties)), above + double(n) * each_of_them >= limit};
     }
-    // Keeps only the candidates from the pivot up, or those below it. Returns their number.
+    // Keeps only the candidates from the pivot up, or only the candidates below it. Returns their number.
     int64_t keep(int64_t n, F pivot, bool up) const {
         int64_t kept = 0;
         for (int64_t i = 0; i < n; i += LANES) {

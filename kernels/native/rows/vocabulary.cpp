@@ -50,7 +50,7 @@ struct Report {
     explicit Report(const Op &op)
         : op(op), width(op.n[1]), columns(op.n[2]), top(op.n[3]), parts(ceil_div(columns, PART)),
           blocks(ceil_div(columns, BLOCK)) {}
-    // Of a part: its largest logit, the sum of its weights relative to that, the number of logits above the id's.
+    // Sums of a part: its largest logit, its weights relative to this logit, the number of logits above the id's logit.
     double *sums(int64_t row, int64_t part) const { return op.at<double>(2) + (row * parts + part) * 3; }
     float *largest(int64_t row) const { return op.at<float>(3) + row * blocks; }
     template <class D>
@@ -107,7 +107,7 @@ struct LogprobsMerge {
     struct Candidate {
         float logit;
         int32_t id;
-        // The most likely first; of equal ones the smaller id.
+        // Orders the most likely first, equal logits by id.
         bool operator<(const Candidate &other) const {
             return logit > other.logit || (logit == other.logit && id < other.id);
         }

@@ -1,8 +1,8 @@
 // Thread pool that runs programs of ops.
 //
-// Units of an op are claimed, not assigned: each running thread takes the next unit. No thread waits for a preempted
-// thread unless that thread holds a unit, so a busy neighbour costs only the processor time that it takes. An op begins
-// when all units of the op before it are done.
+// Threads claim the units of an op: each running thread takes the next unit. A thread waits for a preempted thread only
+// if that thread holds a unit. Other processes therefore cost only the processor time that they use. An op begins when
+// all units of the op before it are done.
 #include "runtime/pool.h"
 
 #include <sched.h>

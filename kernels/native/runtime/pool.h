@@ -28,12 +28,12 @@ const char *npuserve_constant(int i, int64_t *value);
 // Digest of the sources and the instruction sets of this library, as passed by the build.
 const char *npuserve_source(void);
 
-// Sets the threads of later runs, including the caller. cpus: the processor of each thread, the caller's first, to
-// which the caller binds itself; null leaves the choice to the system. Not allowed while a program runs. Returns 0, or
-// 1 if the system refuses a thread; fewer are used then.
+// Sets the threads of later runs, including the caller. cpus: the processor of each thread, beginning with the caller.
+// The caller binds itself to the first. Null leaves the choice to the system. Not allowed while a program runs. Returns
+// 0, or 1 if the system refuses a thread; fewer threads are used then.
 int npuserve_set_threads(int threads, const int *cpus);
 
-// Runs ops in sequence on the i-th instruction set of npuserve_isa. rows: replaces n[0] of each op; -1 keeps them.
+// Runs ops in sequence on the i-th instruction set of npuserve_isa. rows: replaces n[0] of each op; -1 keeps it.
 // seconds: receives the duration of each op, unless null. Thread-safe; each caller waits for its own ops. Returns 0, or
 // 1 if the kernels got no memory for their scratch; the outputs of the ops are then undefined.
 int npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows, double *seconds);
@@ -41,9 +41,9 @@ int npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows, 
 // Zeroed memory, in large pages where the system grants them; null if there is none.
 void *npuserve_allocate(size_t bytes);
 
-// Maps the contents of an open file in memory from `offset`, a multiple of 2 MiB, shared with all processes that map
-// it, in large pages as far as available. Null if the system makes no large pages of files. The file must be at least
-// as long as the end of the last large page.
+// Maps the contents of an open file in memory from `offset`, a multiple of 2 MiB. All processes that map the file share
+// it. Uses large pages as far as available. Returns null if the system makes no large pages of files. The file must be
+// at least as long as the end of the last large page.
 void *npuserve_share(int file, int64_t offset, size_t bytes);
 void npuserve_free(void *memory, size_t bytes);
 }

@@ -1,5 +1,5 @@
-// Tables of the library: its instruction sets (the build defines HAS_... and NPUSERVE_SOURCE) with detection of those
-// that the processor has, and the constants for Python.
+// Tables of the library: its instruction sets, their detection on this processor, and the constants for Python. The
+// build defines HAS_... and NPUSERVE_SOURCE.
 #include <cstring>
 
 #if defined(HAS_avx512_amx)

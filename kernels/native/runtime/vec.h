@@ -1,5 +1,5 @@
-// Vector of sixteen float32 lanes, in as many registers as the instruction set needs, and its operations. All of this
-// is in a namespace named for the instruction set that the file is compiled for.
+// Vector of sixteen float32 lanes, in as many registers as the instruction set needs, and its operations. The namespace
+// is named for the instruction set that the file is compiled for.
 #pragma once
 
 #include <cmath>
@@ -105,7 +105,7 @@ INLINE F fma(F a, F b, F c) {
 #endif
     return c;
 }
-// a where it is larger, else b, also where one of them is NaN; min likewise.
+// Returns a where it is larger, else b; also b where one of them is NaN. For `min` the same holds with "smaller".
 INLINE F max(F a, F b) {
 #if defined(__AVX512F__)
     a.v[0] = (fvec)_mm512_maskz_max_ps(0xFFFF, (__m512)a.v[0], (__m512)b.v[0]);
@@ -166,7 +166,7 @@ INLINE uint32_t at_least(F a, F b) {
     return bits;
 }
 
-// Sums of halves of the lanes, then of halves of those, and so on.
+// Sum and maximum of the lanes. Combines the upper half of the lanes with the lower half, and repeats this.
 typedef float quad __attribute__((vector_size(16)));
 INLINE float lane_sum(F x) {
     quad q[4];
@@ -199,8 +199,9 @@ INLINE F nearest(F x) {
 
 // 2**(whole + t), |t| <= 0.5, whole in -127 .. 128; -127 gives 0 and 128 infinity.
 //
-// Polynomial of degree 6 with constant term 1 and minimal relative error over [-0.5, 0.5] by Remez's exchange (2.6e-9;
-// 2.1e-8 with the coefficients rounded to float32). With the roundings of its evaluation the error is below 1.1e-7.
+// Polynomial of degree 6 with constant term 1 and minimal relative error over [-0.5, 0.5] by Remez's exchange. The
+// relative error is 2.6e-9, or 2.1e-8 with coefficients rounded to float32. With the roundings of its evaluation it is
+// below 1.1e-7.
 INLINE F exp2_of(F whole, F t) {
     F p = fma(t, set1(1.55946778e-4f), set1(1.34066434e-3f));
     p = fma(t, p, set1(9.61769279e-3f));

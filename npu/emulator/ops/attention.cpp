@@ -83,8 +83,8 @@ struct Request {
 
 bool dense(const aclTensor *tensor) { return !tensor || view(tensor).is_contiguous(); }
 
-// Mask of the keys that a query may not see, by (key's position - query's position), read from the first row and column
-// of the (2048, 2048) mask, so that a wrong mask gives wrong numbers, as on the device.
+// Mask of the keys that a query may not see, by (key's position - query's position). It is read from the first row and
+// column of the (2048, 2048) mask. A wrong mask thus gives wrong numbers, as on the device.
 at::Tensor hidden(const at::Tensor &mask, int64_t queries, int64_t keys, int64_t shift) {
   const auto distance = (at::arange(keys).unsqueeze(0) - (at::arange(queries) + shift).unsqueeze(1)).clamp(-2047, 2047);
   const auto flags = mask.reshape({2048, 2048}).to(at::kBool);

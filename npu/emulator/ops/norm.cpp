@@ -1,8 +1,8 @@
 // Root-mean-square norms: alone, with addition of the residual, and with quantization of the result.
 //
 // All computation is in float32. Kernels with an addition round where the device's kernels do (ops-nn,
-// norm/add_rms_norm*/op_kernel): in bfloat16 the norm is of the unrounded sum, in float16 of the sum in float16;
-// aclnnAddRmsNorm rounds the normalized values before gamma.
+// norm/add_rms_norm*/op_kernel). In bfloat16 the norm is computed from the unrounded sum. In float16 it is computed
+// from the sum in float16. aclnnAddRmsNorm rounds the normalized values before gamma.
 #include "op.h"
 
 using namespace ops;

@@ -1,4 +1,4 @@
-// FRACTAL_NZ: storage of a matrix (k, n) as tiles of 16 rows by c columns of 32 bytes, in columns of tiles:
+// FRACTAL_NZ: storage of a matrix (k, n) as tiles of 16 rows by c columns; a row of a tile has 32 bytes. Its shape is
 // (ceil(n / c), ceil(k / 16), 16, c), padded with zeros (aclnnNpuFormatCast.md, data format FRACTAL_NZ).
 #pragma once
 
@@ -10,8 +10,8 @@ namespace ops {
 std::vector<int64_t> nz_sizes(at::IntArrayRef sizes, int64_t c);
 at::Tensor pack_nz(const at::Tensor &matrix, int64_t c);
 
-// Factor of a product, in ND or in FRACTAL_NZ, including a transposed view: checked on construction, read when the task
-// runs.
+// Factor of a product, in ND or in FRACTAL_NZ, including a transposed view. It is checked on construction and read when
+// the task runs.
 class Matrix {
  public:
   explicit Matrix(const aclTensor *tensor);

@@ -1,8 +1,9 @@
 // Interface for the operators of libopapi.
 //
-// Every aclnn operator has two phases: aclnnXGetWorkspaceSize checks its arguments and creates an executor, aclnnX
+// Every aclnn operator has two phases. aclnnXGetWorkspaceSize checks its arguments and creates an executor. aclnnX
 // submits the executor's work to the stream. OP(aclnnX, parameters...) defines both. Its body is the first phase: it
-// checks and returns plan(...) with the work, which accesses device memory only when it runs in the stream.
+// checks the arguments and returns plan(...) with the work. The work accesses device memory only when it runs in the
+// stream.
 //
 //     OP(aclnnExp, const aclTensor* self, const aclTensor* out) {
 //       return plan(PHASE, [&] { return [x = view(self), y = view(out)] { write(y, at::exp(x)); }; });
@@ -60,8 +61,7 @@ namespace ops {
 using Work = std::function<void()>;
 using Dtypes = std::initializer_list<at::ScalarType>;
 
-// Documented constraint: the operators that it applies to (space-separated), its text, and the document that it is
-// from.
+// Documented constraint: the operators to which it applies (space-separated), its text, and its source document.
 struct Rule {
   Rule(const char *operators, const char *id, const char *text, const char *source);
   const char *operators, *id, *text, *source;

@@ -18,9 +18,9 @@ static const Rule kP("aclnnApplyTopKTopP", "topktopp.p", "p has the dtype of the
 static const Rule kK("aclnnApplyTopKTopP", "topktopp.k", "k is int32 with one value per row",
                      "aclnnApplyTopKTopP.md, parameter k");
 
-// Sorts ascending and stably; drops values below the k-th largest; drops values, from the smallest up, while the
-// cumulative probability is at most 1 - p, but never the largest; restores the original positions
-// (aclnnApplyTopKTopP.md, formulas).
+// Applies top_k and top_p by the formulas of aclnnApplyTopKTopP.md. Sorts ascending and stably. Drops values below the
+// k-th largest. Then drops values, from the smallest up, while the cumulative probability is at most 1 - p, but never
+// the largest. Restores the original positions.
 OP(aclnnApplyTopKTopP, const aclTensor *logits, const aclTensor *p, const aclTensor *k, const aclTensor *out) {
   return plan(PHASE, [&] {
     const auto dtype = scalar_type(logits->dtype);

@@ -37,8 +37,8 @@ struct OldOp {
   aclopAttr attr;
 };
 
-// Registers an operator. `make` returns the body of its task and throws the message of a refusal. libopapi registers
-// its operators when it is loaded; others are refused by name.
+// Registers an operator. `make` returns the body of its task and throws the message of a refusal. The library libopapi
+// registers its operators when it is loaded. Others are refused by name.
 EMU_API void register_aclop(const char *type, std::function<std::function<void()>(const OldOp &)> make);
 
 }  // namespace emu

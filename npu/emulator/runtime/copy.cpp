@@ -54,7 +54,7 @@ int copy_later(const char *name, void *to, size_t room, const void *from, size_t
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, "%s: no such stream", name);
   bool pageable = (!copy.to_device && !is_pinned(to, bytes)) || (!copy.from_device && !is_pinned(from, bytes));
   if (!pageable) return add(lock, stream, {name, [copy] { memmove(copy.to, copy.from, copy.bytes); }});
-  // As in the runtime: the stream is synchronized, then the copy is made at once.
+  // The runtime does the same: it synchronizes the stream, then copies at once.
   if (stream->capture)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: a copy of pageable memory cannot be captured", name);
   if (unsafe_is_forbidden())

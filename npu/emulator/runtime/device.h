@@ -56,7 +56,7 @@ struct Stream {
   const int id;
   std::deque<Task> queue;
   uint64_t submitted = 0, finished = 0;
-  uint64_t wanted = 0;             // tasks that a caller waits for: the device runs up to here
+  uint64_t wanted = 0;             // number of the last task that a caller waits for
   bool running = false;            // the head is running
   int error = 0;                   // kept until the stream is destroyed
   std::string text;                // message of the error

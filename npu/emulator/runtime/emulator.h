@@ -16,10 +16,11 @@ namespace emu {
 // Returns 0, or an injected error code, which a function that can fail must return at once.
 EMU_API int enter(const char* name);
 
-// Appends `task` to the queue of `stream` (null: the default stream); it runs in order, on the device's thread. A
-// capturing stream records it instead; in an update it replaces the next task of the task group.
-// An exception in the task is an error of the stream (507015, with the message for aclGetRecentErrMsg), reported by its
-// next synchronization, like a kernel's error; the stream runs no more tasks. Returns 0, or an error code to return.
+// Appends `task` to the queue of `stream` (null: the default stream). The task runs in order, on the device's thread. A
+// capturing stream records it instead. In an update it replaces the next task of the task group.
+// An exception in the task is an error of the stream (507015, with the message for aclGetRecentErrMsg). The next
+// synchronization of the stream reports it, like a kernel's error. The stream runs no more tasks. Returns 0, or an
+// error code to return.
 EMU_API int submit(aclrtStream stream, const char* name, std::function<void()> task);
 
 // Sets the text for aclGetRecentErrMsg of this thread and returns 161002, ACLNN_ERR_PARAM_INVALID.

@@ -1,7 +1,7 @@
 // Graphs (model running instances): tasks of a capturing stream are recorded, and replayed in stream order.
 //
-// A capture has one lane for each of its streams. A replay gives every lane a stream with new marks, so that a wait
-// that is missing within the graph gives wrong data too; the launching stream waits until all lanes are done.
+// A capture has one lane for each of its streams. A replay gives every lane a stream with new marks. A missing wait
+// within the graph thus gives wrong data too. The launching stream waits until all lanes are done.
 // Rules and error codes: CANN Runtime documentation, "Single-Stream Capture", "Cross-Stream Capture", "Task Update",
 // and aclError; where these do not specify, the open source of the runtime (src/runtime/api/impl/api_error.cc).
 #include <sys/syscall.h>

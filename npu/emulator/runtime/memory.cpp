@@ -20,9 +20,9 @@ char *arena = nullptr;
 bool poison = false;
 std::map<char *, size_t> taken;        // allocations in the arena
 std::map<char *, size_t> pinned;       // pinned host memory
-std::set<void *> ours;                 // the part of it that aclrtMallocHost allocated
+std::set<void *> ours;                 // the allocations of `pinned` made by aclrtMallocHost
 std::map<char *, size_t> reserved;     // virtual ranges without memory (torch_npu's expandable segments)
-std::map<char *, size_t> mapped;       // the parts of them with memory
+std::map<char *, size_t> mapped;       // the parts of `reserved` that have memory
 
 struct Physical {
   size_t size;
