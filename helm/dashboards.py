@@ -3,8 +3,8 @@
     python helm/dashboards.py [--check]
 
 Each panel is a line or two: title, queries by legend, unit and description. `--check` writes nothing and fails if a
-file is out of date. Every query contains SELECT, so that the variables at the top of a dashboard choose the servers;
-the offered instances are those of the chosen models.
+file is out of date. Every query contains SELECT: the variables at the top of a dashboard choose the servers. The
+instance variable offers only instances of the chosen models.
 """
 
 from __future__ import annotations

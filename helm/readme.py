@@ -29,7 +29,7 @@ newer. It needs Helm 3.6 or newer. [operations.md](../../docs/operations.md) exp
     helm test llm --logs
 
 `values-cpu.yaml`, `values-ascend.yaml` and `values-cuda.yaml` are presets for a kind of accelerator; `values-prod.yaml`
-goes on top of one of them. Build the image as [docker/README.md](../../docker/README.md) says.
+is added to one of them. Build the image as [docker/README.md](../../docker/README.md) says.
 
 ## Values
 

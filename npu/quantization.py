@@ -18,9 +18,9 @@ METHOD, FORMAT, LINEAR = "compressed-tensors", "int-quantized", "Linear"
 class W8A8:
     """Quantization scheme of a linear layer with int8 weights and int8 inputs.
 
-    per_channel: one weight scale per output row; False: one per tensor.
+    per_channel: True for one weight scale per output row. False for one per tensor.
     symmetric: weights have no zero points.
-    dynamic: one input scale per token, computed at run time; False: one per tensor, stored in the checkpoint.
+    dynamic: True for one input scale per token, computed at run time. False for one per tensor, from the checkpoint.
     symmetric_inputs: inputs have no zero points.
     """
 

@@ -14,7 +14,7 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters of a request. The servicer has checked them against the ranges in the proto.
 
-    seed: 64 bits. The front end draws one if the client sent none, so that a request can be continued.
+    seed: 64 bits. The front end draws a seed if the client sent none. The request can then be continued.
     ending_ids: tokens that may not be sampled before `min_tokens` tokens were generated.
     logprobs, prompt_logprobs: number of most likely tokens to report beside the sampled one; None for no report.
     """
@@ -61,11 +61,11 @@ PENDING = -1
 class Row(msgspec.Struct, frozen=True):
     """One request in a step: compute `token_ids` at positions [start, start + len(token_ids)).
 
-    token_ids: [PENDING] alone for the token that the request's row of the step before samples.
+    token_ids: [PENDING] alone stands for the token that the request's row of the previous step samples.
     block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
-    samples: token_ids are the last tokens so far, and the step samples the next one.
-    block_version: rows with the same version differ only in the length of block_ids, so a runner may keep the blocks
-        that it has copied. 0 if that is unknown.
+    samples: the step samples the next token. `token_ids` then end with the request's last token so far.
+    block_version: version of block_ids; 0 if unknown. Rows with the same version differ only in the length of
+        block_ids. A runner may reuse the block ids that it has copied.
     """
 
     request_id: int
@@ -112,14 +112,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class StepResult:
     """Result of a step.
 
-    token_ids: request_id -> the sampled token, for every row that samples.
-    logprobs: request_id -> the report of the sampled token, if requested.
-    prompt_logprobs: request_id -> reports of the prompt tokens that this step's chunk predicted, in order: positions
-        [a, b) yield the reports of prompt tokens [a + 1, min(b + 1, prompt length)).
-    device_seconds: time that the device computed the step.
-    captured: at least a part was computed in a captured dispatch.
+    token_ids: sampled token by request_id, for every row that samples.
+    logprobs: report of the sampled token by request_id, if requested.
+    prompt_logprobs: reports of the prompt tokens that this step's chunk predicted, in order, by request_id.
+    device_seconds: compute time of the step on the device.
+    captured: at least one part was computed in a captured dispatch.
     captured_decodes: decode rows that were computed in a captured dispatch.
     timed: each kernel was timed, and its latency observed.
+
+    A chunk at positions [a, b) predicts the prompt tokens [a + 1, min(b + 1, prompt length)).
     """
 
     token_ids: dict[int, int]

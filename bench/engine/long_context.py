@@ -10,7 +10,7 @@ without a prefix cache. It computes a prompt of each length alone, then the same
     decode tok/s             of its answer
     gap before, p50, worst   ms between two tokens of a stream: before the prompt arrives, and during its prefill
     peak MiB                 of the process so far, with the memory of an emulated device
-    tokens                   equal to those of the first configuration, or the first difference
+    tokens                   whether the tokens equal the first configuration's, or the first difference
 
 A CPU device has one configuration per chunk size. Exit code 1 if tokens differ in float32. In half precision a
 difference is only reported, since two backends may round a near tie to either side.

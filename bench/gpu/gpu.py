@@ -25,8 +25,8 @@ DIR/cuda.md are rewritten with each row. Parts run in processes of their own: on
 killed, and another continues with the rest. Several processes share numbers and candidates. Exit code 1: a number or a
 token is wrong, or something failed; 2: no GPU.
 
---wheels: folder with the other packages that `serve` needs, the only source they are installed from: grpcio,
-grpcio_health_checking, grpcio_reflection, grpcio_status, googleapis_common_protos, protobuf, msgspec,
+--wheels: folder with the other packages that `serve` needs. They are installed from this folder only:
+grpcio, grpcio_health_checking, grpcio_reflection, grpcio_status, googleapis_common_protos, protobuf, msgspec,
 prometheus_client, and if missing rich, markdown_it_py, mdurl, pygments, jinja2, markupsafe, tokenizers,
 huggingface_hub, typing_extensions. Without it a stub of msgspec serves the parts before `served`.
 

@@ -7,11 +7,11 @@
 PYTHON is the interpreter of the peer's own environment; a peer whose model is not MODEL names it. Each contestant is a
 process of this folder that loads once and then waits. A round takes one sample of every measure from each contestant,
 with the same prompts, and begins with another contestant each time. harness.py defines the measures and the validity of
-a sample. Prompts are random ids, or with --texts those of a MT-Bench file.
+a sample. Prompts are random ids, or with --texts the prompts of an MT-Bench file.
 
-Prints a Markdown table: medians over the rounds in tokens per second of all rows together, and median and range over
-the rounds of npuserve's ratio to the best peer of that measure. --json appends a line for each sample to FILE; --read
-makes the table from such files, of one or several runs.
+Prints a Markdown table. Speeds are medians over the rounds, in tokens per second of all rows together. Ratios compare
+npuserve with the best peer of each measure, as median and range over the rounds. --json appends a line for each sample
+to FILE; --read makes the table from such files, of one or several runs.
 """
 
 from __future__ import annotations

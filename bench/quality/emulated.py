@@ -6,7 +6,7 @@
 MODEL: folders (default: the built-in model). --wide: a model of two layers with Qwen3-14B's exact widths, random
 weights and a vocabulary of that size (151936 is Qwen3's), made in a temporary folder.
 
-`tokens`: greedy answers in float32 to prompts that arrive one after the other. They must equal those of the CPU's
+`tokens`: greedy answers in float32 to prompts that arrive one after the other. They must equal the answers of the CPU's
 server. The emulator is set to accept float32 and heads of any size. The CPU has enough blocks for all requests; the
 emulated device computes 48 tokens per step, has few blocks, and finds prefixes. It runs with two steps in flight, and
 with one.

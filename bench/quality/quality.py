@@ -4,9 +4,9 @@
 
 The texts are every other topic of Python's help, which `npuserve quantize` does not use, and sources of Python's
 standard library. Both are cut into sequences of --length tokens; the runner predicts each position on the CPU. Prints
-for each format: perplexity and that of float32, the share of positions with float32's argmax, the mean KL divergence
-from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of `npuserve quantize`
-with and without --calibration none; they are made where not given.
+for each format the perplexity, also in float32, and the share of positions with float32's argmax. Also prints the mean
+KL divergence from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of
+`npuserve quantize` with and without --calibration none; they are made where not given.
 """
 
 from __future__ import annotations

@@ -4,17 +4,18 @@
         [-- FLAGS]
 
 For each kind of fault one server runs `--streams` innocent streams, and each run adds one faulty request. In each run
-the faulty request must fail with INTERNAL and the reason ENGINE_KILLER after at most three lives of the engine, each
-innocent stream must be complete and equal to the undisturbed one, and the server must be up. Exit code 1 otherwise.
+the faulty request must fail with INTERNAL and the reason ENGINE_KILLER, after at most three runs of the engine. Each
+innocent stream must be complete and equal to the undisturbed one. The server must be up. Exit code 1 otherwise.
 
     crash-prefill   the step that computes the prompt kills the engine
     hang-prefill    the step that computes the prompt never ends
     crash-decode    each decode step after 100 tokens of the answer kills the engine
     hang-decode     each decode step after 100 tokens of the answer never ends
 
-As on a device, the fault occurs when the step is collected: the step before has been applied, and a request with a
-fault in decode gets one token in each life. A hanging engine is killed after 5 s. FLAGS are settings of the server.
-With `serve` or `engine` in place of MODEL the program is the server with the faults, or its engine process.
+As on a device, the fault occurs when the step is collected. The previous step has been applied by then. A request with
+a fault in decode therefore gets one token in each run of the engine. A hanging engine is killed after 5 s. FLAGS are
+settings of the server. With `serve` or `engine` in place of MODEL the program is the server with the faults, or its
+engine process.
 """
 
 from __future__ import annotations

@@ -124,8 +124,12 @@ def read(parts: Iterable[pb.StreamGenerateResponse]) -> Answer:
 class Killer:
     """Thread function that kills a server's engine.
 
-    target: host:port. pid: process id of the supervisor. kills: number of kills. gaps: least and most seconds from
-    readiness to a kill; every fourth time from the last kill, so that the engine may still load. killed: times.
+    target: host:port.
+    pid: process id of the supervisor.
+    kills: number of kills.
+    gaps: least and most seconds from readiness to a kill. Every fourth gap begins at the last kill, while the engine
+        may still load.
+    killed: times of the kills.
     """
 
     def __init__(self, target: str, pid: int, kills: int, gaps: tuple[float, float], seed: int):

@@ -9,7 +9,7 @@ without a trace. Some clients disconnect in the middle, send invalid requests, r
 half time the engine is killed. Exit code 1 if one of these does not hold:
 
   - `promtool check metrics` accepts the live page;
-  - every query of every panel of every dashboard has a number over the run, except those that need TLS;
+  - every query of every panel of every dashboard has a number over the run, except queries that need TLS;
   - no counter decreases, also not by the engine's death, and no alert rule fails;
   - the kernels' time fits the time of the steps in which they were timed.
 

@@ -4,14 +4,15 @@
 
 Prints one JSON object:
 
-    read_seconds           time to read the weight files once, just before the start. Run the program twice, so that
-                           the page cache is warm
+    read_seconds           time to read the weight files once, just before the start
     first_health_seconds   from the start to the first answer of the health service
     ready_seconds          from the start to readiness
     processes              resident and peak bytes of each process
     engine_peak_bytes      peak (VmHWM) of the engine after a prompt as long as the context, at most 4096 tokens, and a
                            full batch
     check                  output of `npuserve check --json`, whose peak_bytes predicts engine_peak_bytes
+
+Run the program twice, so that the page cache is warm.
 """
 
 from __future__ import annotations

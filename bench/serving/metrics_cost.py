@@ -3,8 +3,8 @@
     python bench/serving/metrics_cost.py [MODEL] [--streams 8] [--rounds 150] [--seconds 0.25] [--json FILE] [-- FLAGS]
 
 The server runs under a closed loop of streams. A round is four windows, two with metrics and two without, in random
-order: a fixed order would favour one kind, because it beats with periodic work of the server or the machine. Every
-window begins with a signal to the processes, also where the kind does not change. In `on` windows every metric counts
+order. A fixed order could coincide with periodic work of the server or the machine, and favour one kind. Every window
+begins with a signal to the processes, also where the kind does not change. In `on` windows every metric counts
 and kernels are timed at the default sampling. In `off` windows nothing counts and no kernel is timed.
 
 Prints tokens per second and the server's CPU time per token: medians, and the geometric mean of the rounds' ratios

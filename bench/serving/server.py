@@ -139,7 +139,7 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list
 
 
 def report(figures: dict[str, Any], file: Path | None) -> None:
-    """Print the figures without those of single rounds, and write all of them to `file` if given."""
+    """Print the figures except single rounds, and write all figures to `file` if given."""
     def text(shown: dict[str, Any]) -> str:
         return json.dumps(shown, indent=1, ensure_ascii=False)
 

@@ -10,8 +10,8 @@ are paused; --max-buffered-tokens is 128, so that this is soon. Exit code 1 if o
     memory               resident memory of the front end grows by at most the buffers of two streams more than without
                          them. It keeps ended streams for `resume_seconds`, and grows for that long in both cases
 
-The two are raw HTTP/2 with a window of 1 KiB and small socket buffers. The one that reads nothing does not answer
-pings, so that the server would close its connection after about 50 s.
+The two are raw HTTP/2 with a window of 1 KiB and small socket buffers. The client that reads nothing does not
+answer pings. The server would close its connection after about 50 s.
 """
 
 from __future__ import annotations

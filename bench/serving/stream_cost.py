@@ -14,8 +14,8 @@ chosen time. Each stream is one request. Reported are microseconds of CPU time p
     bare_paced  per message: the same, with one message per stream and step
 
 `served` is tokens received per second, divided by tokens per second of the same runner called in a loop, in the same
-run. With --busy a step is work shared by two threads instead of a sleep, so that other work on those cores slows it:
-`served` is then what a CPU engine with two threads would keep, and the engine's CPU time is not reported.
+run. With --busy a step is work shared by two threads instead of a sleep. Other work on those cores slows the step.
+`served` is then the share that a CPU engine with two threads would keep. The engine's CPU time is not reported.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Captured(Protocol):
 class Backend(ABC):
     """A device and its properties.
 
-    name: in settings and messages.
+    name: name of the device in settings and messages.
     dtypes: supported dtypes of weights and activations, the preferred one first.
     vocabulary_tile: the LM head's rows are padded to a multiple of it.
     block_size: default number of tokens per KV-cache block.
@@ -105,8 +105,8 @@ class Backend(ABC):
     kernels: label of its kernel implementations in the registry.
     deterministic: a row's numbers depend neither on the batch nor on chunking.
     threads: host threads for the device's work.
-    padding_blocks: KV-cache blocks beyond those given to requests, the first of them written by the padding rows of a
-        captured batch; 0 if captured steps need no padding.
+    padding_blocks: extra KV-cache blocks that no request gets; 0 if captured steps need no padding. The padding rows of
+        a captured batch write to the first one.
     decode_buckets: row counts of the captured decode steps; () for the device's own choice.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
@@ -290,8 +290,10 @@ class Backend(ABC):
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         """Capture a step as one dispatch. Return None if the device cannot capture these batches.
 
-        step: calls the kernels of a batch of the given number of rows, at most `largest`. The batch's memory must stay
-            at its address while the result is in use, and must hold a harmless batch during the capture.
-        decode: each row is one token of a different request; False: rows are the tokens of any batch.
+        step: calls the kernels of a batch with the given number of rows, at most `largest`.
+        decode: each row is one token of a different request. False: any batch.
+
+        The batch's memory must stay at its address while the result is in use. During the capture it must hold a
+        harmless batch.
         """
         return None

@@ -108,10 +108,11 @@ def bandwidth(backend: Backend) -> float:
 class Bucket:
     """Captured decode step compared with single kernel calls.
 
-    rows: of the bucket.
-    seconds, nbytes: duration of the capture and device memory that it took.
+    rows: number of rows of the bucket.
+    seconds: duration of the capture.
+    nbytes: device memory that the capture took.
     difference: || captured - single || / || single || of the hidden states; 0 if bit-identical.
-    padded_difference: the same with one padding row in the captured step.
+    padded_difference: `difference` with one padding row in the captured step.
     replay_seconds, single_seconds: decoder time as one dispatch and kernel by kernel, on the device's clock.
     """
 

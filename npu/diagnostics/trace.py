@@ -49,10 +49,10 @@ class Call:
     """Kernel call compared with its golden function.
 
     step: "prompt" or "decode".
-    index: of the call in its step.
-    shape: of its first result.
+    index: number of the call in its step.
+    shape: shape of the first result.
     difference: largest absolute difference.
-    relative: largest `relative_of` of its results.
+    relative: largest `relative_of` of the results.
     drift: largest `relative_of` to the results of the golden pass.
     wrong: `relative` exceeds the tolerance.
     """

@@ -38,11 +38,11 @@ _PUTS_PER_ROW, _PUTS = 160, 64
 class Batch:
     """T tokens of R rows, concatenated.
 
-    ids: [T] int64; an id below 0 refers to an id that the previous step sampled (`take_ids`).
+    ids: [T] int64. A negative id refers to an id that the previous step sampled (`take_ids`).
     positions: [T] int64.
     slot_mapping: [T] int64, block * block_size + offset.
     attention: queries and keys of each row.
-    sample_tokens: [S] int64, the last token of each row that samples.
+    sample_tokens: [S] int64, index of the last token of each row that samples.
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class Part:
     tokens: number of tokens.
     decodes: number of decode rows.
     samples: (request_id, index of the next token in prompt + output) of the rows that sample.
-    cu_seqlens, context_lens: on the host, of `padded` rows; the padding rows follow the step's own.
+    cu_seqlens, context_lens: host values of `padded` rows. The padding rows follow the step's own.
     """
 
     rows: Sequence[Row]

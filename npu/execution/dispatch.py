@@ -19,12 +19,12 @@ class Dispatch:
     """Selection among the captured steps of a runner.
 
     greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps.
-    decode: decode rows up to the final norm. It is `mixed` if decode steps need no padding.
+    decode: decode rows up to the final norm; `mixed` if decode steps need no padding.
     mixed: any rows up to the final norm.
 
     hidden: computes a batch up to the final norm.
-    argmax_step: computes decode rows of the given number and keeps their argmax ids.
-    max_rows, max_tokens: of the largest step.
+    argmax_step: computes the given number of decode rows and stores their argmax ids.
+    max_rows, max_tokens: rows and tokens of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
     """
 

@@ -47,9 +47,10 @@ class Ran:
     """Results of a step whose work is queued.
 
     span: device time of its kernels.
-    reports: of sampled tokens, with their requests; on the host once `fetched` is complete.
-    prompt: reports of prompt tokens by request, in the order of their positions; likewise.
-    The other fields are as in `StepResult`.
+    reports: reports of sampled tokens, with their requests.
+    prompt: reports of prompt tokens by request, in the order of their positions.
+
+    Both kinds of reports are on the host once `fetched` is complete. The other fields are as in `StepResult`.
     """
 
     span: Span

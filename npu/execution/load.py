@@ -47,13 +47,13 @@ def load_runner(
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
-    backend, emulate: as for `select`.
-    decode_buckets, int8_levels: of `Backend`.
+    backend, emulate: as in `select`.
+    decode_buckets, int8_levels: values for the fields of `Backend`.
     prefill_device: as for `select_prefill`.
-    lm_head_dtype: of `ModelConfig`.
-    kernel_sampling, observe: of `Runner`.
+    lm_head_dtype: as in `ModelConfig`.
+    kernel_sampling, observe: as in `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
-    memory: memory file that the weights are placed in or already lie in, if the backend supports it.
+    memory: shared memory file for the weights, if the backend supports it. It may already contain them.
     cpu: requested CPU kernels.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.

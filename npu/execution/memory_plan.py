@@ -60,14 +60,14 @@ class HostPlan:
 class MemoryPlan:
     """Bytes by part, and the settings derived from them.
 
-    weights: with the table of rotary embeddings.
+    weights: weights and the table of rotary embeddings.
     kv_cache: num_blocks blocks of block_size tokens.
-    activations: of a step of max_num_batched_tokens tokens; if the host computes prompts, of the decode rows only, and
-        `host` has the plan of the prompts.
-    logits: of max_num_seqs rows, and their sampling.
-    base: the process itself, which must have imported torch as the engine has.
-    available: before any allocation other than the base.
-    dtype, kv_cache_dtype, max_model_len, block_size: as the engine will use them.
+    activations: activations of a step of max_num_batched_tokens tokens, or of the decode rows with a `host` plan.
+    logits: logits of max_num_seqs rows, and their sampling.
+    base: memory of the process itself, after the import of torch.
+    available: free memory before any allocation other than the base.
+    dtype, kv_cache_dtype, max_model_len, block_size: settings of the engine.
+    host: plan of the prompts, if the host computes them.
     """
 
     weights: int

@@ -53,10 +53,11 @@ MAX_LOGITS_BYTES = 32 << 20
 class Runner:
     """Loaded model on a device, with its KV cache.
 
-    num_blocks, block_size, kv_cache_dtype: of the KV cache; the dtype is "auto" or "int8".
-    max_model_len: positions that a request may have.
+    num_blocks, block_size: size of the KV cache.
+    kv_cache_dtype: "auto" or "int8".
+    max_model_len: maximum number of positions of a request.
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
-    kernel_sampling: every that many steps each kernel call is timed and reported to `observe`; 0 for never.
+    kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
     leaves: description of the weights in shared memory (`shared_weights.describe`), or None.
     cpu_kernels: CPU kernels in use; None if there are none.

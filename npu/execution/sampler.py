@@ -67,7 +67,7 @@ class Logprobs:
 class SampledIds:
     """Sampled ids on the device.
 
-    ids: [R, W] int64, W >= 1: ids[r, 0] is the token of row r; further columns are padding of the device.
+    ids: [R, W] int64, W >= 1. Column 0 has the tokens; further columns are padding of the device.
     logprobs: reports of the rows of `Plan.reported`; None if there are none.
     """
 
@@ -81,8 +81,8 @@ class _State:
 
     allowed_ids, bias, ending_ids: restricted to the vocabulary; empty if the request does not use them.
     edited: its logits are always edited.
-    next_position: of a request with penalties: the position after the tokens counted so far.
-    on_device: created when first needed.
+    next_position: position after the tokens counted so far, for a request with penalties.
+    on_device: tensors, created when first needed.
     """
 
     request: NewRequest
@@ -110,9 +110,8 @@ class _OnDevice:
     """Tensors of a request on the device, None if it does not use them.
 
     bias: (ids [n] int64, values [n] float32).
-    counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32) of the tokens sampled by the steps queued so
-        far.
-    sources: host buffers that the tensors are copied from.
+    counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32). The steps queued so far are counted.
+    sources: host buffers of the tensors.
     """
 
     allowed_ids: Tensor | None

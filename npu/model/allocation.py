@@ -30,9 +30,9 @@ class Target:
     """Destination of a tensor of the checkpoint.
 
     put: takes a row and the tensor's rows from there on; raises ValueError for invalid numbers.
-    shapes: that the tensor may have; it is reshaped to the first.
-    nbytes: of the stored form.
-    dtypes: that the tensor may have.
+    shapes: accepted shapes. The tensor is reshaped to the first.
+    nbytes: size of the stored form.
+    dtypes: accepted dtypes.
     required: the checkpoint must contain it.
     """
 

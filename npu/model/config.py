@@ -27,12 +27,12 @@ class ModelConfig:
     """Configuration of a decoder with RMSNorm, rotary grouped-query attention and SwiGLU.
 
     vocab_size: ids are in [0, vocab_size).
-    num_heads, num_kv_heads: heads of queries; of keys and values.
+    num_heads, num_kv_heads: number of query heads; number of key and value heads.
     max_position_embeddings: as in config.json; `context_length` is the limit for serving.
-    qk_norm: RMSNorm of each query and key head.
-    dtype: of the checkpoint, as named in config.json.
+    qk_norm: the model applies RMSNorm to each query and key head.
+    dtype: dtype of the checkpoint, as named in config.json.
     quantization: int8 linear layers; None if there are none.
-    lm_head_dtype: of the LM head when served, and of a tied embedding; "auto" for the checkpoint's.
+    lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     """
 
     architecture: str

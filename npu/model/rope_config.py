@@ -22,7 +22,7 @@ class RopeConfig:
     original_context: tokens of the pre-training context (llama3, yarn).
     low_freq_factor, high_freq_factor: (llama3).
     beta_fast, beta_slow, truncate: (yarn).
-    attention_factor: cos and sin are multiplied by it (yarn).
+    attention_factor: factor of cos and sin (yarn).
     """
 
     kind: RopeKind

@@ -1,9 +1,13 @@
 """Balance of decoder layers: moves the quantization error of inputs into the weights without changing the outputs.
 
 SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): a product x W^T does not change if x_j is divided by s_j and column
-W_j is multiplied by it. The division is folded into the layer that produces x: a norm's weight before q, k, v and
-before gate, up; the rows of v before o, since attention mixes values linearly; the rows of up before down, since SwiGLU
-multiplies by up. With grouped queries, heads that share values share factors.
+W_j is multiplied by it. The division is folded into the layer that produces x:
+
+- Before q, k, v and before gate, up it is folded into the weight of the norm.
+- Before o it is folded into the rows of v, since attention mixes values linearly.
+- Before down it is folded into the rows of up, since SwiGLU multiplies by up.
+
+With grouped queries, heads that share values share factors.
 
 s_j = m_j^a / max|W_j|^(1 - a) with a strength a between 0 and 1. In SmoothQuant m_j is the largest |x_j|. Here each
 token has its own scale, so m_j is the root mean square of x_j relative to its token. The strength of each mapping
@@ -32,10 +36,11 @@ def balance(
 ) -> dict[str, float]:
     """Fold factors into the layer for each mapping whose `after`, and `before` unless it is a norm, are in `int8`.
 
-    hidden: inputs of the layer, each [T, H]; replaced by its outputs.
-    int8: names of the linear layers to be quantized.
-    strength: for all mappings, 0 for no factors; None searches it for each.
     Return the strengths by `SmoothMapping.before`.
+
+    hidden: inputs of the layer, each [T, H]. The outputs replace them.
+    int8: names of the linear layers to be quantized.
+    strength: strength of all mappings; 0 for no factors; None searches one for each mapping.
     """
     searched = hidden[:MAX_SEARCH_SEQUENCES]
     power = layer.power = {}

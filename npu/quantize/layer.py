@@ -39,12 +39,11 @@ MAPPINGS = (
 class Layer:
     """Decoder layer computed in float32.
 
-    weights: of the checkpoint, by their names in the layer.
-    dtypes: of the weights in the checkpoint.
+    weights: weights of the checkpoint, by name in the layer.
+    dtypes: dtypes of the weights in the checkpoint.
     cos_sin: [P, D].
     int8: dequantized weights of the projections that are computed in int8.
-    power: sum over tokens of x_j^2 / mean(x^2), by the first of the projections that share the input x; None if not
-        recorded.
+    power: sum over tokens of x_j^2 / mean(x^2); None if not recorded. The key is the first projection with input x.
     """
 
     def __init__(

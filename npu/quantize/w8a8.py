@@ -62,10 +62,11 @@ def quantize_checkpoint(
 ) -> Written:
     """Quantize the model in `folder` to the folder `out`, which is replaced when the result is complete.
 
-    sequences: token ids of the calibration texts for the balance; empty: no balance.
-    ignore: linear layers that are not quantized, by name or by a regular expression after "re:".
-    strength: of the balance, in [0, 1]; None searches it.
+    sequences: token ids of the calibration texts; empty for no balance.
+    ignore: names of layers to skip, or "re:" and a regular expression.
+    strength: strength of the balance, in [0, 1]; None searches it.
     progress: called with (layers done, all layers).
+
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
     config = ModelConfig.from_folder(folder)

@@ -45,7 +45,7 @@ class Pace:
         self.answer_tokens = 0.0
 
     def step_planned(self, decodes: int, prompts: int, now: float) -> None:
-        """Record that a step was planned; the counts are those of `record_step`."""
+        """Record that a step was planned; the counts are as in `record_step`."""
         self._in_flight.append(_PlannedStep(now, decodes, prompts))
 
     def step_applied(self, now: float) -> None:
@@ -80,7 +80,7 @@ class Pace:
         return max(self._light, self._token * tokens) if tokens else 0.0
 
     def step_seconds(self, decodes: int, prompts: int) -> float:
-        """Estimate the duration of a step; the arguments are those of `record_step`."""
+        """Estimate the duration of a step; the arguments are as in `record_step`."""
         return self.prefill_seconds(decodes + prompts) if self._is_prefill(prompts) else self._light
 
     def drain_seconds(self, requests: float, running: int) -> float:

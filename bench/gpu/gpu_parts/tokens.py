@@ -1,4 +1,4 @@
-"""Greedy answers in float32 through the runner compared with those of transformers on the same device."""
+"""Greedy answers in float32 through the runner compared with transformers on the same device."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ MARKS = 4
 class CapturedGraph:
     """Captured decode step of one bucket.
 
-    output: of all rows of the bucket, valid until the next replay.
+    output: output of all rows of the bucket. The next replay overwrites it.
     ends: events recorded after the replays, in rotation.
-    free: limits the updates that wait, so that an end event is not recorded again while an update needs it.
+    free: limit of waiting updates. No end event is recorded again while an update needs it.
     replays: number of replays so far.
     """
 

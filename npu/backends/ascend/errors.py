@@ -20,7 +20,7 @@ _CALL_FAILED = re.compile(r"\bERR\d\d100 \w+ call acl api failed")
 only on stderr: "The Inner error is reported as above"."""
 
 FAULTS: tuple[tuple[int, int, Fault], ...] = (
-    # A later range is contained in an earlier one and takes precedence.
+    # A later range is contained in an earlier one. It takes precedence.
     (100000, 199999, Fault.ENGINE),  # parameters, contexts, streams, captures; refusals of operators (16xxxx)
     (107001, 107001, Fault.NODE),  # no such device
     (107019, 107020, Fault.RETRYABLE),  # a wait or a task timed out

@@ -6,11 +6,11 @@ The context lengths of a captured call must be updated before each replay:
     length thread      lengths n    lengths n + 1                      in a queue of their own
     device             |-- layers of n: each attention waits for its own lengths --|-- layers of n + 1
 
-- A graph's attention waits on an event that the update of its lengths records, and resets it: a replay may be launched
-  before its lengths are updated.
-- The lengths of n + 1 must not overwrite the lengths of n before n has read them: their queue waits for the end of the
-  last replay of the same graph. The device waits; the launching thread makes no blocking call.
-- A task group must not be updated by two threads at the same time (CANN, "Task Update"): one thread makes all updates.
+- The update of the lengths records an event. The graph's attention waits for this event and resets it. A replay may
+  therefore be launched before its lengths are updated.
+- The lengths of n + 1 must not overwrite the lengths of n before n has read them. The length queue therefore waits for
+  the end of the last replay of the same graph. The device waits; the launching thread makes no blocking call.
+- Two threads must not update a task group at the same time (CANN, "Task Update"). One thread makes all updates.
 """
 
 from __future__ import annotations
