@@ -13,7 +13,6 @@ from npuserve.kernels.bench import measure
 from npuserve.service.cli.acceptance import latency
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.latency import LatencyCheck
-from tests.support.models import random_model, saved
 
 
 @pytest.fixture
@@ -42,4 +41,6 @@ def no_large_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    from tests.support.models import random_model, saved  # not at import: transformers fails beside torch_npu without CANN
+
     return saved(random_model("qwen3", max_position_embeddings=256), tmp_path)
