@@ -41,6 +41,7 @@ def no_large_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    from tests.support.models import random_model, saved  # not at import: transformers fails beside torch_npu without CANN
+    # Not at the top: transformers cannot be imported beside torch_npu without CANN.
+    from tests.support.models import random_model, saved
 
     return saved(random_model("qwen3", max_position_embeddings=256), tmp_path)
