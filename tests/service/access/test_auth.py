@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -48,11 +49,20 @@ def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
 
+def reflect(target: str, metadata: Any) -> None:
+    """Call the reflection service. Raises grpc.RpcError.
+
+    By a channel without asyncio: grpc.aio reports INTERNAL if the refusal arrives before it has sent its message.
+    """
+    with grpc.insecure_channel(target) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        next(stub.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata))
+
+
 def calls(server: Any, metadata: Any) -> dict[str, Any]:
     """Start one call of each method; return them by name."""
     inference, admin = server.inference, server.admin
-    reflected = reflection_pb2_grpc.ServerReflectionStub(server.channel).ServerReflectionInfo(
-        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata)
     return {
         "Generate": inference.Generate(ask("a", 2), metadata=metadata),
         "StreamGenerate": inference.StreamGenerate(ask("a", 2), metadata=metadata).read(),
@@ -61,7 +71,7 @@ def calls(server: Any, metadata: Any) -> dict[str, Any]:
         "Detokenize": inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[1]), metadata=metadata),
         "GetModelInfo": inference.GetModelInfo(model_pb2.GetModelInfoRequest(), metadata=metadata),
         "GetLoad": inference.GetLoad(model_pb2.GetLoadRequest(), metadata=metadata),
-        "ServerReflectionInfo": reflected.read(),
+        "ServerReflectionInfo": asyncio.to_thread(reflect, server.target, metadata),
         "GetServerInfo": admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest(), metadata=metadata),
         "Abort": admin.Abort(admin_service_pb2.AbortRequest(request_id="x"), metadata=metadata),
         "FlushPrefixCache": admin.FlushPrefixCache(admin_service_pb2.FlushPrefixCacheRequest(), metadata=metadata),
@@ -78,7 +88,7 @@ async def codes(server: Any, metadata: Any) -> dict[str, str]:
         try:
             await made
             found[name] = "OK"
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             found[name] = error.code().name
     return found
 
