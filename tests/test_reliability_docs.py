@@ -52,8 +52,8 @@ def test_configuration_document_has_restart_limits() -> None:
     assert rows
     never, ready = rows[1].splitlines()
     values = Restarts()
-    assert numbers(never) == [values.first, values.longest, values.deaths]
-    assert numbers(ready) == [values.again, values.again_longest, values.max_crashes]
+    assert numbers(never) == [values.start_pause, values.max_start_pause, values.deaths]
+    assert numbers(ready) == [values.crash_pause, values.max_crash_pause, values.max_crashes]
     assert numbers(rows[2])[0] == values.healthy
     assert f"have {child.FRONTEND_STOP_SECONDS:g} s to send" in text
     assert f"{supervisor.ENGINE_STOP_SECONDS:g} s; remaining processes" in " ".join(text.split())

@@ -181,7 +181,7 @@ class Backend(ABC):
         return torch.empty(n, k, dtype=dtype, device=self.device)
 
     def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a `weight`, after `arrange`."""
+        """Return the bytes of a `weight`, after `prepare_weight`."""
         return n * k * dtype.itemsize
 
     def check_int8(self, scheme: W8A8) -> None:
@@ -193,7 +193,7 @@ class Backend(ABC):
                 f"quantization_config: {' and '.join(wrong)} with zero points (symmetric: false) are not possible on "
                 f"{self.name}, whose int8 GEMM takes none; possible is symmetric: true")
 
-    def arrange(self, weight: Int8Weight, *, table: bool) -> None:
+    def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
         """Convert a completely written int8 weight in place to the layout that the kernels read.
 
         table: the embedding kernel reads it too.

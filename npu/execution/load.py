@@ -81,7 +81,8 @@ def load_runner(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
-        leaves=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None, cpu_kernels=chosen)
+        shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
+        cpu_kernels=chosen)
 
 
 def _devices(

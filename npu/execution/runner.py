@@ -59,7 +59,7 @@ class Runner:
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
-    leaves: description of the weights in shared memory (`shared_weights.describe`), or None.
+    shared_weights: description of the weights in shared memory (`shared_weights.describe`), or None.
     cpu_kernels: CPU kernels in use; None if there are none.
     """
 
@@ -78,12 +78,12 @@ class Runner:
         kernel_sampling: int = 0,
         observe: Observe | None = None,
         prefill: tuple[Backend, ModelWeights] | None = None,
-        leaves: Mapping[str, Any] | None = None,
+        shared_weights: Mapping[str, Any] | None = None,
         cpu_kernels: CpuKernels | None = None,
     ):
         self.config = config
         self.cpu_kernels = cpu_kernels
-        self.leaves = leaves
+        self.shared_weights = shared_weights
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len

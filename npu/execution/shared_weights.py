@@ -21,16 +21,16 @@ from npuserve.npu.model.folder import weight_files
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Memory file. file: its descriptor. left: `describe` of the last ready process; None if there was none."""
+    """Memory file. file: its descriptor. contents: `describe` of the last ready process; None if there was none."""
 
     file: int
-    left: Mapping[str, Any] | None = None
+    contents: Mapping[str, Any] | None = None
 
     def plan(self, folder: Path) -> MemoryPlan | None:
         """Return the plan by which the file was filled; None if its weights are not from the present `folder`."""
-        if self.left is None or self.left.get("model") != _stamp(folder):
+        if self.contents is None or self.contents.get("model") != _stamp(folder):
             return None
-        return MemoryPlan(**self.left["plan"])
+        return MemoryPlan(**self.contents["plan"])
 
 
 def describe(folder: Path, plan: MemoryPlan) -> dict[str, Any]:

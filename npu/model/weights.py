@@ -83,7 +83,7 @@ class ModelWeights:
         self._fill_padding(vocabulary)
         for weight in self._linear_weights():
             if isinstance(weight, Int8Weight):
-                backend.arrange(weight, table=weight is self.embedding)
+                backend.prepare_weight(weight, table=weight is self.embedding)
 
     def _linear_weights(self) -> list[Weight]:
         linears = [linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]

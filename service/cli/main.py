@@ -28,7 +28,7 @@ COMMANDS = {
     "bench serve": ("cli.bench.serve", "send load to a running server and report latencies and throughput"),
     "bench kernels": ("cli.bench.kernels", "time each kernel and compare it with the machine's ceilings"),
     "bench step": ("cli.bench.step", "time the engine's step without gRPC"),
-    "keys": ("access.api_keys", "add, list and remove the API keys of a server"),
+    "keys": ("cli.keys", "add, list and remove the API keys of a server"),
     "check": ("cli.check", "report this machine's devices, and whether a model fits"),
     "quantize": ("cli.quantize", "write a W8A8 checkpoint of a model"),
 }

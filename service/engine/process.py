@@ -45,7 +45,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: increases with each start of the engine.
     heartbeat: True to send heartbeats.
     memory: descriptor of the file in memory for the model's weights; -1 for none.
-    left: description of its contents by the last engine that was ready (npu/execution/shared_weights.py).
+    shared_weights: description of its contents by the last engine that was ready (npu/execution/shared_weights.py).
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
     """
@@ -56,7 +56,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: int
     heartbeat: bool = False
     memory: int = -1
-    left: dict[str, Any] | None = None
+    shared_weights: dict[str, Any] | None = None
     kernels: dict[str, Any] | None = None
 
 
@@ -96,7 +96,7 @@ def build(args: EngineArgs) -> Engine:
 
     began = time.monotonic()
     config = args.config
-    memory = SharedMemory(args.memory, args.left) if args.memory >= 0 else None
+    memory = SharedMemory(args.memory, args.shared_weights) if args.memory >= 0 else None
     runner = load_model(config, args.folder, memory=memory, kernels=args.kernels)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
@@ -121,7 +121,7 @@ def build(args: EngineArgs) -> Engine:
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
-                 leaves=runner.leaves, kernels=cpu_kernels(runner, args.kernels))
+                 shared_weights=runner.shared_weights, kernels=cpu_kernels(runner, args.kernels))
     return engine
 
 

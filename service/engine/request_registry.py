@@ -121,7 +121,7 @@ class RequestRegistry:
             self._names[_name(record.request)] = origin
         record.request = msgspec.structs.replace(record.request, deadline=message.deadline)
         if previous is None and record.finish is None:
-            displaced = self.add(record.rest(accepted=False), origin, now, record)
+            displaced = self.add(record.continuation(accepted=False), origin, now, record)
         return Resumption(record, previous, displaced)
 
     def restore(self, record: Record, origin: Origin, now: float) -> Origin | None:
@@ -133,7 +133,7 @@ class RequestRegistry:
         previous = self._names[_name(twin.request)] if twin else None
         if previous:
             self.end(self.live[previous], now)
-        self.add(record.rest(accepted=True), origin, now, record)
+        self.add(record.continuation(accepted=True), origin, now, record)
         return previous
 
     def check_integrity(self) -> None:

@@ -226,7 +226,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         request = msgspec.structs.replace(
             checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
             cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache == "all"),
-            ask=response_options.pack(checked))
+            options=response_options.pack(checked))
         if token and is_resumable(request):
             request = msgspec.structs.replace(request, resume_token=token)
         fields["prompt_tokens"] = len(request.prompt_ids)

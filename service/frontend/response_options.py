@@ -22,13 +22,13 @@ _decode = msgspec.msgpack.Decoder(_Options).decode
 
 
 def pack(checked: CheckedRequest) -> bytes:
-    """Encode the options of a request, for Request.ask."""
+    """Encode the options of a request, for Request.options."""
     return _encode(_Options(
         checked.stop, checked.include_stop, checked.skip_special_tokens, checked.return_token_ids))
 
 
 def unpack(request: Request) -> CheckedRequest:
     """Return the CheckedRequest of a request whose options `pack` has encoded."""
-    options = _decode(request.ask)
+    options = _decode(request.options)
     return CheckedRequest(
         request, options.stop, options.include_stop, options.skip_special_tokens, options.return_token_ids)

@@ -71,7 +71,7 @@ class Stream:
         self._paused = False
         self._client = client
         self._resumed = resumed
-        self._outputs = [record.whole(key)] if resumed and (record.token_ids or record.finish) else []
+        self._outputs = [record.as_output(key)] if resumed and (record.token_ids or record.finish) else []
         self._error: ServeError | None = None
         self._ended = resumed and record.finish is not None
         self._waiter: asyncio.Future[None] | None = None
@@ -227,13 +227,13 @@ class Stream:
 
     def _timing(self) -> Timing:
         """Return the phases up to the last token, as measured in the front end."""
-        past = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
+        prior = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
         if self._first_step is None or self._first_arrival is None or self.last_token is None:
-            return past
+            return prior
         return Timing(
-            past.queue + self._first_step - past.last_step_end,
-            [*past.prefill_chunks, self._first_arrival - self._first_step],
-            past.decode + self.last_token - self._first_arrival, past.device, past.host, self.last_token)
+            prior.queue + self._first_step - prior.last_step_end,
+            [*prior.prefill_chunks, self._first_arrival - self._first_step],
+            prior.decode + self.last_token - self._first_arrival, prior.device, prior.host, self.last_token)
 
     def _due(self, now: float) -> bool:
         """Return whether to deliver the available outputs to the reader."""

@@ -34,7 +34,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     last_step_end: float
 
 
-class Past(msgspec.Struct, frozen=True, array_like=True):
+class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of a request under earlier engines, besides its output_ids. The final report covers all of them.
 
     num_reported: prompt tokens whose log-probabilities were reported.
@@ -63,8 +63,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     deadline: when the answer becomes useless; None for never.
     client: owner for fairness and limits, see access/auth.py.
     resume_token: "" if the stream cannot be resumed.
-    ask: data for front ends that resume the stream; opaque to the engine.
-    past: progress under earlier engines.
+    options: data for front ends that resume the stream; opaque to the engine.
+    prior: progress under earlier engines.
     client_limit: maximum concurrent requests of the client; 0 for no limit.
     owner: only caller that may resume it; "" for any caller with the token.
     """
@@ -83,8 +83,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     deadline: float | None = None
     client: str = ""
     resume_token: str = ""
-    ask: bytes = b""
-    past: Past = Past()
+    options: bytes = b""
+    prior: PriorProgress = PriorProgress()
     client_limit: int = 0
     owner: str = ""
 
@@ -149,7 +149,7 @@ class Record(msgspec.Struct, array_like=True):
     logprobs, prompt_logprobs: reports so far, if requested.
     finish: None while it runs, and if its reader left before the end.
     ended: when it finished or lost its reader; None while it has a reader.
-    cached_tokens, timing: see Past.
+    cached_tokens, timing: see PriorProgress.
     """
 
     request: Request
@@ -172,16 +172,16 @@ class Record(msgspec.Struct, array_like=True):
             self.finish = output.finish
             del self.token_ids[self.finish.generated_tokens :], self.logprobs[self.finish.generated_tokens :]
 
-    def rest(self, accepted: bool) -> Request:
+    def continuation(self, accepted: bool) -> Request:
         """Return a request for the remaining tokens."""
         sampling = self.request.sampling
-        past = Past(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
-        if past.num_reported == len(self.request.prompt_ids) - 1:
+        prior = PriorProgress(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
+        if prior.num_reported == len(self.request.prompt_ids) - 1:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(
-            self.request, sampling=sampling, output_ids=list(self.token_ids), past=past)
+            self.request, sampling=sampling, output_ids=list(self.token_ids), prior=prior)
 
-    def whole(self, key: int) -> Output:
+    def as_output(self, key: int) -> Output:
         """Return the record as the output of one step."""
         return Output(key, list(self.token_ids), self.finish, None, list(self.logprobs), list(self.prompt_logprobs))
 

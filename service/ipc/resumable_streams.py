@@ -46,8 +46,9 @@ def max_size(request: Request, tokens: int, reports: int, prompt_reports: int) -
     sampling = request.sampling
     ids = (len(request.prompt_ids) + len(sampling.allowed_token_ids) + len(sampling.ending_ids)
            + len(request.stop_token_ids) + len(request.eos_token_ids) + tokens)
-    return (_RECORD_BYTES + len(request.ask) + _ID_BYTES * ids + (_ID_BYTES + _FLOAT_BYTES) * len(sampling.logit_bias)
-            + reports * _report_size(sampling.logprobs) + prompt_reports * _report_size(sampling.prompt_logprobs))
+    return (_RECORD_BYTES + len(request.options) + _ID_BYTES * ids
+            + (_ID_BYTES + _FLOAT_BYTES) * len(sampling.logit_bias) + reports * _report_size(sampling.logprobs)
+            + prompt_reports * _report_size(sampling.prompt_logprobs))
 
 
 def _report_size(top: int | None) -> int:

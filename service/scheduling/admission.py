@@ -66,7 +66,7 @@ class Admission:
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
         self._check_size(request)
-        if request.past.accepted:
+        if request.prior.accepted:
             return None
         if request.client_limit and account.live >= request.client_limit:
             raise QueueFull(

@@ -71,7 +71,7 @@ class Sequence:
         arrival ──queue──► admitted ──chunk──►│──chunk──►│──decode──►│ preempted ──queue──► admitted ──chunk──► ...
                                            (each │ is the end of a step with a row of the request)
 
-    The phases of a continued request begin with those in Request.past. `unshared` is the part of its computing time
+    The phases of a continued request begin with those in Request.prior. `unshared` is the part of its computing time
     whose division between device and host is unknown.
     """
 
@@ -97,14 +97,14 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_prefill_tokens = 0
-        past = request.past
-        self.num_reported_tokens = 1 + past.num_reported
-        self.cached_tokens = past.cached_tokens or 0
+        prior = request.prior
+        self.num_reported_tokens = 1 + prior.num_reported
+        self.cached_tokens = prior.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt)
         self.state = State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
-        timing = past.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
+        timing = prior.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
         self.clock = timing.last_step_end
         self.queue = timing.queue
         self.prefill_chunks = list(timing.prefill_chunks)
@@ -151,7 +151,7 @@ class Sequence:
     @property
     def has_run(self) -> bool:
         """True if the request ran in this engine or an earlier one. It is admitted before requests that did not."""
-        return self.was_admitted or (self.request.past.accepted and bool(self.request.output_ids))
+        return self.was_admitted or (self.request.prior.accepted and bool(self.request.output_ids))
 
     @property
     def uses_prefix_cache(self) -> bool:
@@ -162,7 +162,7 @@ class Sequence:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
         if not self.was_admitted:
             self.was_admitted = True
-            if self.request.past.cached_tokens is None:
+            if self.request.prior.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
         self.num_computed_tokens = num_cached_tokens

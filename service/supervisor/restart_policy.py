@@ -19,20 +19,20 @@ class Restarts:
 
     A run of at least `healthy` seconds resets the counts.
 
-    A run that was never ready or that hung is a failed start. Its pause is `first`, doubled for each further one up to
-    `longest`. After `deaths` failed starts there is no restart.
+    A run that was never ready or that hung is a failed start. Its pause is `start_pause`, doubled for each further one
+    up to `max_start_pause`. After `deaths` failed starts there is no restart.
 
     A run that was ready has crashed, most likely because of a request, which the engine finds (crash_tracker.py), or
-    because somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `again` times the
-    number of crashes, up to `again_longest`. After `max_crashes` crashes there is no restart.
+    because somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `crash_pause` times
+    the number of crashes, up to `max_crash_pause`. After `max_crashes` crashes there is no restart.
     """
 
-    first: float = 0.5
-    longest: float = 30.0
+    start_pause: float = 0.5
+    max_start_pause: float = 30.0
     healthy: float = 60.0
     deaths: int = 10
-    again: float = 0.1
-    again_longest: float = 5.0
+    crash_pause: float = 0.1
+    max_crash_pause: float = 5.0
     max_crashes: int = 100
 
     def pause(self, failed_starts: int, crashes: int) -> float | None:
@@ -44,11 +44,11 @@ class Restarts:
             return None
         if failed_starts:
             return self.retry_pause(failed_starts)
-        return min(self.again * crashes, self.again_longest)
+        return min(self.crash_pause * crashes, self.max_crash_pause)
 
     def retry_pause(self, attempts: int) -> float:
-        """Return the pause after consecutive failed attempts, doubled for each, up to `longest`."""
-        return float(min(self.first * 2 ** min(attempts - 1, MAX_DOUBLINGS), self.longest))
+        """Return the pause after consecutive failed attempts, doubled for each, up to `max_start_pause`."""
+        return float(min(self.start_pause * 2 ** min(attempts - 1, MAX_DOUBLINGS), self.max_start_pause))
 
 
 RESTARTS = Restarts()

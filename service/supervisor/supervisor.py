@@ -175,7 +175,7 @@ class Supervisor:
         memory = _create_shared_memory()
         self._engine = ChildProcess("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
-            "heartbeat": True, "memory": memory, "left": self._shared_weights, "kernels": self._kernels,
+            "heartbeat": True, "memory": memory, "shared_weights": self._shared_weights, "kernels": self._kernels,
         }, self._on_event, [memory] if memory >= 0 else [])
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events)
@@ -230,7 +230,7 @@ class Supervisor:
     def _on_ready(self, child: ChildProcess, event: dict[str, Any]) -> None:
         self._ready_events[child] = event
         if child is self._engine:
-            self._shared_weights = event.get("leaves")
+            self._shared_weights = event.get("shared_weights")
             self._kernels = self._kernels or event.get("kernels")
             self._watchdog.engine_ready()
         if len(self._ready_events) == len(self._frontends) + 1:

@@ -48,7 +48,7 @@ def serve(arguments: list[str]) -> int:
     logs.setup(config, "supervisor")
     if limit := os.environ.get(LOAD_LIMIT):
         watchdog.MIN_LOAD_SECONDS = watchdog.LOADING_LOG_SECONDS = float(limit)
-    restarts = supervisor.Restarts(first=0.01, longest=0.01, again=0.01, again_longest=0.01)
+    restarts = supervisor.Restarts(start_pause=0.01, max_start_pause=0.01, crash_pause=0.01, max_crash_pause=0.01)
     return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, "engine"), restarts=restarts).run())
 
 

@@ -161,7 +161,7 @@ class FakeEngine:
             case Restore(live=live):
                 await self._accept(frontend, [key for key, _ in live])
                 for key, record in live:
-                    self._begin(frontend, key, record.rest(accepted=True))
+                    self._begin(frontend, key, record.continuation(accepted=True))
             case Resume(key=key, token=token):
                 record = self.records.get(token)
                 if record is None:
@@ -169,7 +169,7 @@ class FakeEngine:
                     return
                 await self.send(frontend, Resumed(self.epoch, key, record))
                 if record.finish is None:
-                    self._begin(frontend, key, record.rest(accepted=False))
+                    self._begin(frontend, key, record.continuation(accepted=False))
             case Cancel(key=key, keep=keep):
                 if self._end(frontend, key) and keep is not None:
                     finish = self._finish(frontend, key, "stop_string", keep)

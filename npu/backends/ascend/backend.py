@@ -118,7 +118,7 @@ class AscendBackend(StreamBackend):
             raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
         return requested
 
-    def arrange(self, weight: Int8Weight, *, table: bool) -> None:
+    def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
         """Lay the weight out as [K, N] in place, so that it is never in memory twice.
 
         The layout is FRACTAL_NZ, or plain if rows are also read as embeddings.

@@ -52,7 +52,7 @@ def serve(folder: str, arguments: list[str]) -> int:
     try:
         return asyncio.run(supervisor.Supervisor(
             config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
-            restarts=supervisor.Restarts(first=0.05, longest=0.05)).run())
+            restarts=supervisor.Restarts(start_pause=0.05, max_start_pause=0.05)).run())
     except ConfigError as error:  # as in service/cli/main.py
         print(f"npuserve: {error}", file=sys.stderr)
         return 2

@@ -73,19 +73,19 @@ def test_shared_weights_restart_reads_no_files(kind, shared, tmp_path, no_readin
     alone = tokens(load(folder))
     first = load(folder, memory=SharedMemory(shared))
     assert tokens(first) == alone
-    left = told(first.leaves)
+    left = told(first.shared_weights)
     no_reading()
     for _ in range(2):
         again = load(folder, memory=SharedMemory(shared, left))
         assert (again.num_blocks, again.max_model_len) == (first.num_blocks, first.max_model_len)
-        assert told(again.leaves) == left
+        assert told(again.shared_weights) == left
         assert tokens(again) == alone
 
 
 def test_shared_weights_changed_model_is_loaded(shared, tmp_path):
     folder = saved(random_model("qwen3"), tmp_path)
     first = load(folder, memory=SharedMemory(shared))
-    left = told(first.leaves)
+    left = told(first.shared_weights)
     del first
     saved(random_model("qwen3", seed=1), tmp_path)
     os.utime(Path(folder) / "model.safetensors", ns=(1, 1))
@@ -97,12 +97,12 @@ def test_shared_weights_other_form_is_loaded(shared, tmp_path):
     compact, plain = (CpuKernelSettings(weights=form) for form in ("compact", "plain"))
     settings = {"dtype": "bfloat16"}
     first = load(folder, memory=SharedMemory(shared), cpu=compact, **settings)
-    left, alone, size = told(first.leaves), tokens(first), first.weights_bytes
+    left, alone, size = told(first.shared_weights), tokens(first), first.weights_bytes
     del first
     second = load(folder, memory=SharedMemory(shared, left), cpu=plain, **settings)
     assert tokens(second) == alone
     assert second.weights_bytes > size
-    assert told(second.leaves) != left
+    assert told(second.shared_weights) != left
 
 
 def test_shared_weights_without_description_are_loaded(shared, tmp_path):
@@ -120,7 +120,7 @@ def test_shared_weights_without_large_pages_are_loaded(file, tmp_path, monkeypat
     folder = saved(random_model("qwen3"), tmp_path)
     monkeypatch.setattr("npuserve.kernels.native.Library.share", refuse)
     runner = load(folder, memory=SharedMemory(file, None))
-    assert runner.leaves is None
+    assert runner.shared_weights is None
     assert tokens(runner) == tokens(load(folder))
 
 

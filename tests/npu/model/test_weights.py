@@ -289,7 +289,7 @@ class Tiled(CpuBackend):
         super().__init__(native=False)
         self.arranged: list[tuple[Int8Weight, bool]] = []
 
-    def arrange(self, weight: Int8Weight, *, table: bool) -> None:
+    def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
         assert isinstance(weight.values, torch.Tensor)
         assert torch.equal(weight.values.sum(dim=1, dtype=torch.int32), weight.sums)  # completely written
         self.arranged.append((weight, table))

@@ -73,7 +73,7 @@ def asked(draw: st.DrawFn, ids: int) -> CheckedRequest:
         stop=tuple(draw(st.lists(st.sampled_from(STOPS), unique=True, max_size=3))),
         include_stop=draw(st.booleans()), skip_special_tokens=draw(st.booleans()), return_token_ids=draw(st.booleans()))
     packed = response_options.pack(ask)
-    carried = Request("r", ask.request.prompt_ids, ask.request.max_tokens, 0.0, sampling, ask=packed)
+    carried = Request("r", ask.request.prompt_ids, ask.request.max_tokens, 0.0, sampling, options=packed)
     assert response_options.unpack(carried) == CheckedRequest(carried, *(getattr(ask, name) for name in (
         "stop", "include_stop", "skip_special_tokens", "return_token_ids")))
     return ask

@@ -133,8 +133,9 @@ def test_max_size_bounds_encoded_record(
     sampling = SamplingParams(
         logit_bias=dict.fromkeys(bias, 0.1), allowed_token_ids=tuple(allowed), ending_ids=tuple(ending), logprobs=top,
         prompt_logprobs=top)
-    request = Request("r" * 128, prompt, 1 << 20, 1e6 / 3, sampling, frozenset(stop), frozenset(stop), ask=b"x" * 99,
-                      client="c" * 128, owner="o" * 128, cache_salt="s" * 128, resume_token=new_token())
+    request = Request("r" * 128, prompt, 1 << 20, 1e6 / 3, sampling, frozenset(stop), frozenset(stop),
+                      options=b"x" * 99, client="c" * 128, owner="o" * 128, cache_salt="s" * 128,
+                      resume_token=new_token())
     report = msgspec.structs.replace(REPORT, top_ids=REPORT.top_ids[:top], top_logprobs=REPORT.top_logprobs[:top])
     finish = Finish("length", 9, 9, 9, TIMING)
     one = Record(request, made, [report] * reports, [report] * reports, finish, 1.5, 3, TIMING)
@@ -310,11 +311,11 @@ def test_record_rest_of_request() -> None:
         one.request, sampling=msgspec.structs.replace(one.request.sampling, prompt_logprobs=1))
     one.add(Output(1, prompt_logprobs=[report]))
     one.cached_tokens, one.timing = 2, TIMING
-    rest = one.rest(accepted=True)
+    rest = one.continuation(accepted=True)
     assert (rest.output_ids, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1)
-    assert (rest.past.num_reported, rest.past.cached_tokens, rest.past.timing) == (1, 2, TIMING)
+    assert (rest.prior.num_reported, rest.prior.cached_tokens, rest.prior.timing) == (1, 2, TIMING)
     one.add(Output(1, prompt_logprobs=[report]))
-    assert one.rest(accepted=False).sampling.prompt_logprobs is None  # all positions were reported
+    assert one.continuation(accepted=False).sampling.prompt_logprobs is None  # all positions were reported
     assert one.request.sampling.prompt_logprobs == 1
     one.add(Output(1, [9, 9], Finish("stop_string", 3, 0, 5, TIMING)))
     assert one.token_ids == [0, 1, 2, 3, 9]

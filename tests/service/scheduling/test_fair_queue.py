@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npuserve.service.errors import QueueFull
-from npuserve.service.ipc.messages import Past, Request
+from npuserve.service.ipc.messages import PriorProgress, Request
 from npuserve.service.scheduling.block_manager import IntegrityError
 from npuserve.service.scheduling.fair_queue import MAX_IDLE_ACCOUNTS, PRIORITY_TOKENS, FairQueue
 from npuserve.service.scheduling.sequence import Sequence
@@ -233,7 +233,7 @@ def test_client_limit_refuses_further_requests() -> None:
 
 def test_add_of_a_request_accepted_before_is_never_refused() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=0)
-    accepted = {"past": Past(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
+    accepted = {"prior": PriorProgress(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
     for _ in range(3):
         harness.add([1], 1, **accepted)
     assert harness.scheduler.num_waiting == 3

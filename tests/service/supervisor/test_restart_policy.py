@@ -9,7 +9,8 @@ import pytest
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
 from npuserve.service.supervisor.restart_policy import RestartPolicy, Restarts, RunEnd
 
-RESTARTS = Restarts(first=1, longest=8, healthy=60, deaths=3, again=0.5, again_longest=1, max_crashes=4)
+RESTARTS = Restarts(
+    start_pause=1, max_start_pause=8, healthy=60, deaths=3, crash_pause=0.5, max_crash_pause=1, max_crashes=4)
 NO_MEMORY, NO_FILE = OSError(errno.ENOMEM, "no memory"), FileNotFoundError(errno.ENOENT, "no python")
 
 

@@ -43,7 +43,8 @@ watchdog.CHECK_SECONDS = check
 command = lambda name, behaviour: [sys.executable, "-S", fake, name, journal, *behaviour.split()]
 sys.exit(asyncio.run(supervisor.Supervisor(
     config, frontend=command("front", front), engine=command("engine", engine),
-    restarts=supervisor.Restarts(first=0.01, longest=0.04, deaths=5, again=0.01, again_longest=0.04)).run()))
+    restarts=supervisor.Restarts(
+        start_pause=0.01, max_start_pause=0.04, deaths=5, crash_pause=0.01, max_crash_pause=0.04)).run()))
 """
 
 
@@ -108,12 +109,12 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def test_restarts_failed_starts_double_pause_until_limit() -> None:
-    restarts = Restarts(first=0.5, longest=30, healthy=60, deaths=10)
+    restarts = Restarts(start_pause=0.5, max_start_pause=30, healthy=60, deaths=10)
     assert [restarts.pause(n, 7) for n in range(1, 11)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, None]
 
 
 def test_restarts_crashes_have_short_pauses_and_higher_limit() -> None:
-    restarts = Restarts(again=0.5, again_longest=2, max_crashes=7)
+    restarts = Restarts(crash_pause=0.5, max_crash_pause=2, max_crashes=7)
     assert [restarts.pause(0, n) for n in range(1, 8)] == [0.5, 1, 1.5, 2, 2, 2, None]
 
 

@@ -1,0 +1,66 @@
+"""Command `npuserve keys`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from npuserve.service.access import api_keys as keys
+from npuserve.service.access.caller import Caller, Limits
+from npuserve.service.cli.main import main
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def add(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run `npuserve keys add`; return the printed key."""
+    assert main(["keys", "add", *map(str, arguments)]) == 0
+    (key,) = capsys.readouterr().out.splitlines()
+    return key
+
+
+def test_keys_add_prints_key_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = add(capsys, file, "alice")
+    root = add(capsys, file, "root", "--admin", "--max-requests", 8)
+    again = add(capsys, file, "alice")
+    assert len({alice, root, again}) == 3
+    # 43 characters hold 256 bits. The file contains no key.
+    assert all(re.fullmatch(r"npuserve-[A-Za-z0-9_-]{43}", key) for key in (alice, root, again))
+    assert not any(key in file.read_text() for key in (alice, root, again))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found = keys.read(str(file))
+    assert found.find(alice) == found.find(again) == Caller("alice", Limits(None), admin=False)
+    assert found.find(root) == Caller("root", Limits(8), admin=True)
+    for wrong in ("", "alice", alice[:-1], alice + "x", alice.upper(), hashlib.sha256(alice.encode()).hexdigest(), "ü"):
+        assert found.find(wrong) is None
+    assert main(["keys", "list", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["alice keys=2", "root keys=1 admin=True max_requests=8"]
+    assert main(["keys", "remove", str(file), "alice"]) == 0
+    assert keys.read(str(file)).find(alice) is None
+    assert keys.read(str(file)).find(root)
+
+
+@pytest.mark.parametrize(("arguments", "error_text"), [
+    (["add", "{file}"], "keys add: NAME is missing"),
+    (["remove", "{file}", "nobody"], "there is no nobody"),
+    (["add", "{file}", "a b"], "a name is 1 to 64 letters"),
+    (["add", "{file}", "x", "--max-requests", "-1"], "x.max_requests: must be"),
+    (["list", "/no/such/file"], "/no/such/file: No such file or directory"),
+    (["add", "/no/such/folder/file", "x"], "/no/such/folder/file: No such file or directory"),
+])
+def test_keys_command_invalid_arguments_name_fault(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error_text: str
+) -> None:
+    file.write_text("")
+    assert main(["keys", *(word.format(file=file) for word in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert error_text in err
+    assert out == ""
+    assert file.read_text() == ""
