@@ -30,6 +30,7 @@ from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.admin import AdminServicer
 from npuserve.service.frontend.drain import Drain
+from npuserve.service.frontend.generation import Generation
 from npuserve.service.frontend.inference import InferenceServicer
 from npuserve.service.frontend.server import MessageLimit, Servers, Servicers
 from npuserve.service.ipc import child, process_control, short_slice
@@ -97,12 +98,13 @@ class Frontend:
             config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval)
         self._tracing = _open_tracing(config)
         self._preparation = Preparation(config.max_preparing)
-        self._inference = InferenceServicer(config, self._engine, self._preparation, self._tracing)
+        self._generation = Generation(config, self._engine, self._preparation)
         self._health = HealthServicer()
         self._servers = Servers(
             config, args.port,
-            Servicers(self._inference, AdminServicer(config, self._engine, time.monotonic()), self._health),
-            MessageLimit(config, args.folder, self._engine, self._inference), self._preparation,
+            Servicers(InferenceServicer(config, self._engine, self._generation, self._tracing),
+                      AdminServicer(config, self._engine, time.monotonic()), self._health),
+            MessageLimit(config, args.folder, self._engine, self._generation), self._preparation,
             (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None)
 
     async def start(self) -> int:
@@ -120,19 +122,19 @@ class Frontend:
 
             return open_folder(folder, self._config.model, self._config.served_name)
 
-        self._inference.folder = await asyncio.to_thread(work)
+        self._generation.folder = await asyncio.to_thread(work)
         self._update_readiness()
 
     def warm(self) -> None:
         """Start the chat template's process, so that the first chat does not wait for it."""
-        folder = self._inference.folder
+        folder = self._generation.folder
         if folder and folder.tokenizer and folder.tokenizer.chat:
             folder.tokenizer.chat.start()
 
     async def stop(self, seconds: float | None = None) -> None:
         """Refuse new calls, let running calls end for `seconds` (None: drain_seconds), and stop."""
         drain = Drain(self._servers, self._config.drain_seconds if seconds is None else seconds)
-        self._inference.draining = True
+        self._generation.draining = True
         self._health.drain()
         await drain.wait()
         is_kept = self._config.state_folder
@@ -158,7 +160,7 @@ class Frontend:
 
     def _update_readiness(self) -> None:
         """Set readiness from the states of the engine and the tokenizer."""
-        ready = self._engine.state == "ready" and self._inference.folder is not None
+        ready = self._engine.state == "ready" and self._generation.folder is not None
         self._health.set_ready(ready)
         if ready:
             child.report("ready")

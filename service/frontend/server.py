@@ -18,6 +18,7 @@ from npuserve.service.access.caller import Caller
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
 from npuserve.service.frontend import reflection
 from npuserve.service.frontend.admin import AdminServicer
+from npuserve.service.frontend.generation import Generation
 from npuserve.service.frontend.inference import InferenceServicer
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.requests import message_limits
@@ -62,15 +63,15 @@ class MessageLimit:
     """
 
     def __init__(self, config: ServerConfig, model_folder: str | None, engine: EngineClient,
-                 inference: InferenceServicer):
+                 generation: Generation):
         self.max_bytes = _max_message_bytes(config, model_folder)
         self._is_fixed = bool(config.max_message_size)
         self._engine = engine
-        self._inference = inference
+        self._generation = generation
 
     def bytes_for(self, kind: Descriptor) -> int:
         """Return the bytes that a request message of this type may have now."""
-        info, folder = self._engine.model_info, self._inference.folder
+        info, folder = self._engine.model_info, self._generation.folder
         if self._is_fixed or info is None or folder is None:
             return self.max_bytes
         token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1

@@ -279,7 +279,7 @@ async def test_bug_is_internal_with_logged_id(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(folder) as server:
-        server.frontend._inference.folder.tokenizer.encode = None  # type: ignore[union-attr, method-assign, assignment]
+        server.frontend._generation.folder.tokenizer.encode = None  # type: ignore[union-attr, method-assign, assignment]
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.Generate(ask("secret"))
         assert failed.value.code() == grpc.StatusCode.INTERNAL

@@ -123,7 +123,7 @@ async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[st
     held.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     engine.hold.set()
-    folder = server.frontend._inference.folder
+    folder = server.frontend._generation.folder
     assert folder
     assert folder.tokenizer
 

@@ -49,7 +49,7 @@ async def test_get_load_counts_requests_in_preparation(
 ) -> None:
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])
     async with running(folder) as server:
-        served = server.frontend._inference.folder
+        served = server.frontend._generation.folder
         assert served
         assert served.tokenizer
         assert served.tokenizer.chat
