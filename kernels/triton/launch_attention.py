@@ -78,22 +78,15 @@ CONFIGS = {
 """By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or int8."""
 
 
-def paged_attention(
-    q: Tensor, k_cache: Cache, v_cache: Cache, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor,
-    scale: float, one_each: bool, decode: Config | None = None, chunks: Config | None = None,
-) -> Tensor:
-    """Launch the kernel `paged_attention`.
-
-    one_each: True if each row has one query and each query a row.
-    decode, chunks: replace `config`.
-
-    Raises ValueError.
-    """
+def _check(
+    q: Tensor, keys: Tensor, values: Tensor, k_scale: Tensor | None, block_tables: Tensor, context_lens: Tensor,
+    cu_seqlens_q: Tensor,
+) -> None:
+    """Raise ValueError for a shape, dtype or device that the kernel `paged_attention` does not take."""
     if q.dim() != 3:
         raise ValueError(f"q: {list(q.shape)} is not [tokens, query heads, head_dim]")
     tokens, q_heads, dim = q.shape
     check("q", q, q.shape, FLOATS, q.device)
-    (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, q), _parts("v_cache", v_cache, q)
     if values.shape != keys.shape or values.dtype != keys.dtype:
         raise ValueError(f"v_cache: {list(values.shape)} {values.dtype} is not {list(keys.shape)} {keys.dtype}")
     size, kv_heads, cached_dim = keys.shape[1:]
@@ -116,6 +109,24 @@ def paged_attention(
             or (block_tables.shape[1] > 1 and block_tables.stride(1) != 1) or block_tables.device != q.device):
         raise ValueError(f"block_tables: not {rows} rows of int32 on {q.device}, each contiguous: "
                          f"{list(block_tables.shape)} {block_tables.dtype} on {block_tables.device}")
+
+
+def paged_attention(
+    q: Tensor, k_cache: Cache, v_cache: Cache, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor,
+    scale: float, one_each: bool, decode: Config | None = None, chunks: Config | None = None,
+) -> Tensor:
+    """Launch the kernel `paged_attention`.
+
+    one_each: True if each row has one query and each query a row.
+    decode, chunks: replace `config`.
+
+    Raises ValueError.
+    """
+    (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, q), _parts("v_cache", v_cache, q)
+    _check(q, keys, values, k_scale, block_tables, context_lens, cu_seqlens_q)
+    (tokens, q_heads, dim), rows = q.shape, len(context_lens)
+    size, kv_heads = keys.shape[1:3]
+    group = q_heads // kv_heads
     if not (0 < scale < math.inf):
         raise ValueError(f"scale: {scale} is not above 0 and finite")
     if one_each and tokens != rows:

@@ -2,7 +2,8 @@
 
 A program computes a tile [BLOCK_N, BLOCK_M] of the transposed result, with the weight as the left operand. On Hopper a
 warpgroup multiplies at least 64 rows of the left operand and 8 of the right. A decode step thus pads x, not the weight.
-The weight is copied to shared memory, from which the tensor cores read it.
+The weight is copied to shared memory, from which the tensor cores read it. The kernel is one long function: it is one
+pass over a tile, whose values stay in registers from the first product to the epilogue.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ values are read once for a tile, as in vLLM's unified attention kernels. An item
 flash attention (Dao et al. 2022, arXiv:2205.14135). Items are numbered over the whole launch, and a program finds its
 item on the device. Contexts are cut by the work of all tiles together, as Stream-K divides products (Osama et al. 2023,
 arXiv:2301.03598). About PROGRAMS items then have equal lengths, whatever the lengths of the rows. If a tile has several
-parts, the program that ends last merges them in their order (Flash-Decoding, Dao et al. 2023).
+parts, the program that ends last merges them in their order (Flash-Decoding, Dao et al. 2023). The kernel is one long
+function: it is one pass over a tile, whose values stay in registers until it is written.
 """
 
 from __future__ import annotations

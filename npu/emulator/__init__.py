@@ -71,6 +71,19 @@ _options: _Options | None = None
 _ORDERS: tuple[Order, ...] = ("lazy", "eager", "shuffled")
 
 
+def _check(options: _Options) -> None:
+    """Raise EmulatorError if an option is out of range."""
+    if options.memory < 64 << 20:
+        raise EmulatorError(f"emulated NPU: memory must be 64 MiB or more, not {options.memory} bytes")
+    if unknown := options.relax - set(RELAXATIONS):
+        raise EmulatorError(f"emulated NPU: relax must be of {', '.join(RELAXATIONS)}, "
+                            f"not {', '.join(sorted(unknown))}")
+    if options.order not in _ORDERS:
+        raise EmulatorError(f"emulated NPU: order must be one of {', '.join(_ORDERS)}, not {options.order}")
+    if options.depth < 1:
+        raise EmulatorError(f"emulated NPU: depth must be 1 or more, not {options.depth}")
+
+
 def activate(
     *, memory: int = 0, relax: Iterable[str] = (), order: Order = "lazy", seed: int = 0, depth: int = 4096,
     poison: bool = False,
@@ -98,15 +111,7 @@ def activate(
             raise EmulatorError(f"emulated NPU: EMULATED_NPU_GIB must be a number from 1 to 9999, not {named}")
         memory = int(named) << 30
     options = _Options(memory, frozenset(relax), order, seed, depth, poison)
-    if memory < 64 << 20:
-        raise EmulatorError(f"emulated NPU: memory must be 64 MiB or more, not {memory} bytes")
-    if unknown := options.relax - set(RELAXATIONS):
-        raise EmulatorError(f"emulated NPU: relax must be of {', '.join(RELAXATIONS)}, "
-                            f"not {', '.join(sorted(unknown))}")
-    if order not in _ORDERS:
-        raise EmulatorError(f"emulated NPU: order must be one of {', '.join(_ORDERS)}, not {order}")
-    if depth < 1:
-        raise EmulatorError(f"emulated NPU: depth must be 1 or more, not {depth}")
+    _check(options)
     if _options is not None:
         if _options != options:
             raise EmulatorError("emulated NPU: it is active with other options; a process has one")

@@ -23,26 +23,11 @@ from npuserve.npu.model.storage import choose_kernels
 
 
 def load_runner(
-    folder: Path | str,
-    *,
-    backend: str = "auto",
-    dtype: str = "auto",
-    max_model_len: int = 0,
-    block_size: int = 0,
-    kv_cache_dtype: str = "auto",
-    kv_cache_memory: int = 0,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
-    kernel_sampling: int = 0,
-    observe: Observe | None = None,
-    threads: int = 0,
-    emulate: Sequence[str] | None = None,
-    decode_buckets: Sequence[int] = (),
-    prefill_device: str = "same",
-    lm_head_dtype: HeadDtype = "auto",
-    int8_levels: float = 0,
-    progress: Progress | None = None,
-    memory: SharedMemory | None = None,
+    folder: Path | str, *, backend: str = "auto", dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
+    kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
+    kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0, emulate: Sequence[str] | None = None,
+    decode_buckets: Sequence[int] = (), prefill_device: str = "same", lm_head_dtype: HeadDtype = "auto",
+    int8_levels: float = 0, progress: Progress | None = None, memory: SharedMemory | None = None,
     cpu: CpuKernelSettings = AUTO,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
@@ -62,16 +47,16 @@ def load_runner(
     config = ModelConfig.from_folder(folder, lm_head_dtype)
     chosen = choose_kernels(config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), (device, host), cpu)
     memory = None if host else memory
-    left = memory.plan(Path(folder)) if memory else None
-    with device.sharing(memory.file, filled=left is not None) if memory else nullcontext(False) as shared:
-        plan = left if shared and left else predict(
+    kept = memory.plan(Path(folder)) if memory else None
+    with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
+        plan = kept if shared and kept else predict(
             config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
             kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, prefill=host)
-        if plan is not left:
+        if plan is not kept:
             plan.require_fit()
         made: torch.dtype = getattr(torch, plan.dtype)
-        weights = load_weights(folder, config, made, device, progress, loaded=plan is left)
+        weights = load_weights(folder, config, made, device, progress, loaded=plan is kept)
     if weights.unplanned_bytes:
         cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
         plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))

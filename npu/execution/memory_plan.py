@@ -120,16 +120,8 @@ class MemoryPlan:
 
 
 def predict(
-    config: ModelConfig,
-    backend: Backend,
-    *,
-    dtype: str = "auto",
-    max_model_len: int = 0,
-    block_size: int = 0,
-    kv_cache_dtype: str = "auto",
-    kv_cache_memory: int = 0,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int = 512,
+    config: ModelConfig, backend: Backend, *, dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
+    kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
     prefill: Backend | None = None,
 ) -> MemoryPlan:
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.

@@ -85,9 +85,7 @@ def _two_inputs() -> dict[str, Case]:
         made[f"{name}, bfloat16 and number"] = (lambda a, name=name: getattr(torch, name)(a, 2.5), (n["h"].abs(),))
     for name in words("add sub mul div eq ne lt le gt ge pow remainder floor_divide"):
         made[f"{name}_"] = (
-            lambda a, b, name=name: getattr(a.clone(), name + "_")(b),
-            (n["positive"], n["y"].abs() + 0.5),
-        )
+            lambda a, b, name=name: getattr(a.clone(), name + "_")(b), (n["positive"], n["y"].abs() + 0.5))
         made[f"{name}_, number"] = (lambda a, name=name: getattr(a.clone(), name + "_")(2.5), (n["positive"],))
     for name in words("bitwise_and bitwise_or bitwise_xor"):
         made[name] = (getattr(torch, name), (n["i"], n["i"].flip(0)))
