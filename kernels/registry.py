@@ -6,7 +6,7 @@ are in one file:
     @kernel("swiglu", cases=[...])
     def swiglu(gate_up): ...
 
-    @swiglu.implementation("npu")
+    @native.implementation(swiglu)
     def _(gate_up): ...
 
 A `KernelSet` is the choice of one engine. It is never shared, so that engines and tests with different backends are

@@ -1,4 +1,4 @@
-"""Device side of npuserve: the only package that uses torch.
+"""Device side of npuserve, for CPU, CUDA and Ascend: with `kernels`, the packages that need torch.
 
 Imports between folders go in one direction: `backends` ← `model` ← `execution` ← `diagnostics`. `quantize` imports
 `model`; `emulator` imports `backends`. The modules of this level (`quantization`, `step`, `storyteller`) import none of

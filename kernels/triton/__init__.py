@@ -1,4 +1,4 @@
-"""Kernels in Triton, for CUDA; Ascend may use some where torch_npu has no fused operator.
+"""Kernels in Triton, for CUDA. Two experimental ones for Ascend are compiled in CI, and no backend uses them.
 
 Importing this package does not import triton. The modules `launch*` check arguments and launch the kernels. The other
 files hold kernels. They import only triton and keys.py, so that a compiler without torch can read them. Tests in

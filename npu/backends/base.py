@@ -28,8 +28,8 @@ class BackendError(ValueError):
 class Fault(Enum):
     """Required reaction to a device error at run time.
 
-    In each case the engine ends its requests with UNAVAILABLE and a retry delay, and exits. The supervisor restarts it
-    after RETRYABLE and ENGINE; after NODE the server exits. service/ipc/child.py defines the exit codes. A failed step
+    In each case the engine process exits. After RETRYABLE and ENGINE the supervisor restarts it, and the front ends
+    submit its requests again; after NODE the server exits. service/ipc/child.py defines the exit codes. A failed step
     is never repeated in place, because part of it has already sampled, counted and written.
     """
 

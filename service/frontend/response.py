@@ -68,7 +68,7 @@ class ResponseBuilder:
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=checked.skip_special_tokens, stop=checked.stop,
                 include_stop=checked.include_stop, min_tokens=checked.request.sampling.min_tokens,
-                prompt_ids=checked.request.prompt_ids, held_tokens=token_offset)
+                prompt_ids=checked.request.prompt_ids, client_tokens=token_offset)
         sampling = checked.request.sampling
         self._wants_tokens = checked.return_token_ids or sampling.logprobs is not None
         self._text = ""
@@ -108,7 +108,7 @@ class ResponseBuilder:
         self._push(self._detokenizer.push(ids[:-1] if is_silent else ids))
         if finish and self.keep is None:
             self._push(self._detokenizer.finish())
-        self._skip_sent(self._detokenizer.held_characters)
+        self._skip_sent(self._detokenizer.client_characters)
         return finish
 
     def prompt_messages(self) -> Iterator[pb.StreamGenerateResponse]:

@@ -42,8 +42,8 @@ class Detokenizer:
     include_stop: cut the text after the stop string, not before it.
     min_tokens: a stop string is ignored if a token with a smaller index completes it.
     prompt_ids: ids before the answer, see `Tokenizer.text_stream`.
-    held_tokens: number of the answer's tokens that the client has already received.
-    held_characters: characters of the answer up to the last boundary within `held_tokens`, known once they are pushed.
+    client_tokens: number of the answer's tokens that the client has already received.
+    client_characters: characters of the answer up to the last boundary within `client_tokens`, known once they are pushed.
 
     A token is held back while its text ends inside a character or may be the beginning of a stop string. After
     MAX_UNFINISHED_TOKENS consecutive tokens that end inside a character, the complete characters are sent.
@@ -61,7 +61,7 @@ class Detokenizer:
         include_stop: bool,
         min_tokens: int,
         prompt_ids: Sequence[int] = (),
-        held_tokens: int = 0,
+        client_tokens: int = 0,
     ):
         self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens)
         self._matcher = _StopMatcher(stop) if stop else None
@@ -77,8 +77,8 @@ class Detokenizer:
         self._boundaries: deque[tuple[int, int]] = deque()
         self._match: tuple[str, int] | None = None  # stop string, its end in _text
         self._is_finished = False
-        self._held_tokens = held_tokens
-        self.held_characters = 0
+        self._client_tokens = client_tokens
+        self.client_characters = 0
 
     def push(self, ids: Sequence[int]) -> Delta | None:
         """Add the next tokens of the answer and return the text that can be sent.
@@ -128,7 +128,7 @@ class Detokenizer:
 
     @property
     def _holds_nothing(self) -> bool:
-        return not (self._text or self._matcher or self._num_tokens < self._held_tokens)
+        return not (self._text or self._matcher or self._num_tokens < self._client_tokens)
 
     def _send_directly(self, text: str) -> Delta:
         """Add a complete piece and send it at once: the fast path for usual tokens."""
@@ -155,8 +155,8 @@ class Detokenizer:
             self._unfinished = 0
             characters = self._offset + len(self._text)
             self._boundaries.append((characters, self._num_tokens))
-            if self._num_tokens <= self._held_tokens:
-                self.held_characters = characters
+            if self._num_tokens <= self._client_tokens:
+                self.client_characters = characters
 
     def _finish_at_stop(self) -> Delta:
         assert self._match is not None

@@ -1,7 +1,7 @@
 """Fixtures that run the Triton kernels without a device, interpreted and lowered, and a table of the results.
 
 Both need TRITON_INTERPRET=1 and triton. Lowering also needs NPUSERVE_TRITON_ASCEND: a Python that has triton-ascend and
-ascendnpu-ir. `.ci/triton_ascend` makes both environments and runs this folder.
+ascendnpu-ir. `.ci/triton` makes both environments and runs this folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FACTS: dict[str, dict[str, Any]] = defaultdict(dict)
 def interpreted() -> ModuleType:
     """The module that launches the kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
-        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton_ascend")
-    from npuserve.kernels.triton import launch
+        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton")
+    from npuserve.kernels.triton import launch_ascend
 
-    return launch
+    return launch_ascend
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def stand_ins(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory)
     """Stand-ins by the names of the kernels in the module that launches them."""
     python = os.environ.get("NPUSERVE_TRITON_ASCEND")
     if not python:
-        pytest.skip("needs NPUSERVE_TRITON_ASCEND: see .ci/triton_ascend")
+        pytest.skip("needs NPUSERVE_TRITON_ASCEND: see .ci/triton")
     folder = tmp_path_factory.mktemp("lowered")
     return {name: Lowered(getattr(interpreted, name), python, folder) for name in KERNELS}
 

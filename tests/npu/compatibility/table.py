@@ -30,7 +30,7 @@ on the emulated device; a test compares it.
 - **emulated as**: functions of CANN in npu/emulator that ran for it. **constraints**: number of documented requirements
   of the device for these functions, which npu/emulator checks.
 - **lowered**: the Triton kernel that computes the same, compiled for Ascend 910B as far as possible without CANN
-  (kernels/triton, .ci/triton_ascend).
+  (kernels/triton, .ci/triton).
 
 Nothing here was run on a device.
 """

@@ -28,7 +28,7 @@ from tests.support.real_models import model_folder
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
-        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton_ascend")
+        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton")
     monkeypatch.setattr(backends, "_emulated", {})  # restores the device's backend at the end
     monkeypatch.setattr(triton, "DEVICE", "cpu")
     emulated_backend.emulate()

@@ -1,0 +1,249 @@
+"""Generation for a call: from the request message to the last message of the answer.
+
+Life of a request:
+
+1. `check` checks that the server is ready and that every field is valid. It applies the chat template and tokenizes the
+   text, in the pool of preparation.py unless the text is short.
+2. `answer` sends the checked `Request` to the engine with `EngineClient.submit`, which returns the stream of its
+   outputs.
+3. It waits until the engine has accepted the request, and sends the initial metadata: request id and resume token. An
+   error before that has the request id in its trailing metadata, and no resume token.
+   Then it converts outputs to messages and sends them. `ResponseBuilder` detokenizes, finds stop strings, and keeps
+   ids, logprobs and text together. Outputs that arrive while a message is being written are merged into the next one.
+4. A stop string also ends the request in the engine, at the token that completed it.
+5. The last message holds the finish reason, the usage and the timing.
+6. If the call ends early (client left, deadline, error), the stream is closed, which cancels the request. The output of
+   a StreamGenerate is kept for `resume_seconds`, for ResumeStream.
+
+`resume` begins at step 3 with the stream that `EngineClient.resume` finds. `ResponseBuilder` then gets all tokens
+again, and skips the first `token_offset` tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import msgspec
+
+from npuserve.service import metrics
+from npuserve.service.access.caller import get_caller
+from npuserve.service.config import ServerConfig
+from npuserve.service.errors import Unavailable
+from npuserve.service.frontend import response_options
+from npuserve.service.frontend.response import REASONS, ResponseBuilder
+from npuserve.service.ipc import messages
+from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.ipc.engine_stream import Stream
+from npuserve.service.ipc.resumable_streams import is_resumable
+from npuserve.service.requests import validation
+from npuserve.service.requests.preparation import Kind, Preparation
+from npuserve.service.requests.prompt_size import check_prompt_size
+from npuserve.service.requests.validation import CheckedRequest
+from npuserve.service.rpc.call import Context
+from npuserve.service.text.model_folder import ModelFolder, Range
+from npuserve.v1 import generate_pb2 as pb
+
+if TYPE_CHECKING:
+    from npuserve.service.rpc.tracing import Trace
+    from npuserve.service.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Send = Callable[[pb.StreamGenerateResponse], Awaitable[None]]
+
+REQUEST_ID = "x-request-id"
+RESUME_TOKEN = "x-resume-token"
+INLINE_BYTES = 2048
+"""Maximum input that is checked and tokenized on the event loop, in about a millisecond. Larger input uses the pool."""
+REASON_NAMES = {number: name for name, number in REASONS.items()}
+
+
+class Generation:
+    """Generation for the servicers of one front end.
+
+    folder: the model's folder with its tokenizer; None until it is loaded.
+    draining: new requests get UNAVAILABLE.
+    """
+
+    def __init__(self, config: ServerConfig, engine: EngineClient, preparation: Preparation):
+        self.folder: ModelFolder | None = None
+        self.draining = False
+        self._config = config
+        self._engine = engine
+        self._preparation = preparation
+
+    @property
+    def preparing(self) -> int:
+        """Number of calls whose input is being prepared."""
+        return self._preparation.count
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of the model; None if it has none. Only after `require_folder`."""
+        assert self.folder
+        return self.folder.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length in tokens, known also while the engine restarts. Raises Unavailable before the first start."""
+        info = self._engine.model_info or self._engine.require()
+        return info.max_model_len
+
+    def require_folder(self) -> ModelFolder:
+        """Return the model's folder. Raises Unavailable during a drain and until the tokenizer is loaded."""
+        if self.draining:
+            raise Unavailable("the server is draining; send the request to another server")
+        if self.folder is None:
+            raise Unavailable("the tokenizer is loading")
+        return self.folder
+
+    async def check(
+        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = ""
+    ) -> CheckedRequest:
+        """Return the checked request with its caller, limits and deadline. Add its id and size to the log line.
+
+        token: resume token, which is dropped if the stream's record may grow too large; "": none.
+        Raises ServeError if a field is invalid or the server is not ready.
+        """
+        arrival, deadline = time.monotonic(), _deadline(context)
+        caller = get_caller(context)
+        fields["client"] = caller.name
+        name = fields["id"] = validation.request_id(message)
+        context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
+        folder, info = self.require_folder(), self._engine.require()
+        if message.ByteSize() > INLINE_BYTES:
+            check_prompt_size(message, folder.tokenizer, info.max_model_len)
+        limit, priorities = caller.limits.within(self._config)
+        policy = validation.Policy(Range(*priorities), self._config.plain_content)
+        checked = await self.prepare(
+            context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
+        request = msgspec.structs.replace(
+            checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
+            cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache == "all"),
+            options=response_options.pack(checked))
+        if token and is_resumable(request):
+            request = msgspec.structs.replace(request, resume_token=token)
+        fields["prompt_tokens"] = len(request.prompt_ids)
+        if self._config.log_prompts:
+            fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)
+        return dataclasses.replace(checked, request=request)
+
+    async def prepare(
+        self, context: Context, kind: Kind, message: Any, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call the function and return its result: at once for a small message, else in the pool.
+
+        A chat always uses the pool, since its template runs in another process.
+        """
+        size, is_chat = message.ByteSize(), kind != "detokenize" and message.WhichOneof("prompt") == "chat"
+        if size <= INLINE_BYTES and not is_chat:
+            return function(*args, **kwargs)
+        return await self._preparation.run(get_caller(context).name, kind, size, function, *args, **kwargs)
+
+    async def answer(
+        self, checked: CheckedRequest, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
+    ) -> None:
+        """Generate the answer of a checked request, and send its messages, the last one with the finish."""
+        builder, stream = ResponseBuilder(checked, self.tokenizer), self._engine.submit(checked.request)
+        await self._send_messages(builder, stream, context, fields, trace, send)
+
+    async def resume(
+        self, token: str, offset: int, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
+    ) -> None:
+        """Send the messages of a stream after its first `offset` tokens. Raises StreamNotFound, InvalidField."""
+        self.require_folder()
+        stream = await self._engine.resume(token, offset, get_caller(context).owner, _deadline(context))
+        with contextlib.closing(stream):
+            resumed = stream.request
+            fields.update(id=resumed.request_id, prompt_tokens=len(resumed.prompt_ids), resumed_at=offset)
+            builder = ResponseBuilder(response_options.unpack(resumed), self.tokenizer, offset)
+            await self._send_messages(builder, stream, context, fields, trace, send)
+
+    async def _send_messages(
+        self, builder: ResponseBuilder, stream: Stream, context: Context, fields: dict[str, Any], trace: Trace | None,
+        send: Send,
+    ) -> None:
+        """Send the messages of one answer, the last one with the finish. Close the stream in any case."""
+        assert self.folder
+        with contextlib.closing(stream), _slow_reader_error(stream), _resume_token_on_error(context, stream):
+            await stream.accepted()
+            await _send_metadata(context, stream.request)
+            async for outputs in stream:
+                finish = builder.add(outputs)
+                if builder.keep is not None and finish is None:
+                    finish = await stream.stop(builder.keep)
+                for prompt_part in builder.prompt_messages():
+                    await send(prompt_part)
+                    await asyncio.sleep(0)  # let other streams run between the parts of a long prompt
+                if finish:
+                    last = builder.last_message(finish, time.monotonic())
+                    self._record_finish(last.finish, finish.timing, stream, fields)
+                    if trace:
+                        trace.finished(finish.timing, self.folder.name, stream.first_token)
+                    await send(last)
+                    return
+                part = builder.next_message(time.monotonic())
+                if part:
+                    await send(part)
+
+    def _record_finish(
+        self, finish: pb.Finish, timing: messages.Timing, stream: Stream, fields: dict[str, Any]
+    ) -> None:
+        """Record the metrics of a finished answer, and add its fields to the log line."""
+        arrival, generated = stream.request.arrival, finish.usage.generated_tokens
+        reason = REASON_NAMES[finish.reason]
+        metrics.request_finish_total.labels(reason).inc()
+        metrics.request_prompt_tokens.observe(finish.usage.prompt_tokens)
+        metrics.request_generation_tokens.observe(generated)
+        metrics.prefill_time_seconds.observe(sum(timing.prefill_chunks))
+        metrics.decode_time_seconds.observe(timing.decode)
+        fields.update(reason=reason, cached_tokens=finish.usage.cached_tokens, generated_tokens=generated)
+        if stream.first_token is not None and stream.last_token is not None:
+            ttft, e2e = stream.first_token - arrival, stream.last_token - arrival
+            tpot = (e2e - ttft) / (generated - 1) if generated > 1 else 0.0
+            metrics.e2e_request_latency_seconds.observe(e2e)
+            if generated > 1:
+                metrics.time_per_output_token_seconds.observe(tpot)
+            if ttft <= self._config.target_ttft_seconds and tpot <= self._config.target_itl_seconds:
+                metrics.requests_on_target_total.inc()
+            fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))
+
+
+async def _send_metadata(context: Context, request: messages.Request) -> None:
+    """Send request id and resume token as initial metadata, and no trailing metadata."""
+    token = ((RESUME_TOKEN, request.resume_token),) if request.resume_token else ()
+    await context.send_initial_metadata(((REQUEST_ID, request.request_id), *token))
+    context.set_trailing_metadata(())
+
+
+def _deadline(context: Context) -> float | None:
+    """Return the call's deadline in time.monotonic() seconds; None if it has none."""
+    left = context.time_remaining()
+    return None if left is None else time.monotonic() + left
+
+
+@contextlib.contextmanager
+def _slow_reader_error(stream: Stream) -> Iterator[None]:
+    """Replace the cancel of a slow reader by the SlowReader error, for the client that resumes reading."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stream.slow:
+            raise stream.slow from None
+        raise
+
+
+@contextlib.contextmanager
+def _resume_token_on_error(context: Context, stream: Stream) -> Iterator[None]:
+    """Add the resume token to the trailing metadata of an accepted stream that this server cannot continue."""
+    try:
+        yield
+    except Unavailable:
+        if stream.is_accepted and stream.request.resume_token:
+            context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
+        raise
