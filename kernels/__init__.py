@@ -1,4 +1,4 @@
-"""Catalogue of kernels, one file per kernel or family of kernels: golden function, cases, and implementations by backend.
+"""Catalogue of kernels, a file per kernel or family: golden function, cases, and implementations by backend.
 
 Importing this package fills `registry.KERNELS`. Folders: native (C++ for the CPU), triton (CUDA), bench (timing).
 """

@@ -43,7 +43,8 @@ class Detokenizer:
     min_tokens: a stop string is ignored if a token with a smaller index completes it.
     prompt_ids: ids before the answer, see `Tokenizer.text_stream`.
     client_tokens: number of the answer's tokens that the client has already received.
-    client_characters: characters of the answer up to the last boundary within `client_tokens`, known once they are pushed.
+    client_characters: characters of the answer up to the last boundary within `client_tokens`, known once they are
+        pushed.
 
     A token is held back while its text ends inside a character or may be the beginning of a stop string. After
     MAX_UNFINISHED_TOKENS consecutive tokens that end inside a character, the complete characters are sent.
