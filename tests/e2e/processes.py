@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 from bench.serving import server as bench_server
 from tests.e2e.server import Server
+from tests.support import processes as support
 
 
 def until(condition: Callable[[], object], server: Server | None = None, seconds: float = 60) -> None:
     """Wait until `condition` is true; AssertionError, with the log of `server` if given, after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, server and server.log
-        time.sleep(0.02)
+    support.until(condition, lambda: server and server.log, seconds)
 
 
 def processes(server: Server, kind: str) -> list[int]:

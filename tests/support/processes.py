@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda: "") -> Any:
-    """Poll the condition for at most 30 s and return its first true value.
+def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda: "", seconds: float = 30) -> Any:
+    """Poll the condition and return its first true value. Raises AssertionError after `seconds`.
 
     describe: returns what the failure shows.
     """
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, describe()
         time.sleep(0.01)

@@ -19,6 +19,7 @@ from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.scheduling.block_manager import AUDIT_BLOCKS, BlockManager, IntegrityError
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.support.counting_runner import FakeRunner
+from tests.support.processes import until
 
 MODEL = m.ModelInfo("Fake", 1000, 256, "float32", "none", "float32", "cpu", 4, 3, 512, 0, True)
 
@@ -106,13 +107,6 @@ class Running:
         assert not self.thread.is_alive()
         self.scheduler.check_integrity()
         assert self.blocks.counts.used == 0, "blocks leaked"
-
-
-def until(true: object) -> None:
-    deadline = time.monotonic() + 10
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
-from tests.service.engine.test_loop import MODEL, Peer, running, until
+from tests.service.engine.test_loop import MODEL, Peer, running
 from tests.support.counting_runner import FakeRunner
+from tests.support.processes import until
 
 
 class Gated(FakeRunner):
