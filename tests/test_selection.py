@@ -57,6 +57,7 @@ def test_every_pair_of_values_is_in_a_case(tmp_path: Path) -> None:
         assert {(case[i], case[j]) for case in three} == set(product(range(sizes[i]), range(sizes[j])))
 
 
+@pytest.mark.slow
 def test_one_parameter_has_all_its_cases(tmp_path: Path) -> None:
     names = cases(tmp_path)
     assert sum(name.startswith("test_one") for name in names) == 5
@@ -65,10 +66,12 @@ def test_one_parameter_has_all_its_cases(tmp_path: Path) -> None:
     assert [name for name in names if name.startswith("test_some")] == ["test_some[0]", "test_some[2]"]
 
 
+@pytest.mark.slow
 def test_full_runs_all(tmp_path: Path) -> None:
     assert len(cases(tmp_path, "--full", "FILE")) == 24 + 5 + 1 + 1 + 3
 
 
+@pytest.mark.slow
 def test_a_test_that_is_named_runs_whole(tmp_path: Path) -> None:
     assert len(cases(tmp_path, "FILE::test_three", "FILE::test_one")) == 24 + 5
     assert cases(tmp_path, "FILE::test_long") == ["test_long"]

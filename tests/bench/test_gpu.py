@@ -108,6 +108,7 @@ def test_emulated(tmp_path: Path) -> None:
     assert tables(report, "candidates") == {"Configurations beside the golden function"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_an_error(tmp_path: Path) -> None:
     code, report, said = run(tmp_path)

@@ -64,6 +64,7 @@ def logged_ahead(server: Server) -> timedelta:
     return told - datetime.now(timezone.utc)
 
 
+@pytest.mark.slow
 def test_clock_set_while_serving_changes_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A day forward, then two days back, in all processes of the server, between and during streams."""
     (tmp_path / "clock.c").write_text(CLOCK)

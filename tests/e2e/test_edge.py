@@ -42,6 +42,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Callable[[], int]) -> None:
     """Clients: grpcurl by reflection, `npuserve generate` and grpcio; probes on the plain health port."""
@@ -169,6 +170,7 @@ def test_a_frozen_front_end_is_replaced(server: Server) -> None:
     assert server.stop() == 0  # this is the last test of the shared server
 
 
+@pytest.mark.slow
 def test_a_drain_on_demand(tmp_path: Path) -> None:
     """AdminService.Drain through one of two front ends: both end, running requests complete, exit code 0."""
     keys = tmp_path / "keys"

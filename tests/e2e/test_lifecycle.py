@@ -256,6 +256,7 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
             assert len([path for _, path in hub.requests if path.endswith("/revision/main")]) == 1, hub.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("check", "--json"), ("quantize",)])
 def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
     with contextlib.closing(StalledHub("files", tmp_path)) as hub:
@@ -273,6 +274,7 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
         assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "said"), [
     (("/nowhere/at/all",), "/nowhere/at/all"),
     (("--device", "npu"), "npu"),
@@ -288,6 +290,7 @@ def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_unknown_architecture_names_those_supported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
     done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", str(tmp_path), "--port", "0",

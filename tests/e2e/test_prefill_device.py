@@ -29,6 +29,7 @@ def test_tokens_are_those_of_both_devices_alone() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.slow
 def test_it_is_refused_where_the_model_runs_on_the_cpu() -> None:
     with serving("--device", "cpu", "--prefill-device", "cpu", wait=False) as server:
         assert server.process.wait(60) == 2

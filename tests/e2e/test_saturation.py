@@ -8,6 +8,7 @@ import signal
 import time
 import urllib.request
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e import processes
@@ -21,6 +22,7 @@ def until(server: Server, ready: float) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_metrics_readiness_limits_and_memory_of_a_real_server() -> None:
     with serving("--max-num-seqs", "4", "--max-queue", "6") as server:
         until(server, 1)

@@ -33,6 +33,7 @@ def server(slow: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server, slow: Path) -> None:
     """All requests arrive before the first gap between tokens is measured. Their deadlines are spread over one step."""
     slow.write_text(str(STEP_SECONDS))
@@ -47,6 +48,7 @@ def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server,
         assert list(threads.map(reason, range(REQUESTS))) == [pb.FINISH_REASON_DEADLINE] * REQUESTS
 
 
+@pytest.mark.slow
 def test_stream_of_special_tokens_sends_progress_each_second(server: Server, slow: Path) -> None:
     """Each progress message has at most the tokens of one second."""
     slow.touch()

@@ -35,6 +35,7 @@ def refused(*arguments: str, **environ: str) -> str:
     return last.removeprefix("npuserve: ")
 
 
+@pytest.mark.slow
 def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     layers = config["num_hidden_layers"]
@@ -46,6 +47,7 @@ def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None
     assert len(error) < 600
 
 
+@pytest.mark.slow
 def test_serve_with_nan_weights_names_the_tensor(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.mlp.up_proj.weight"][-1, -1] = torch.nan
@@ -54,6 +56,7 @@ def test_serve_with_nan_weights_names_the_tensor(folder: Path) -> None:
         f"{folder}: model.layers.3.mlp.up_proj.weight: has numbers that are not finite (NaN or infinity)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_serve_with_a_git_lfs_pointer_names_the_file(folder: Path, file: str) -> None:
     (folder / file).write_text(POINTER)
@@ -61,6 +64,7 @@ def test_serve_with_a_git_lfs_pointer_names_the_file(folder: Path, file: str) ->
         f"{folder / file}: is a Git LFS pointer, not the file itself; download it with: git -C {folder} lfs pull")
 
 
+@pytest.mark.slow
 def test_serve_with_a_mistyped_folder_suggests_the_right_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(str(folder.with_name("modle"))) == (
         f"model: there is no folder {folder.with_name('modle')} (did you mean {folder}?)")

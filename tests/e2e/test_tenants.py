@@ -85,6 +85,7 @@ def test_priority_beyond_the_keys_range_is_refused(server: Server, keys: dict[st
         rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
 
 
+@pytest.mark.slow
 def test_without_keys_priority_has_the_settings_range_and_administration_is_off() -> None:
     with serving("--min-priority=-5", "--max-priority", "5") as server:
         with pytest.raises(grpc.RpcError) as refused:
@@ -144,6 +145,7 @@ def test_prefix_cache_tells_nothing_of_other_tenants(server: Server, keys: dict[
         assert cached(ours, cache_salt="s") > 0
 
 
+@pytest.mark.slow
 def test_prefix_cache_is_shared_where_the_operator_says_so(keys: dict[str, str]) -> None:
     with serving("--api-keys", keys["file"], "--block-size", "16", "--share-prefix-cache", "all") as server:
         found = []

@@ -10,6 +10,7 @@ from tests.e2e.server import request, serving
 from tests.service.rpc.test_tracing import PARENT, SERVER_SPAN, TRACE, Collector
 
 
+@pytest.mark.slow
 def test_each_chunk_of_a_prompt_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     collector = Collector()

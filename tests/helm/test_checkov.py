@@ -17,6 +17,7 @@ from tests.helm.combinations import COMBINATIONS
 STACKS = [("cpu",), ("ascend", "prod"), ("cuda", "prod")]
 
 
+@pytest.mark.slow
 @needs_helm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not shutil.which("checkov"), reason="no program checkov on PATH (pip install checkov)")

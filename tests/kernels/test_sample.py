@@ -237,6 +237,7 @@ def test_sample_draws_allowed_tokens(serve: Serve, seed: int) -> None:
                             min_p[row], uniform[row], id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "filters", [{"top_k": 1500}, {"top_k": 7, "top_p": 0.7}, {"top_p": 0.3}, {"min_p": 0.9}], ids=str
 )

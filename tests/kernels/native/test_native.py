@@ -168,6 +168,7 @@ print(int(values.min()), int(values.max()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_call_without_memory_raises_memory_error(threads):
     """An op that quantizes its result needs 64 MiB of scratch for each thread."""
@@ -197,6 +198,7 @@ print(lib.threads, float(out.sum()))
 """
 
 
+@pytest.mark.slow
 def test_set_threads_without_memory_raises_os_error():
     done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

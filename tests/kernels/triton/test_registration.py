@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from npuserve.kernels.registry import KERNELS
 from npuserve.kernels.triton import LOWERED
 
@@ -26,6 +28,7 @@ def registered(path: Path, first: str = "", **variables: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_registering_imports_no_triton(tmp_path: Path) -> None:
     package = tmp_path / "triton"
     package.mkdir()
@@ -33,6 +36,7 @@ def test_registering_imports_no_triton(tmp_path: Path) -> None:
     assert {"greedy", "qk_norm_rope_kv_write", "sample"} <= set(registered(tmp_path, TRITON_INTERPRET="1"))
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_without_device(tmp_path: Path) -> None:
     assert registered(tmp_path, CUDA_VISIBLE_DEVICES="") == []
 
@@ -42,6 +46,7 @@ def test_lowered_files_exist() -> None:
     assert {f"{name}.py" for name in LOWERED.values()} <= {file.name for file in FOLDER.glob("*.py")}
 
 
+@pytest.mark.slow
 def test_waiting_kernels_are_registered_by_interpret(tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise AssertionError('imported')\n")

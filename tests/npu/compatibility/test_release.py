@@ -35,6 +35,7 @@ def test_data_contain_only_used_names() -> None:
         assert len(release.sha256) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_data_equal_wheel(version: str) -> None:
     if not wheel_file(version).exists():

@@ -167,6 +167,7 @@ def test_generate_at_an_unknown_host_names_it() -> None:
                                   "resolved (")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",), ("bench", "serve")])
 @pytest.mark.parametrize("target", ["http://127.0.0.1:50051", "localhost", "", "::1:50051", "host:0", "host:70000"])
 def test_target_invalid_is_refused(command: tuple[str, ...], target: str) -> None:

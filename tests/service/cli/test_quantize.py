@@ -137,6 +137,7 @@ def test_calibration_ids_without_a_tokenizer_is_refused(tmp_path):
         calibration_ids(tmp_path, "", 1, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_quantize_ended_by_a_signal_leaves_no_files(tmp_path, number, code):
     out = tmp_path / "out"

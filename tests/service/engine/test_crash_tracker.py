@@ -112,6 +112,7 @@ def test_crash_tracker_fails_killers_only_each_after_three_crashes(
     assert crashes.lives <= 1 + 3 * len(killer_faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [5, 30, 60])
 def test_crash_tracker_finds_a_killer_after_some_tokens_of_each_life(tokens: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -100,6 +100,7 @@ async def test_stream_sends_tokens_as_generated(folder: Path) -> None:
         assert texts == ["b", "c", "d"]
 
 
+@pytest.mark.slow
 async def test_prompt_logprobs_above_4_mib_are_streamed_and_refused_by_generate(folder: Path) -> None:
     """With a client that accepts 4 MiB, gRPC's default."""
     ids = [i % 26 for i in range(20_000)]

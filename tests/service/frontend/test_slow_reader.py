@@ -56,6 +56,7 @@ async def test_slow_reader_cancel_while_paused_ends_request(tmp_path: Path) -> N
         await until(lambda: not server.scheduler._sequences)
 
 
+@pytest.mark.slow
 async def test_slow_reader_at_limit_is_cancelled_and_resumable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,6 +82,7 @@ async def test_slow_reader_at_limit_is_cancelled_and_resumable(
         assert finish.usage.generated_tokens == TOKENS
 
 
+@pytest.mark.slow
 async def test_slow_readers_take_no_slots_or_blocks_from_others(tmp_path: Path) -> None:
     """There are as many slow readers as slots, and few more blocks than they hold."""
     async with whole_server(

@@ -117,6 +117,7 @@ def test_stream_of_new_clients_starves_no_old_client(
 # Priority among clients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("urgency", [-100, -7, 0, 100])
 def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
     harness, worth = one_at_a_time(), abs(urgency) * PRIORITY_TOKENS

@@ -196,6 +196,7 @@ def test_metrics_page_dead_process_keeps_counts_and_drops_gauges(pages: list[str
     assert samples(pages[1])[AGE, ()] <= third[AGE, ()] < 60
 
 
+@pytest.mark.slow
 def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) -> None:
     """A scrape at any moment of a merge neither misses nor repeats a count."""
     deaths = 8

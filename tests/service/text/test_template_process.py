@@ -38,6 +38,7 @@ def made(folder: Path, template: str, seconds: float = 0.4) -> TemplateProcess:
     return TemplateProcess(folder, {}, seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_render_of_an_endless_template_is_refused(tmp_path: Path, name: str) -> None:
     """With INVALID_ARGUMENT; the next conversation is served."""
