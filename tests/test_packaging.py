@@ -31,6 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Folders of packages; everything else (tests, bench, docs, helm) is not installed.
@@ -176,7 +177,6 @@ def test_the_wheel_holds_the_packages_and_the_native_kernels(built: Path, librar
     assert contents(built)[LIBRARY] == digest(library.read_bytes())
 
 
-@pytest.mark.slow
 def test_without_a_compiler_the_wheel_is_pure_with_a_warning(pure: tuple[Path, Path, str]):
     wheel, _, said = pure
     check_contents(wheel)
@@ -186,7 +186,6 @@ def test_without_a_compiler_the_wheel_is_pure_with_a_warning(pure: tuple[Path, P
     assert "c++ or g++ or clang++ is no working C++17 compiler" in line
 
 
-@pytest.mark.slow
 def test_the_sdist_makes_the_same_wheel(pure: tuple[Path, Path, str], setup_py: ModuleType, tmp_path: Path):
     wheel, sdist, _ = pure
     with tarfile.open(sdist) as archive:
@@ -198,7 +197,6 @@ def test_the_sdist_makes_the_same_wheel(pure: tuple[Path, Path, str], setup_py: 
     assert setup_py.digest(tree / setup_py.SOURCES) == setup_py.digest(ROOT / setup_py.SOURCES), "a source is missing"
 
 
-@pytest.mark.slow
 def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, setup_py: ModuleType, tmp_path: Path):
     programs, site = install(built, tmp_path / "venv")
     code = f"""if True:
@@ -214,7 +212,6 @@ def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, se
     assert version == f"npuserve {PROJECT['project']['version']}\n"
 
 
-@pytest.mark.slow
 def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, Path, str], tmp_path: Path):
     programs, _ = install(pure[0], tmp_path / "venv")
     code = """if True:
@@ -343,7 +340,6 @@ command.run()
 """
 
 
-@pytest.mark.slow
 def test_a_build_after_a_compiler_upgrade_replaces_the_library(compiler: list[str], pieces: Path, tmp_path: Path):
     def install(cxx: str) -> bytes:
         done = subprocess.run([sys.executable, "-c", INSTALL, str(ROOT)], cwd=pieces.parent,
@@ -368,7 +364,6 @@ def test_a_library_is_current_until_a_source_changes(setup_py: ModuleType, piece
     assert not setup_py.is_current(library, pieces)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_build_with_kept_objects_compiles_only_changes(
     setup_py: ModuleType, pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -394,7 +389,6 @@ def test_build_with_kept_objects_compiles_only_changes(
     assert build()[0] == names
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("text", "said"), [
     ("int broken", "error: expected"),
