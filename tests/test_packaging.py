@@ -37,8 +37,6 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Folders of packages; everything else (tests, bench, docs, helm) is not installed.
 SOURCES = {"client": "npuserve.client", "service": "npuserve.service", "npu": "npuserve.npu",
            "kernels": "npuserve.kernels", "protos/npuserve/v1": "npuserve.v1"}
-
-
 LIBRARY = "npuserve/kernels/native/libnpuserve.so"
 
 
