@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
@@ -55,6 +55,7 @@ class InvalidField(ServeError):
 
     field: path of the first bad field.
     violations: (path, description) of each bad field, as many as fit MAX_VIOLATIONS_BYTES. Long texts are truncated.
+    omitted: number of bad fields that `violations` lacks.
     """
 
     code = code_pb2.INVALID_ARGUMENT
@@ -73,11 +74,16 @@ class InvalidField(ServeError):
             if left < 0:
                 break
             kept.append(violation)
-        omitted += 1 + len(others) - len(kept)
+        self.omitted = omitted = omitted + 1 + len(others) - len(kept)
         self.violations = tuple(kept)
         self.field = kept[0][0]
         listed = "; ".join(f"{path}: {text}" for path, text in self.violations)
         super().__init__(listed + (f"; and {omitted} more" if omitted else ""))
+
+    def converted(self, convert: Callable[[str, str], tuple[str, str]]) -> InvalidField:
+        """Return the error with other texts. convert: returns (path, description) of a bad field, given both."""
+        first, *others = (convert(*violation) for violation in self.violations)
+        return InvalidField(*first, *others, omitted=self.omitted)
 
     @property
     def logged(self) -> str:

@@ -122,7 +122,7 @@ log_lines_dropped_total = _counter("log_lines_dropped_total", "Log lines dropped
 # Label values that start at 0. A rate needs two samples, so an alert would otherwise miss the first event.
 KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     requests_total: tuple(
-        (rpc, code) for rpc in ("Generate", "StreamGenerate")
+        (rpc, code) for rpc in ("Generate", "StreamGenerate", "vllm.Generate")
         for code in ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED",
                      "UNAVAILABLE")),
     request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",)),

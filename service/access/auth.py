@@ -3,8 +3,8 @@
 With `api_keys`, every call needs `authorization: Bearer KEY` in its metadata, except calls to grpc.health.v1. Any other
 call without a valid key gets UNAUTHENTICATED, whatever its method. Without `api_keys`, every call is accepted.
 
-AdminService needs an API key with the admin right, or a client certificate that `admin_certificates` names. It is off
-where neither is configured.
+AdminService, and the methods of VllmEngine that administer the server, need an API key with the admin right, or a
+client certificate that `admin_certificates` names. They are off where neither is configured.
 
 An authenticated caller is a tenant: its request ids, cached prefixes and resume tokens are its own.
 
@@ -23,19 +23,30 @@ import grpc.aio
 
 from npuserve.service.access.caller import CERTIFICATE, Caller, authenticated, certificate_names, get_caller
 from npuserve.service.errors import PermissionDenied, ServeError, Unauthenticated
-from npuserve.service.rpc.call import Context, DelayedRefusal, call, refusal_throttle, refuse_after_delay
+from npuserve.service.rpc.call import (
+    VLLM_ENGINE,
+    Context,
+    DelayedRefusal,
+    call,
+    refusal_throttle,
+    refuse_after_delay,
+    rpc_name,
+)
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 
 HEALTH = "/grpc.health.v1.Health/"
 """Prefix of the methods that need no API key."""
-ADMIN = "/npuserve.v1.AdminService/"
+ADMIN = (
+    "/npuserve.v1.AdminService/", f"/{VLLM_ENGINE}/FlushCache", f"/{VLLM_ENGINE}/StartProfile",
+    f"/{VLLM_ENGINE}/StopProfile")
+"""Prefixes of the methods that need the admin right. Each has a unary reply."""
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Interceptor that authenticates and authorizes each call, and throttles refusals.
 
     find_key: returns the caller of an API key, None for an unknown key. None: the server has no API keys.
-    admin_names: names of client certificates that may call AdminService.
+    admin_names: names of client certificates with the admin right.
     throttle: throttle of this server's refusals; None: no limit.
     """
 
@@ -75,17 +86,23 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method: str = details.method  # type: ignore[attr-defined]
         if handler is None or method.startswith(HEALTH):
             return handler
-        rpc = method.rpartition("/")[2]
+        service, _, name = method[1:].rpartition("/")
+        rpc = rpc_name(service, name)
         if self._find_key:
             try:
                 found = _authenticate(self._find_key, details.invocation_metadata)  # type: ignore[attr-defined]
             except ServeError as error:
                 return _refusing_handler(rpc, error)
             authenticated.set(found)
-        return self._admin_handler(handler, rpc) if method.startswith(ADMIN) else handler
+        if not method.startswith(ADMIN):
+            return handler
+        return self._admin_handler(handler, rpc, f"{name} of VllmEngine" if service == VLLM_ENGINE else "AdminService")
 
-    def _admin_handler(self, handler: Any, rpc: str) -> Any:
-        """Return a handler that checks the admin right before it reads the message. AdminService has unary replies."""
+    def _admin_handler(self, handler: Any, rpc: str, what: str) -> Any:
+        """Return a handler that checks the admin right before it reads the message.
+
+        what: what needs the right, for the error message.
+        """
 
         async def authorized(messages: object, context: Context) -> Any:
             caller = get_caller(context)
@@ -93,7 +110,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 async with call(context, rpc, logging.INFO) as fields:
                     fields["client"] = caller.name
                     raise PermissionDenied(
-                        "AdminService needs an API key with the admin right, or a client certificate that "
+                        f"{what} needs an API key with the admin right, or a client certificate that "
                         "admin_certificates names")
             return await handler.stream_unary(messages, context)
 

@@ -102,7 +102,7 @@ class Engine:
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
         self._restore_until = math.inf
-        self._early: list[tuple[bytes, Resume]] = []  # arrived before all records that they may name
+        self._early: list[tuple[bytes, Resume | Abort]] = []  # arrived before all requests that they may name
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
         self._accepted: defaultdict[bytes, list[int]] = defaultdict(list)
         self._last_collected = 0.0
@@ -140,7 +140,7 @@ class Engine:
             self.send()
         self._restoring = 0
         for frontend, message in self._early:
-            self._resume(frontend, message)
+            self._handle(frontend, message)
         self._early.clear()
         self._crashes.save()
 
@@ -265,8 +265,10 @@ class Engine:
             case Unpause(key=key):
                 if sequence := self.registry.live.get((frontend, key)):
                     self._scheduler.unpause(sequence.id)
-            case Abort(call=call, request_id=request_id, client=client):
-                found = self.registry.find(request_id, client)
+            case Abort() | Resume() if self._restoring > 0:
+                self._early.append((frontend, message))
+            case Abort(call=call, request_id=request_id, client=client, service=service):
+                found = self.registry.find(request_id, client, service)
                 if len(found) == 1:
                     self._end(found[0], found[0].finish("aborted"))
                 self._send(frontend, Reply(self._epoch, call, len(found)))
@@ -277,8 +279,6 @@ class Engine:
                 self._send(frontend, Ready(self._epoch, self.model))
             case Restore():
                 self._restore(frontend, message)
-            case Resume() if self._restoring > 0:
-                self._early.append((frontend, message))
             case Resume():
                 self._resume(frontend, message)
 

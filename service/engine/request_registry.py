@@ -42,7 +42,7 @@ class RequestRegistry:
     def __init__(self, scheduler: Scheduler, records: Records, crashes: CrashTracker):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
-        self._names: dict[tuple[str, str], Origin] = {}  # by client and request_id
+        self._names: dict[tuple[str, str, str], Origin] = {}  # by client, service and request_id
         self._scheduler = scheduler
         self._crashes = crashes
 
@@ -69,10 +69,10 @@ class RequestRegistry:
             self.records.begin(record or Record(request))
         return displaced
 
-    def find(self, request_id: str, client: str = "") -> list[Sequence]:
-        """Return the live requests with that id. client: its client; "" for all clients."""
+    def find(self, request_id: str, client: str = "", service: str | None = None) -> list[Sequence]:
+        """Return the live requests with that id. client, service: see messages.Abort."""
         return [self.live[origin] for name, origin in self._names.items()
-                if name[1] == request_id and client in ("", name[0])]
+                if name[2] == request_id and client in ("", name[0]) and service in (None, name[1])]
 
     def of_frontend(self, frontend: bytes) -> list[Sequence]:
         return [sequence for origin, sequence in self.live.items() if origin[0] == frontend]
@@ -155,9 +155,9 @@ class RequestRegistry:
             self.records.end(record, now)
 
 
-def _name(request: Request) -> tuple[str, str]:
-    """Return the name of a live request: a request_id is unique per client."""
-    return request.client, request.request_id
+def _name(request: Request) -> tuple[str, str, str]:
+    """Return the name of a live request: a request_id is unique per client and service."""
+    return request.client, request.service, request.request_id
 
 
 def _copy_progress(sequence: Sequence, record: Record) -> None:

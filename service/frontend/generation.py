@@ -103,23 +103,26 @@ class Generation:
         return self.folder
 
     async def check(
-        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = ""
+        self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = "",
+        max_request_id_characters: int = validation.MAX_REQUEST_ID_CHARACTERS,
     ) -> CheckedRequest:
         """Return the checked request with its caller, limits and deadline. Add its id and size to the log line.
 
         token: resume token, which is dropped if the stream's record may grow too large; "": none.
+        max_request_id_characters: see `validation.Policy`.
         Raises ServeError if a field is invalid or the server is not ready.
         """
         arrival, deadline = time.monotonic(), _deadline(context)
         caller = get_caller(context)
         fields["client"] = caller.name
-        name = fields["id"] = validation.request_id(message)
+        name = fields["id"] = validation.request_id(message, max_request_id_characters)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
         folder, info = self.require_folder(), self._engine.require()
         if message.ByteSize() > INLINE_BYTES:
             check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = caller.limits.within(self._config)
-        policy = validation.Policy(Range(*priorities), self._config.plain_content)
+        policy = validation.Policy(
+            Range(*priorities), self._config.plain_content, max_request_id_characters=max_request_id_characters)
         checked = await self.prepare(
             context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
         request = msgspec.structs.replace(
@@ -140,7 +143,8 @@ class Generation:
 
         A chat always uses the pool, since its template runs in another process.
         """
-        size, is_chat = message.ByteSize(), kind != "detokenize" and message.WhichOneof("prompt") == "chat"
+        has_prompt = "prompt" in message.DESCRIPTOR.oneofs_by_name
+        size, is_chat = message.ByteSize(), has_prompt and message.WhichOneof("prompt") == "chat"
         if size <= INLINE_BYTES and not is_chat:
             return function(*args, **kwargs)
         return await self._preparation.run(get_caller(context).name, kind, size, function, *args, **kwargs)
@@ -149,7 +153,8 @@ class Generation:
         self, checked: CheckedRequest, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
     ) -> None:
         """Generate the answer of a checked request, and send its messages, the last one with the finish."""
-        builder, stream = ResponseBuilder(checked, self.tokenizer), self._engine.submit(checked.request)
+        builder = ResponseBuilder(checked, self.tokenizer if checked.has_text else None)
+        stream = self._engine.submit(checked.request)
         await self._send_messages(builder, stream, context, fields, trace, send)
 
     async def resume(

@@ -23,16 +23,32 @@ from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 if TYPE_CHECKING:
     from npuserve.service.rpc.tracing import Tracing
 
+DATA_TYPES = {
+    "float32": model_pb2.DATA_TYPE_FLOAT32, "bfloat16": model_pb2.DATA_TYPE_BFLOAT16,
+    "float16": model_pb2.DATA_TYPE_FLOAT16, "int8": model_pb2.DATA_TYPE_INT8,
+}
+QUANTIZATION_SCHEMES = {"none": model_pb2.QUANTIZATION_SCHEME_NONE, "w8a8": model_pb2.QUANTIZATION_SCHEME_W8A8}
+DEVICE_BACKENDS = {
+    "cpu": model_pb2.DEVICE_BACKEND_CPU, "npu": model_pb2.DEVICE_BACKEND_NPU, "cuda": model_pb2.DEVICE_BACKEND_CUDA,
+}
+"""Text of ModelInfo -> value of GetModelInfo's enum. A text that is absent here is UNSPECIFIED."""
+
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
-    """Servicer of InferenceService. tracing: None: off."""
+    """Servicer of InferenceService.
+
+    start_date: Unix time of the server's start, in seconds.
+    tracing: None: off.
+    """
 
     def __init__(
-        self, config: ServerConfig, engine: EngineClient, generation: Generation, tracing: Tracing | None = None
+        self, config: ServerConfig, engine: EngineClient, generation: Generation, start_date: float,
+        tracing: Tracing | None = None,
     ):
         self._config = config
         self._engine = engine
         self._generation = generation
+        self._start_date = start_date
         self._tracing = tracing
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -103,7 +119,13 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 kv_cache_dtype=info.kv_cache_dtype, backend=info.backend, has_tokenizer=tokenizer is not None,
                 has_chat_template=tokenizer is not None and tokenizer.chat is not None,
                 max_num_seqs=info.max_num_seqs, max_queue=info.max_queue, kv_cache_tokens=info.kv_cache_tokens,
-                eos_token_ids=sorted(folder.eos_token_ids), parameters=info.parameters)
+                eos_token_ids=sorted(folder.eos_token_ids), parameters=info.parameters,
+                deterministic=info.deterministic, data_type=DATA_TYPES.get(info.dtype, model_pb2.DATA_TYPE_UNSPECIFIED),
+                kv_cache_data_type=DATA_TYPES.get(info.kv_cache_dtype, model_pb2.DATA_TYPE_UNSPECIFIED),
+                quantization_scheme=QUANTIZATION_SCHEMES.get(
+                    info.quantization, model_pb2.QUANTIZATION_SCHEME_UNSPECIFIED),
+                device_backend=DEVICE_BACKENDS.get(info.backend, model_pb2.DEVICE_BACKEND_UNSPECIFIED))
+            response.start_time.FromMilliseconds(round(1000 * self._start_date))
         return response
 
     async def GetLoad(self, request: model_pb2.GetLoadRequest, context: Context) -> model_pb2.GetLoadResponse:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib.util
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 import msgspec
 
-from npuserve.service import logs
+from npuserve.service import clock, logs
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.admin import AdminServicer
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # imported at run time only if configured, since the process 
     from npuserve.service.access.api_keys import Keys
     from npuserve.service.access.file_reloader import FileReloader
     from npuserve.service.access.tls import Tls
+    from npuserve.service.gateway.servicer import VllmEngineServicer
     from npuserve.service.rpc.tracing import Tracing
 
 log = logging.getLogger("npuserve.service.frontend.process")
@@ -70,6 +72,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     heartbeat: True to send heartbeats.
     folder: the model's folder; None while it is downloaded: an order with the folder follows.
     last_good: private folder for copies of valid settings files; "": no copies.
+    start_date: Unix time of the server's start, in seconds; 0: now.
     """
 
     config: ServerConfig
@@ -79,6 +82,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     heartbeat: bool = False
     folder: str | None = None
     last_good: str = ""
+    start_date: float = 0.0
 
 
 class Frontend:
@@ -99,11 +103,13 @@ class Frontend:
         self._tracing = _open_tracing(config)
         self._preparation = Preparation(config.max_preparing)
         self._generation = Generation(config, self._engine, self._preparation)
-        self._health = HealthServicer()
+        vllm_engine = _open_vllm_engine(config, self._engine, self._generation, self._tracing)
+        start_date = args.start_date or clock.unix_time()
+        self._health = HealthServicer([vllm_engine.NAME] if vllm_engine else [])
         self._servers = Servers(
             config, args.port,
-            Servicers(InferenceServicer(config, self._engine, self._generation, self._tracing),
-                      AdminServicer(config, self._engine, time.monotonic()), self._health),
+            Servicers(InferenceServicer(config, self._engine, self._generation, start_date, self._tracing),
+                      AdminServicer(config, self._engine, time.monotonic()), self._health, vllm_engine),
             MessageLimit(config, args.folder, self._engine, self._generation), self._preparation,
             (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None)
 
@@ -197,6 +203,21 @@ def _open_tracing(config: ServerConfig) -> Tracing | None:
     except ImportError as error:
         raise ConfigError(f"otlp_endpoint: {error}; pip install 'npuserve[otel]'") from None
     return Tracing(config.otlp_endpoint)
+
+
+def _open_vllm_engine(
+    config: ServerConfig, engine: EngineClient, generation: Generation, tracing: Tracing | None
+) -> VllmEngineServicer | None:
+    """Return None, without an import, if the extra `gateway` is not installed; also if its stubs cannot be used."""
+    if importlib.util.find_spec("smg_grpc_proto") is None:
+        return None
+    try:
+        from npuserve.service.gateway.servicer import VllmEngineServicer
+    except Exception as error:  # generated code raises several classes for the versions of grpcio and protobuf
+        logs.event(log, "VllmEngine is off: the installed smg-grpc-proto cannot be used", level=logging.WARNING,
+                   error=str(error))
+        return None
+    return VllmEngineServicer(config, engine, generation, time.monotonic(), tracing)
 
 
 def _start_poller() -> None:

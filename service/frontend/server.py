@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from google.protobuf.descriptor import Descriptor
@@ -32,6 +33,9 @@ from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
+if TYPE_CHECKING:
+    from npuserve.service.gateway.servicer import VllmEngineServicer
+
 READ_BUFFER_BYTES = 64 << 10
 """Maximum read buffer of a connection."""
 MIN_CONCURRENT_STREAMS = 256
@@ -40,7 +44,7 @@ METADATA_BYTES = 8 << 10
 """Metadata of a call. gRPC refuses larger metadata at random, and always above twice this size."""
 LISTEN_RETRY_SECONDS = 0.02
 
-SERVICES = (
+SERVICES: tuple[str, ...] = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
     health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
@@ -49,11 +53,15 @@ SERVICES = (
 
 @dataclass(frozen=True)
 class Servicers:
-    """Servicers of one front end."""
+    """Servicers of one front end.
+
+    vllm_engine: None: the extra `gateway` is not installed.
+    """
 
     inference: InferenceServicer
     admin: AdminServicer
     health: HealthServicer
+    vllm_engine: VllmEngineServicer | None = None
 
 
 class MessageLimit:
@@ -157,7 +165,11 @@ class Servers:
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._servicers.admin, parsing)
         health_pb2_grpc.add_HealthServicer_to_server(
             self._servicers.health, ParsingServer(server, self._health_intake.message, begin))
-        reflection.add_reflection(SERVICES, ParsingServer(server, self._reflection_intake.message, begin))
+        services = SERVICES
+        if self._servicers.vllm_engine:
+            self._servicers.vllm_engine.add_to(parsing)
+            services = (*services, self._servicers.vllm_engine.NAME)
+        reflection.add_reflection(services, ParsingServer(server, self._reflection_intake.message, begin))
         return server
 
     def _make_health_server(self) -> grpc.aio.Server:

@@ -155,12 +155,12 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.end(error)
 
-    async def abort(self, request_id: str, client: str = "") -> int:
+    async def abort(self, request_id: str, client: str = "", service: str | None = None) -> int:
         """Abort the request of this id and return the number of requests that have it. With several, none is aborted.
 
-        client: client of the request; "" for any.
+        client, service: client and service of the request, see `Abort`.
         """
-        return await self._call(Abort(self._next_key(), request_id, client))
+        return await self._call(Abort(self._next_key(), request_id, client, service))
 
     async def flush_prefix_cache(self) -> int:
         """Flush the prefix cache and return the number of freed blocks."""
@@ -178,6 +178,11 @@ class EngineClient:
         else:
             self._connection.write(message)
         return True
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Number of prompt tokens of this front end's requests whose computation has not begun."""
+        return sum(len(stream.request.prompt_ids) for stream in self._streams.values() if stream.is_waiting)
 
     def remove(self, stream: Stream) -> None:
         """Remove a stream that nobody reads any more."""

@@ -91,6 +91,11 @@ class Stream:
         return not self._ended
 
     @property
+    def is_waiting(self) -> bool:
+        """Return whether the request waits for its first step under the current engine."""
+        return self.is_live and self._first_step is None
+
+    @property
     def is_resumable(self) -> bool:
         """Return whether a later call can resume the stream."""
         return bool(self.request.resume_token) and self.is_accepted and (self._error is None or self._closed)

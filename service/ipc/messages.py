@@ -52,7 +52,7 @@ class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """Validated and tokenized request, as the engine needs it. The engine holds no text.
 
-    request_id: name from the client or the server, unique among the client's live requests.
+    request_id: name from the client or the server, unique among the client's live requests of a service.
     prompt_ids: token ids below the vocabulary size; at least one.
     max_tokens, min_tokens: limits of the whole answer, including output_ids. prompt + max_tokens fits the model's
         context.
@@ -67,6 +67,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     prior: progress under earlier engines.
     client_limit: maximum concurrent requests of the client; 0 for no limit.
     owner: only caller that may resume it; "" for any caller with the token.
+    service: service that the request_id belongs to; "" for InferenceService. Ids of different services do not collide.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     prior: PriorProgress = PriorProgress()
     client_limit: int = 0
     owner: str = ""
+    service: str = ""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -260,9 +262,10 @@ class Unpause(Wire, frozen=True):
 
 
 class Abort(Wire, frozen=True):
-    """AdminService.Abort: abort the request of this id, from whichever front end.
+    """Abort the request of this id, from whichever front end.
 
     client: client of the request; "" for any.
+    service: service of the request, see Request; None for any.
 
     The Reply is the number of requests with this id. If there are several, none is aborted.
     """
@@ -270,6 +273,7 @@ class Abort(Wire, frozen=True):
     call: int
     request_id: str
     client: str = ""
+    service: str | None = None
 
 
 class FlushPrefixCache(Wire, frozen=True):

@@ -27,7 +27,7 @@ FILE = "streams.msgpack"
 # Largest msgpack encodings: token id, floating-point number, head of a list or string.
 _ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
 _RECORD_BYTES = 4096
-"""Maximum size of the fields that hold no list: names have at most 128 characters, and there are field heads."""
+"""Maximum size of the fields that hold no list: names have at most 512 characters, and there are field heads."""
 _OVERHEAD_BYTES = 512
 """Memory of a record besides its data."""
 

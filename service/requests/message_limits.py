@@ -52,6 +52,8 @@ def limit_of(kind: Descriptor, context: int, token_bytes: int, vocabulary_size: 
     match kind.full_name:
         case "npuserve.v1.GenerateRequest" | "npuserve.v1.TokenizeRequest":
             return max_message_bytes(context, token_bytes, vocabulary_size)
+        case "vllm.grpc.engine.GenerateRequest":  # its TokenizedInput has the prompt's ids and the prompt's text
+            return max_message_bytes(context, token_bytes + MAX_ID_BYTES, vocabulary_size)
         case "npuserve.v1.DetokenizeRequest":
             return min(MAX_MESSAGE_BYTES, context * MAX_ID_BYTES + SMALL_BYTES)
     return SMALL_BYTES

@@ -21,7 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from npuserve.service.access.caller import get_caller
 from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
 from npuserve.service.requests.message_limits import MAX_DEPTH
-from npuserve.service.rpc.call import Context, call
+from npuserve.service.rpc.call import Context, call, rpc_name
 
 _LENGTH_DELIMITED = 2
 
@@ -47,7 +47,8 @@ class ParsingServer:
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         """Add the methods of a service, each with parsing."""
-        parsing = {name: _parsing(name, handler, self._read, self._on_call) for name, handler in handlers.items()}
+        parsing = {name: _parsing(rpc_name(service, name), handler, self._read, self._on_call)
+                   for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, parsing),))
         self._server.add_registered_method_handlers(service, parsing)  # type: ignore[attr-defined]
 

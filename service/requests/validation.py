@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PRIORITY = Range(-100, 100)
 MAX_REQUEST_ID_CHARACTERS = 128
+"""Default of Policy.max_request_id_characters."""
 MAX_CACHE_SALT_CHARACTERS = 128
 MAX_CONSTRAINT_BYTES = 65536
 """Size limit of a schema, a regex, a grammar or all choices."""
@@ -42,6 +43,7 @@ class CheckedRequest:
 
     request: the engine's part.
     stop, include_stop, skip_special_tokens, return_token_ids: the front end's part, for the answer.
+    has_text: whether the answer contains text. Without it, token ids are not decoded.
     """
 
     request: Request
@@ -49,24 +51,27 @@ class CheckedRequest:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    has_text: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits and defaults of the server and of the caller's key.
+    """Limits and defaults of the server, of the caller's key and of the service that is called.
 
     priorities: range of a request's priority.
     plain_content: see ServerConfig.
+    max_request_id_characters: maximum length of a request id.
     """
 
     priorities: Range = PRIORITY
     plain_content: bool = True
+    max_request_id_characters: int = MAX_REQUEST_ID_CHARACTERS
 
 
-def request_id(message: pb.GenerateRequest) -> str:
+def request_id(message: pb.GenerateRequest, max_characters: int = MAX_REQUEST_ID_CHARACTERS) -> str:
     """Return the client's request id, or a new one if it is absent or not valid as metadata, which `check` refuses."""
     found = message.request_id
-    is_valid = 1 <= len(found) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= c <= "~" for c in found)
+    is_valid = 1 <= len(found) <= max_characters and all("!" <= c <= "~" for c in found)
     return found if is_valid else uuid.uuid4().hex
 
 
@@ -91,7 +96,7 @@ def check(
     bad = Violations()
     if message.HasField("request_id") and message.request_id != name:
         bad.add("request_id", (
-            f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters without spaces, "
+            f"must be 1 to {policy.max_request_id_characters} printable ASCII characters without spaces, "
             f"got {quoted(message.request_id)}"))
     _check_reserved(message, bad)
     vocabulary_size, output = info.vocabulary_size, message.output

@@ -32,8 +32,19 @@ CLIENT_ERRORS = (
 SLOW_READER_SECONDS = 1.0
 """Maximum wait until the status of a SlowReader is sent: it queues behind the messages that the client did not read."""
 
+VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
+"""Full name of the service of service/gateway, some of whose methods have the names of ours."""
+
 refusal_throttle: ContextVar[RefusalThrottle | None] = ContextVar("refusal_throttle", default=None)
 """Throttle of the current task's call. The interceptor of access/auth.py sets it, and sends delayed refusals."""
+
+
+def rpc_name(service: str, method: str) -> str:
+    """Return the name of a method in metrics and logs: `vllm.Generate` for one of VllmEngine, else `Generate`.
+
+    service: full name of the service, with its package.
+    """
+    return f"vllm.{method}" if service == VLLM_ENGINE else method
 
 
 class CallTrace(Protocol):
@@ -65,7 +76,7 @@ async def call(
     log holds beside the traceback. The exception's text is logged only if prompts are. A cancel, by the client or its
     deadline, is raised again.
 
-    rpc: name of the method.
+    rpc: name of the method, see `rpc_name`.
     level: level of the log line.
     Raises DelayedRefusal if the client's refusals are throttled.
     """

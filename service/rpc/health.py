@@ -9,6 +9,7 @@ for Check. Everything but Check would have to be overridden.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import grpc.aio
@@ -29,9 +30,13 @@ READINESS = ("", "npuserve.readiness", "npuserve.v1.InferenceService", "npuserve
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Health of one front end: liveness from the start, readiness by `set_ready`, and no readiness after `drain`."""
+    """Health of one front end: liveness from the start, readiness by `set_ready`, and no readiness after `drain`.
 
-    def __init__(self) -> None:
+    services: full names of further services whose health is the readiness.
+    """
+
+    def __init__(self, services: Collection[str] = ()) -> None:
+        self._readiness = {*READINESS, *services}
         self._ready = False
         self._draining = False
         self._changed = asyncio.Event()
@@ -68,7 +73,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _status(self, service: str) -> Any:
         if service == LIVENESS:
             return SERVING
-        if service in READINESS:
+        if service in self._readiness:
             return SERVING if self._ready else NOT_SERVING
         return UNKNOWN
 

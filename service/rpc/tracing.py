@@ -61,10 +61,10 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
 
-    def begin(self, context: Context, rpc: str) -> Trace:
-        """Start the trace of a call, now."""
+    def begin(self, context: Context, rpc: str, service: str = SERVICE) -> Trace:
+        """Start the trace of a call, now. rpc, service: names of the method and of its service."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        return Trace(self._tracer, metadata, rpc)
+        return Trace(self._tracer, metadata, rpc, service)
 
     def close(self) -> None:
         """Export the remaining spans, for at most TRACES_SECONDS: a silent collector must not delay the exit."""
@@ -76,12 +76,12 @@ class Tracing:
 class Trace:
     """Trace of one call. Call `finished` if the engine finished the request, and then `end` once in any case."""
 
-    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str):
+    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str):
         self._tracer = tracer
         self._clock = time.time_ns() - time.monotonic_ns()
         self._span = tracer.start_span(
-            f"{SERVICE}/{rpc}", TraceContextTextMapPropagator().extract(metadata), SpanKind.SERVER,
-            {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": rpc}, start_time=self._at(time.monotonic()))
+            f"{service}/{rpc}", TraceContextTextMapPropagator().extract(metadata), SpanKind.SERVER,
+            {"rpc.system": "grpc", "rpc.service": service, "rpc.method": rpc}, start_time=self._at(time.monotonic()))
         self._timing: messages.Timing | None = None
 
     @property

@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from npuserve.service import logs, probe, settings
+from npuserve.service import clock, logs, probe, settings
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
@@ -101,6 +101,7 @@ class Supervisor:
         self._unusable = ""  # first reason why a child was unusable before the server was ready
         self._signals = 0
         self._drain_seconds = config.drain_seconds
+        self._start_date = clock.unix_time()
         self._start_began = time.monotonic()
 
     @property
@@ -169,6 +170,7 @@ class Supervisor:
             return ChildProcess(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
                 "heartbeat": True, "folder": self._model and str(self._model), "last_good": str(self._folder),
+                "start_date": self._start_date,
             }, self._on_event)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]

@@ -61,6 +61,8 @@ class ModelFolder:
     eos_token_ids: ids that end an answer.
     defaults: values of absent sampling parameters.
     tokenizer: None if the folder has none.
+    path: absolute path of the folder.
+    config: content of config.json.
     """
 
     name: str
@@ -68,6 +70,8 @@ class ModelFolder:
     eos_token_ids: frozenset[int] = frozenset()
     defaults: dict[str, float] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+    path: Path = Path("/")
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(model: str) -> Path:
@@ -155,7 +159,8 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     if not eos and tokenizer:
         eos = _ids(tokenizer.eos_id)
-    return ModelFolder(name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer)
+    return ModelFolder(
+        name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer, folder.absolute(), config)
 
 
 def served_as(folder: Path, model: str, served_name: str) -> str:

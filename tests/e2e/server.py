@@ -24,15 +24,15 @@ class Server:
     """Running `npuserve serve` on free ports; `close` kills it if it does not stop.
 
     program: arguments of Python in place of `npuserve serve`. before: prefix of the command line. process: options of
-    Popen.
+    Popen. port: of gRPC; 0: a free one.
     """
 
     def __init__(
         self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.service.cli", "serve"),
-        before: Sequence[str] = (), process: Mapping[str, Any] = MappingProxyType({}),
+        before: Sequence[str] = (), process: Mapping[str, Any] = MappingProxyType({}), port: int = 0,
     ):
         self.log_file = tempfile.NamedTemporaryFile("w+", prefix="npuserve-test-", suffix=".log")  # noqa: SIM115
-        command = [*before, sys.executable, *program, *arguments, "--port", "0", "--metrics-port", "0"]
+        command = [*before, sys.executable, *program, *arguments, "--port", str(port), "--metrics-port", "0"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT, **process)

@@ -67,6 +67,10 @@ class FakeRunner:
         time.sleep(max(0.0, done - time.perf_counter()))
         return result
 
+    def next_token(self, request_id: int, tokens: list[int], prompt_tokens: int) -> int:
+        """Return the token that follows `tokens`, the prompt and the answer so far."""
+        return (tokens[-1] + 1) % self.vocabulary
+
     def _compute(self, row: Row, result: StepResult) -> None:
         name = f"request {row.request_id}"
         assert row.request_id in self._known, f"a row of {name}, which was never announced"
@@ -78,7 +82,7 @@ class FakeRunner:
             assert row.token_ids == known.tokens[row.start : end], f"{name}: tokens of another request"
         assert row.samples == (end == len(known.tokens)), f"{name}: samples before its last token, or not at it"
         if row.samples:
-            token = (known.tokens[-1] + 1) % self.vocabulary
+            token = self.next_token(row.request_id, known.tokens, len(known.request.prompt_ids))
             known.tokens.append(token)
             result.token_ids[row.request_id] = token
             if known.request.sampling.logprobs is not None:

@@ -174,14 +174,19 @@ class FakeEngine:
                 if self._end(frontend, key) and keep is not None:
                     finish = self._finish(frontend, key, "stop_string", keep)
                     await self._output(frontend, Output(key, finish=finish))
-            case Abort(call=call, request_id=name):
-                origin = next((o for o in self._live if self._requests[o].request_id == name), None)
+            case Abort(call=call):
+                origin = next((o for o in self._live if self._is_aborted(self._requests[o], message)), None)
                 if origin:
                     self._end(*origin)
                     await self._output(origin[0], Output(origin[1], finish=self._finish(*origin, "aborted", 0)))
                 await self.send(frontend, Reply(self.epoch, call, int(origin is not None)))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
+
+    @staticmethod
+    def _is_aborted(request: messages.Request, abort: Abort) -> bool:
+        return (request.request_id == abort.request_id and abort.client in ("", request.client)
+                and abort.service in (None, request.service))
 
     async def _accept(self, frontend: bytes, keys: list[int]) -> None:
         await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], [], keys))

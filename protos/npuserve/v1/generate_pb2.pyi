@@ -518,6 +518,7 @@ class StreamGenerateResponse(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that follows the text of the message before. It never ends inside a character. It is empty in a message that
     carries only prompt_logprobs, and in a progress message. A progress message is sent at least once a second while the
@@ -529,6 +530,8 @@ class StreamGenerateResponse(_message.Message):
     """Number of tokens whose text this message carries. To resume after this message, set token_offset to offset +
     num_tokens. 0 in a progress message if the text of the tokens is not yet certain.
     """
+    index: _builtins.int
+    """Index of the sample, 0 to n - 1."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If requested: exactly the tokens whose text this message carries."""
@@ -556,10 +559,11 @@ class StreamGenerateResponse(_message.Message):
         offset: _builtins.int = ...,
         finish: Global___Finish | None = ...,
         num_tokens: _builtins.int = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,9 @@ isort:skip_file
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +19,73 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _DataType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DATA_TYPE_UNSPECIFIED: _DataType.ValueType  # 0
+    """A type that this version of the contract does not name; the string has it."""
+    DATA_TYPE_FLOAT32: _DataType.ValueType  # 1
+    DATA_TYPE_BFLOAT16: _DataType.ValueType  # 2
+    DATA_TYPE_FLOAT16: _DataType.ValueType  # 3
+    DATA_TYPE_INT8: _DataType.ValueType  # 4
+
+class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper): ...
+
+DATA_TYPE_UNSPECIFIED: DataType.ValueType  # 0
+"""A type that this version of the contract does not name; the string has it."""
+DATA_TYPE_FLOAT32: DataType.ValueType  # 1
+DATA_TYPE_BFLOAT16: DataType.ValueType  # 2
+DATA_TYPE_FLOAT16: DataType.ValueType  # 3
+DATA_TYPE_INT8: DataType.ValueType  # 4
+Global___DataType: _TypeAlias = DataType  # noqa: Y015
+
+class _QuantizationScheme:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuantizationScheme.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    QUANTIZATION_SCHEME_UNSPECIFIED: _QuantizationScheme.ValueType  # 0
+    """A scheme that this version of the contract does not name; the string has it."""
+    QUANTIZATION_SCHEME_NONE: _QuantizationScheme.ValueType  # 1
+    QUANTIZATION_SCHEME_W8A8: _QuantizationScheme.ValueType  # 2
+    """int8 weights, and activations quantized to int8."""
+
+class QuantizationScheme(_QuantizationScheme, metaclass=_QuantizationSchemeEnumTypeWrapper): ...
+
+QUANTIZATION_SCHEME_UNSPECIFIED: QuantizationScheme.ValueType  # 0
+"""A scheme that this version of the contract does not name; the string has it."""
+QUANTIZATION_SCHEME_NONE: QuantizationScheme.ValueType  # 1
+QUANTIZATION_SCHEME_W8A8: QuantizationScheme.ValueType  # 2
+"""int8 weights, and activations quantized to int8."""
+Global___QuantizationScheme: _TypeAlias = QuantizationScheme  # noqa: Y015
+
+class _DeviceBackend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeviceBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceBackend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEVICE_BACKEND_UNSPECIFIED: _DeviceBackend.ValueType  # 0
+    """A backend that this version of the contract does not name; the string has it."""
+    DEVICE_BACKEND_CPU: _DeviceBackend.ValueType  # 1
+    DEVICE_BACKEND_NPU: _DeviceBackend.ValueType  # 2
+    """Ascend."""
+    DEVICE_BACKEND_CUDA: _DeviceBackend.ValueType  # 3
+
+class DeviceBackend(_DeviceBackend, metaclass=_DeviceBackendEnumTypeWrapper): ...
+
+DEVICE_BACKEND_UNSPECIFIED: DeviceBackend.ValueType  # 0
+"""A backend that this version of the contract does not name; the string has it."""
+DEVICE_BACKEND_CPU: DeviceBackend.ValueType  # 1
+DEVICE_BACKEND_NPU: DeviceBackend.ValueType  # 2
+"""Ascend."""
+DEVICE_BACKEND_CUDA: DeviceBackend.ValueType  # 3
+Global___DeviceBackend: _TypeAlias = DeviceBackend  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
@@ -52,6 +121,12 @@ class GetModelInfoResponse(_message.Message):
     KV_CACHE_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    DATA_TYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_SCHEME_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DATA_TYPE_FIELD_NUMBER: _builtins.int
+    DEVICE_BACKEND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     family: _builtins.str
     """Architecture, as in config.json, such as Qwen3ForCausalLM."""
@@ -60,13 +135,13 @@ class GetModelInfoResponse(_message.Message):
     max_model_len: _builtins.int
     """Maximum tokens of prompt and answer together."""
     dtype: _builtins.str
-    """Data type of weights and activations: bfloat16 or float32."""
+    """Data type of weights and activations: bfloat16, float16 or float32. Deprecated: use data_type."""
     quantization: _builtins.str
-    """Quantization scheme: none or w8a8."""
+    """Quantization scheme: none or w8a8. Deprecated: use quantization_scheme."""
     kv_cache_dtype: _builtins.str
-    """Data type of the KV cache."""
+    """Data type of the KV cache. Deprecated: use kv_cache_data_type."""
     backend: _builtins.str
-    """cpu, npu or cuda."""
+    """cpu, npu or cuda. Deprecated: use device_backend."""
     has_tokenizer: _builtins.bool
     has_chat_template: _builtins.bool
     max_num_seqs: _builtins.int
@@ -75,8 +150,21 @@ class GetModelInfoResponse(_message.Message):
     kv_cache_tokens: _builtins.int
     """Capacity of the KV cache, in tokens."""
     parameters: _builtins.int
+    deterministic: _builtins.bool
+    """Whether the numbers of a request depend on the request alone: not on the batch, on chunks or on restarts. The same seed,
+    prompt and parameters then give the same answer.
+    """
+    data_type: Global___DataType.ValueType
+    """Data type of weights and activations."""
+    quantization_scheme: Global___QuantizationScheme.ValueType
+    kv_cache_data_type: Global___DataType.ValueType
+    device_backend: Global___DeviceBackend.ValueType
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Start of the server. A restart of one of its processes does not change it."""
+
     def __init__(
         self,
         *,
@@ -95,10 +183,16 @@ class GetModelInfoResponse(_message.Message):
         kv_cache_tokens: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parameters: _builtins.int = ...,
+        deterministic: _builtins.bool = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        data_type: Global___DataType.ValueType = ...,
+        quantization_scheme: Global___QuantizationScheme.ValueType = ...,
+        kv_cache_data_type: Global___DataType.ValueType = ...,
+        device_backend: Global___DeviceBackend.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "kv_cache_dtype", b"kv_cache_dtype", "kv_cache_tokens", b"kv_cache_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_queue", b"max_queue", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "device_backend", b"device_backend", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "kv_cache_data_type", b"kv_cache_data_type", "kv_cache_dtype", b"kv_cache_dtype", "kv_cache_tokens", b"kv_cache_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_queue", b"max_queue", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "quantization_scheme", b"quantization_scheme", "start_time", b"start_time", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of messages, made from descriptors: every field of every request of both services."""
+"""Hypothesis strategies of messages, made from descriptors: every field of every request of all services."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from npuserve.v1 import admin_service_pb2, inference_service_pb2
 
@@ -29,7 +30,8 @@ def requests() -> dict[str, tuple[MethodDescriptor, st.SearchStrategy[Message]]]
     """Return full method name, as /package.Service/Method, -> (descriptor, strategy of requests), without Drain, which
     ends the server."""
     services = (inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"],
-                admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"])
+                admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
+                vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"])
     return {f"/{service.full_name}/{method.name}": (method, messages(method.input_type))
             for service in services for method in service.methods if method.name != "Drain"}
 
@@ -74,4 +76,6 @@ def _value(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
         return messages(field.message_type, depth + 1)
     if field.enum_type is not None:
         return st.sampled_from([value.number for value in field.enum_type.values]) | st.just(77)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return st.binary(max_size=40)
     return SCALARS[field.cpp_type]

@@ -19,6 +19,7 @@ from npuserve.v1 import model_pb2, prompt_pb2, tokenize_pb2
 from tests.e2e.fuzz.wire import KEY
 from tests.e2e.server import Server, request, serving
 from tests.support.connect import connect
+from tests.support.vllm_engine import vllm_request
 
 CODES = {
     "OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED",
@@ -89,6 +90,7 @@ def bodies() -> list[bytes]:
         pb.GenerateRequest(chat=chat, request_id="abc", stopping=pb.StoppingParams(max_tokens=3)),
         pb.ResumeStreamRequest(resume_token="x" * 22, token_offset=3), tokenize_pb2.TokenizeRequest(text="a b"),
         tokenize_pb2.TokenizeRequest(chat=chat), tokenize_pb2.DetokenizeRequest(token_ids=[1, 2, 3]),
+        vllm_request([1, 2, 300], 3, request_id="abc", stop=["z"], logprobs=2, logit_bias={5: 1.0}, stream=True),
     ]
     return [message.SerializeToString() for message in made]
 

@@ -195,6 +195,22 @@ def test_abort_by_request_id_from_another_front_end(tmp_path: Path) -> None:
         assert admin.reply(2) == 0
 
 
+def test_abort_of_a_service_ends_its_own_requests_alone(tmp_path: Path) -> None:
+    """Each service has request ids of its own. None is all services, "" is InferenceService."""
+    with running(tmp_path, delay=0.003) as engine:
+        peer = Peer(engine.address)
+        for key, service in ((1, ""), (2, "vllm")):
+            peer.submit(key, [1], 200, request_id="same", service=service, client="me")
+            peer.until_tokens(key, 1)
+        for call, (client, service, found) in enumerate((
+            ("other", "vllm", 0), ("me", "none", 0), ("me", None, 2), ("me", "vllm", 1), ("me", "vllm", 0), ("", "", 1),
+        )):
+            peer.send(m.Abort(call, "same", client, service))
+            assert peer.reply(call) == found
+        peer.until_end(1)
+        assert [peer.outputs[key][-1].finish.reason for key in (1, 2)] == ["aborted"] * 2  # type: ignore[union-attr]
+
+
 def test_duplicates_and_a_full_queue_are_refused(tmp_path: Path) -> None:
     with running(tmp_path, delay=0.01) as engine:
         peer = Peer(engine.address)

@@ -267,6 +267,18 @@ def test_restore_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.Mo
         first.until_end(1, 2, 3)
 
 
+def test_abort_during_a_restore_waits_for_the_requests_of_all_front_ends(tmp_path: Path) -> None:
+    with running(tmp_path, frontends=2) as engine:
+        first, second = Reader(engine.address), Reader(engine.address)
+        first.send(m.Restore([], []))
+        first.send(m.Abort(1, "r7"))
+        second.send(m.Restore([restored(7, 4)], []))
+        assert first.reply(1) == 1
+        finish = second.until_end(7)[7].finish
+        assert finish
+        assert finish.reason == "aborted"
+
+
 def test_restore_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTORE_SECONDS", 0.1)
     with running(tmp_path, frontends=2) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import grpc
@@ -334,8 +335,25 @@ async def test_get_model_info_and_get_load(folder: Path) -> None:
         assert (info.max_num_seqs, info.max_queue, info.kv_cache_tokens, info.parameters) == (4, 4, 1024, 7)
         assert (info.dtype, info.kv_cache_dtype) == ("float32", "float32")
         assert (info.quantization, info.backend) == ("none", "cpu")
+        assert (info.data_type, info.kv_cache_data_type) == (model_pb2.DATA_TYPE_FLOAT32, model_pb2.DATA_TYPE_FLOAT32)
+        assert (info.quantization_scheme, info.device_backend) == (
+            model_pb2.QUANTIZATION_SCHEME_NONE, model_pb2.DEVICE_BACKEND_CPU)
+        assert info.deterministic
+        assert abs(info.start_time.ToSeconds() - time.time()) < 600
         await server.inference.Generate(ask("a", 2))
         load = await server.inference.GetLoad(model_pb2.GetLoadRequest())
         assert (load.tokens_per_second, load.free_kv_ratio, load.max_num_seqs, load.max_queue) == (5.0, 1.0, 4, 4)
         for name in ("counting", str(folder)):
             assert (await server.inference.Generate(ask("a", 1, model=name))).text == "b"
+
+
+async def test_get_model_info_with_unknown_names_has_unspecified_enums(folder: Path) -> None:
+    """A newer engine's names stay in the strings."""
+    async with running(folder, start_engine=False) as server:
+        server.engine.info = msgspec.structs.replace(
+            server.engine.info, dtype="fp8", kv_cache_dtype="fp4", quantization="w4a16", backend="tpu")
+        server.engine.start()
+        await until(lambda: server.frontend._engine.state == "ready")
+        info = await server.inference.GetModelInfo(model_pb2.GetModelInfoRequest())
+    assert (info.data_type, info.kv_cache_data_type, info.quantization_scheme, info.device_backend) == (0, 0, 0, 0)
+    assert (info.dtype, info.kv_cache_dtype, info.quantization, info.backend) == ("fp8", "fp4", "w4a16", "tpu")

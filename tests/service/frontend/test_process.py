@@ -307,7 +307,8 @@ async def test_reflection_lists_services(tmp_path: Path) -> None:
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         listed = {service.name async for answer in call for service in answer.list_services_response.service}
         assert listed == {"npuserve.v1.InferenceService", "npuserve.v1.AdminService", "grpc.health.v1.Health",
-                          "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"}
+                          "vllm.grpc.engine.VllmEngine", "grpc.reflection.v1.ServerReflection",
+                          "grpc.reflection.v1alpha.ServerReflection"}
 
 
 async def test_frontend_readiness_follows_engine(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.support.fake_engine import make_folder
 from tests.support.front_end import running
 
 SERVICES = {
-    "npuserve.v1.InferenceService", "npuserve.v1.AdminService", "grpc.health.v1.Health",
+    "vllm.grpc.engine.VllmEngine", "npuserve.v1.InferenceService", "npuserve.v1.AdminService", "grpc.health.v1.Health",
     "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection",
 }
 

@@ -6,6 +6,7 @@ import pytest
 from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from npuserve.service.errors import InvalidField, MalformedRequest, MessageTooLarge
 from npuserve.service.requests import message_limits
@@ -40,6 +41,25 @@ def test_max_message_bytes_allows_the_largest_request(context: int, token: str, 
     assert message.ByteSize() <= limit
     message_limits.check_structure(GENERATE, message.SerializeToString())
     assert limit <= message_limits.max_message_bytes(context)
+
+
+@pytest.mark.parametrize(("context", "vocabulary"), [(64, 1024), (262_144, 151_936)])
+def test_limit_of_vllm_engine_allows_ids_beside_text(context: int, vocabulary: int) -> None:
+    made = vllm.GenerateRequest(request_id="i" * 512)
+    made.tokenized.original_text = "a" * 13 * context
+    made.tokenized.input_ids.extend([vocabulary - 1] * context)
+    params = made.sampling_params
+    params.logit_bias.update({vocabulary - 1 - i: -100.0 for i in range(1024)})
+    params.stop.extend(["\U0001f600" * 1024] * 16)
+    params.stop_token_ids.extend([vocabulary - 1] * 128)
+    data = made.SerializeToString()
+    assert len(data) <= message_limits.limit_of(vllm.GenerateRequest.DESCRIPTOR, context, 13, vocabulary)
+    message_limits.check_structure(vllm.GenerateRequest.DESCRIPTOR, data)
+
+
+@pytest.mark.parametrize("kind", [vllm.AbortRequest, vllm.EmbedRequest, vllm.GetLoadsRequest])
+def test_limit_of_other_messages_of_vllm_engine_is_small(kind: type[vllm.AbortRequest]) -> None:
+    assert message_limits.limit_of(kind.DESCRIPTOR, 8192, 13, 151_936) == message_limits.SMALL_BYTES
 
 
 def test_max_message_bytes_is_at_most_the_fixed_limit() -> None:

@@ -19,6 +19,7 @@ from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.ipc.messages import Timing
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import ask, running
+from tests.support.vllm_engine import engine_stub, vllm_request
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -113,6 +114,19 @@ async def test_trace_of_stream_has_its_phases(folder: Path, collector: Collector
     assert collector.resources[0]["service.name"] == "npuserve"
 
 
+async def test_trace_of_vllm_engine_has_its_name_and_phases(folder: Path, collector: Collector) -> None:
+    metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        await engine_stub(server.channel).Generate(vllm_request("ab", 5), metadata=metadata).read()
+        await until(lambda: len(collector.spans) >= 4)
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
+    assert {span.name for span in collector.spans} == {
+        "vllm.grpc.engine.VllmEngine/Generate", "queue", "prefill chunk", "detokenize and send"}
+    root = next(span for span in collector.spans if span.parent_span_id.hex() == PARENT)
+    assert attributes(root)["rpc.service"] == "vllm.grpc.engine.VllmEngine"
+    assert attributes(root)["gen_ai.usage.output_tokens"] == 5
+
+
 async def test_trace_of_error_and_cancel_has_status(
     folder: Path, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,7 +172,7 @@ def test_trace_phases_cover_whole_time() -> None:
 
     from npuserve.service.rpc.tracing import Trace
 
-    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate")
+    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate", "npuserve.v1.InferenceService")
     trace.finished(Timing(1.0, [2.0, 3.0], 4.0, 0.0, 0.0, 20.0), "m", None)
     assert list(trace._phases(22.0)) == [
         ("queue", 10.0, 11.0), ("prefill chunk", 11.0, 13.0), ("prefill chunk", 13.0, 16.0), ("decode", 16.0, 20.0),

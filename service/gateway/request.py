@@ -1,0 +1,140 @@
+"""Translation of VllmEngine's GenerateRequest to InferenceService's, whose checks then apply to it.
+
+proto3 scalars without `optional` cannot be absent. `translate` leaves a field absent where 0 means the model's default;
+docs/vllm-engine.md lists the meaning of 0 for each field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import Message
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from npuserve.service.errors import InvalidField, Reserved, Violations
+from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.requests.fields import check_number
+from npuserve.service.requests.prompt_size import too_many_tokens
+from npuserve.service.requests.sampling import MAX_LOGPROBS
+from npuserve.service.text.model_folder import DEFAULT_RANGES, Range
+from npuserve.v1 import generate_pb2 as pb
+
+MAX_REQUEST_ID_CHARACTERS = 512
+"""smg makes an id from the client's `X-Request-Id` and a UUID."""
+REQUEST_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"})
+SAMPLING_FIELDS = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
+    "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed", "include_stop_str_in_output", "logit_bias",
+    "grammar_from_first_token", "json_schema", "regex", "grammar", "json_object", "choice",
+})
+"""Fields that are honoured, and fields that cannot change an answer of token ids. Any other field that a client sets is
+UNIMPLEMENTED, also one that a later version of the stubs adds."""
+_MAX_SEED = (1 << 64) - 1
+_TOP_K = Range(0, DEFAULT_RANGES["top_k"].high)
+
+
+def translate(request: vllm.GenerateRequest, info: ModelInfo) -> pb.GenerateRequest:
+    """Return the request as a message of InferenceService.
+
+    Raises InvalidField for values that the other message cannot hold, and Reserved for fields without a counterpart.
+    """
+    params = request.sampling_params
+    _check_known(request, REQUEST_FIELDS, "")
+    _check_known(params, SAMPLING_FIELDS, "sampling_params.")
+    bad = Violations()
+    if request.HasField("data_parallel_rank"):
+        check_number("data_parallel_rank", request.data_parallel_rank, Range(-1, 0), bad)
+    made = pb.GenerateRequest()
+    if request.request_id:
+        made.request_id = request.request_id
+    if params.n:
+        made.n = params.n
+    with bad.collect():
+        _set_prompt(made, request, info.max_model_len)
+    _set_sampling(made.sampling, params, info.vocabulary_size, bad)
+    _set_stopping(made.stopping, params)
+    _set_output(made.output, params, info.vocabulary_size, bad)
+    _set_constraint(made, params)
+    bad.check()
+    return made
+
+
+def _check_known(message: Message, known: frozenset[str], path: str) -> None:
+    """Raise Reserved for a field that is set and not known."""
+    for field, _ in message.ListFields():
+        if field.name not in known:
+            raise Reserved(path + field.name)
+
+
+def _set_prompt(made: pb.GenerateRequest, request: vllm.GenerateRequest, max_model_len: int) -> None:
+    match request.WhichOneof("input"):
+        case "text":
+            made.text = request.text
+        case "tokenized":
+            ids = request.tokenized.input_ids
+            if len(ids) >= max_model_len:  # before they are copied
+                raise InvalidField("tokenized.input_ids", too_many_tokens(len(ids), max_model_len))
+            made.token_ids.SetInParent()
+            made.token_ids.ids.extend(ids)
+        case _:
+            raise InvalidField("input", "one of tokenized and text is needed")
+
+
+def _set_sampling(made: pb.SamplingParams, params: Any, vocabulary_size: int, bad: Violations) -> None:
+    """Set the parameters of sampling.
+
+    top_p, top_k and min_p belong together: a client that sets a top_p has set all three, so their zeros mean "off".
+    Without a top_p they mean the model's defaults.
+    """
+    if params.HasField("temperature"):
+        made.temperature = params.temperature
+    if params.top_p:
+        made.top_p = params.top_p
+    if params.top_k > _TOP_K.high:
+        check_number("sampling_params.top_k", params.top_k, _TOP_K, bad)
+    elif params.top_k or params.top_p:
+        made.top_k = params.top_k
+    if params.min_p or params.top_p:
+        made.min_p = params.min_p
+    if params.repetition_penalty:
+        made.repetition_penalty = params.repetition_penalty
+    made.presence_penalty = params.presence_penalty
+    made.frequency_penalty = params.frequency_penalty
+    if params.HasField("seed"):
+        made.seed = params.seed & _MAX_SEED
+    for token, bias in params.logit_bias.items():
+        if token < 0:
+            path = f"sampling_params.logit_bias[{token}]"
+            bad.add(path, f"token id must be in [0, {vocabulary_size - 1}], got {token}")
+        else:
+            made.logit_bias[token] = bias
+
+
+def _set_stopping(made: pb.StoppingParams, params: Any) -> None:
+    if params.HasField("max_tokens"):
+        made.max_tokens = params.max_tokens
+    made.min_tokens = params.min_tokens
+    made.stop.extend(params.stop)
+    made.stop_token_ids.extend(params.stop_token_ids)
+    made.ignore_eos = params.ignore_eos
+
+
+def _set_output(made: pb.OutputParams, params: Any, vocabulary_size: int, bad: Violations) -> None:
+    made.return_token_ids = True
+    made.skip_special_tokens = params.skip_special_tokens
+    allowed = Range(0, min(MAX_LOGPROBS, vocabulary_size))
+    for name in ("logprobs", "prompt_logprobs"):
+        if params.HasField(name) and check_number(f"sampling_params.{name}", getattr(params, name), allowed, bad) >= 0:
+            setattr(made, name, getattr(params, name))
+
+
+def _set_constraint(made: pb.GenerateRequest, params: Any) -> None:
+    match params.WhichOneof("constraint"):
+        case None:
+            return
+        case "choice":
+            made.choices.choices.extend(params.choice.choices)
+            made.choices.SetInParent()
+        case kind:
+            setattr(made, kind, getattr(params, kind))

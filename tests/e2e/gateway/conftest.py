@@ -1,0 +1,34 @@
+"""One worker behind one gateway, for the tests of the HTTP APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.gateway.smg import Gateway, gateway
+from tests.e2e.gateway.worker import LOGGING, Worker
+from tests.e2e.server import serving
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""The built-in model has none: a chat is the text of its messages."""
+
+
+@pytest.fixture(scope="package")
+def chat_template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file: Path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    file.write_text(CHAT_TEMPLATE)
+    return str(file)
+
+
+@pytest.fixture(scope="package")
+def worker() -> Iterator[Worker]:
+    with serving("--dtype", "float32", "--block-size", "16", *LOGGING) as server:
+        yield Worker(server)
+
+
+@pytest.fixture(scope="package")
+def gate(worker: Worker, chat_template: str) -> Iterator[Gateway]:
+    with gateway([worker.server.target], "--chat-template", chat_template) as running:
+        yield running

@@ -1,0 +1,96 @@
+"""`npuserve serve` with an engine that generates the tokens of a script instead of computing them.
+
+    python -m tests.e2e.gateway.scripted serve [SETTINGS]     the supervisor
+    python -m tests.e2e.gateway.scripted engine               its engine process
+
+The model's folder needs config.json and a tokenizer, and no weights. The file SCRIPT in it holds the token ids of the
+next answers, as JSON. It is read at the begin of each answer. After its ids follows the end-of-text token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+PROGRAM = (sys.executable, "-m", "tests.e2e.gateway.scripted")
+SCRIPT = "script.json"
+BLOCK_SIZE = 16
+BLOCKS = 4096
+
+
+def serve(arguments: list[str]) -> int:
+    from npuserve.service import logs, settings
+    from npuserve.service.supervisor import supervisor
+
+    parser = argparse.ArgumentParser()
+    supervisor.add_arguments(parser)
+    config = settings.load(parser.parse_args(arguments), os.environ)
+    logs.setup(config, "supervisor")
+    return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, "engine")).run())
+
+
+def engine() -> int:
+    from npuserve.npu.model.config import ModelConfig
+    from npuserve.npu.step import Step, StepResult
+    from npuserve.service.engine import process as engine_process
+    from npuserve.service.engine.loop import Engine
+    from npuserve.service.ipc import child
+    from npuserve.service.ipc.engine_socket import EngineSocket
+    from npuserve.service.ipc.messages import ModelInfo
+    from npuserve.service.scheduling.block_manager import BlockManager
+    from npuserve.service.scheduling.scheduler import Scheduler
+    from tests.support.counting_runner import FakeRunner
+
+    class ScriptedRunner(FakeRunner):
+        """Runner that generates the ids of the script."""
+
+        def __init__(self, folder: Path, vocabulary: int, eos: int):
+            super().__init__(vocabulary, 0.002, BLOCK_SIZE)
+            self._file = folder / SCRIPT
+            self._eos = eos
+            self._scripts: dict[int, list[int]] = {}
+
+        def launch(self, step: Step) -> tuple[StepResult, float]:
+            for ended in step.ended:
+                del self._scripts[ended]
+            for new in step.new:
+                self._scripts[new.request_id] = json.loads(self._file.read_text())
+            return super().launch(step)
+
+        def next_token(self, request_id: int, tokens: list[int], prompt_tokens: int) -> int:
+            script, made = self._scripts[request_id], len(tokens) - prompt_tokens
+            return script[made] if made < len(script) else self._eos
+
+    def build(args: engine_process.EngineArgs) -> Engine:
+        folder, config = Path(args.folder), args.config
+        model = ModelConfig.from_folder(folder)
+        eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
+        scheduler = Scheduler(
+            BlockManager(BLOCKS, BLOCK_SIZE, True), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=512,
+            max_queue=config.max_queue, aging_seconds=10)
+        info = ModelInfo(
+            model.architecture, model.vocab_size, model.context_length, "float32", "none", "float32", "cpu",
+            config.max_num_seqs, config.max_queue, scheduler.blocks.capacity, 0, True)
+        made = Engine(scheduler, ScriptedRunner(folder, model.vocab_size, eos), EngineSocket(args.address), info,  # type: ignore[arg-type]
+                      args.epoch, pulse=child.Heartbeat(args.heartbeat))
+        child.report("ready", seconds=0.1, kv_cache_tokens=scheduler.blocks.capacity, backend="cpu",
+                     shared_weights=None, kernels=None)
+        return made
+
+    engine_process.build = build
+    return engine_process.main()
+
+
+if __name__ == "__main__":
+    kind, *rest = sys.argv[1:]
+    if kind == "engine":
+        code = engine()
+        sys.stdout.flush()
+        logging.shutdown()
+        os._exit(code)
+    sys.exit(serve(rest))

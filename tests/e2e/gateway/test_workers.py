@@ -1,0 +1,178 @@
+"""Three workers behind smg: what clients see when one drains, when its engine dies, and when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import brittle
+from tests.e2e.gateway.smg import HEALTH_SECONDS, Gateway, free_port, gateway
+from tests.e2e.gateway.worker import LOGGING, Worker
+from tests.e2e.processes import engine_of
+from tests.e2e.server import Server
+
+openai = pytest.importorskip("openai")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+WORKERS, STREAMS = 3, 32
+TOKENS = 200
+STEP_SECONDS = "0.02"
+POOL_SECONDS = 30
+"""Limit of the time from a worker's start until the gateway uses it again."""
+
+
+@dataclass
+class Seen:
+    """What one client saw. id: of the request, also in the worker's log. error: text of an error; "" for none."""
+
+    id: str = ""
+    text: str = ""
+    reason: str | None = None
+    error: str = ""
+
+
+@dataclass
+class Pool:
+    """Workers on fixed ports, and the gateway in front of them."""
+
+    environment: dict[str, str]
+    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(WORKERS)])
+    workers: list[Worker] = field(default_factory=list)
+
+    def start(self, port: int) -> Worker:
+        server = Server("--dtype", "float32", *LOGGING, program=("-m", "tests.e2e.brittle", "serve"), port=port,
+                        process={"env": self.environment})
+        server.wait_until_listening()
+        server.wait_until_ready()
+        return Worker(server)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.server.close()
+
+    def served(self) -> set[str]:
+        """Return the ids of the requests that ended in the workers."""
+        return {line["id"] for worker in self.workers for line in worker.requests()}
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    slow = tmp_path / "slow"
+    slow.write_text(STEP_SECONDS)
+    made = Pool({**os.environ, brittle.SLOW: str(slow)})
+    try:
+        made.workers = [made.start(port) for port in made.ports]
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def in_front(pool: Pool, template: str) -> Iterator[Gateway]:
+    with gateway([f"127.0.0.1:{port}" for port in pool.ports], "--chat-template", template) as gate:
+        yield gate
+
+
+async def stream(client: Any, number: int, tokens: int = TOKENS) -> Seen:
+    """Read a chat's stream to its end."""
+    seen = Seen()
+    try:
+        parts = await client.chat.completions.create(
+            model="storyteller", messages=[{"role": "user", "content": f"Once upon a time, {number} dogs"}],
+            max_completion_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True})
+        async for part in parts:
+            seen.id = part.id
+            for choice in part.choices:
+                seen.text += choice.delta.content or ""
+                seen.reason = choice.finish_reason or seen.reason
+    except openai.OpenAIError as error:
+        seen.error = f"{type(error).__name__}: {error}"
+    return seen
+
+
+def client_of(gate: Gateway) -> Any:
+    return openai.AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+async def under_load(gate: Gateway, fault: Any) -> tuple[list[Seen], list[Seen]]:
+    """Run STREAMS streams, cause a fault in their midst, and start short ones for some seconds. Return both."""
+    async with client_of(gate) as client:
+        streams = [asyncio.ensure_future(stream(client, number)) for number in range(STREAMS)]
+        await asyncio.sleep(2)
+        fault()
+        later = []
+        for number in range(20):
+            later.append(asyncio.ensure_future(stream(client, number, 4)))
+            await asyncio.sleep(0.25)
+        return await asyncio.gather(*streams), await asyncio.gather(*later)
+
+
+async def expected_texts(gate: Gateway) -> list[str]:
+    async with client_of(gate) as client:
+        return [seen.text for seen in await asyncio.gather(*(stream(client, n) for n in range(STREAMS)))]
+
+
+def assert_whole(found: list[Seen], texts: list[str]) -> None:
+    assert [seen.error for seen in found] == [""] * len(found)
+    assert [seen.reason for seen in found] == ["length"] * len(found)
+    assert [seen.text for seen in found] == texts
+
+
+async def test_killed_engine_of_a_worker_shows_in_no_stream(pool: Pool, chat_template: str) -> None:
+    with in_front(pool, chat_template) as gate:
+        texts = await expected_texts(gate)
+        streams, later = await under_load(
+            gate, lambda: os.kill(engine_of(pool.workers[0].server), signal.SIGKILL))
+        assert_whole(streams, texts)
+        assert not [seen.error for seen in later if seen.error]
+
+
+async def test_draining_worker_shows_in_no_stream(pool: Pool, chat_template: str) -> None:
+    with in_front(pool, chat_template) as gate:
+        texts = await expected_texts(gate)
+        streams, later = await under_load(gate, pool.workers[0].server.process.terminate)
+        assert_whole(streams, texts)
+        assert not [seen.error for seen in later if seen.error]
+        assert pool.workers[0].server.process.wait(60) == 0
+
+
+async def test_killed_worker_ends_its_own_streams_alone_and_is_used_again(pool: Pool, chat_template: str) -> None:
+    """smg does not resume streams: those of the killed worker end with an error event. New requests are retried.
+
+    Prints what the clients saw (pytest -s).
+    """
+    with in_front(pool, chat_template) as gate:
+        texts = await expected_texts(gate)
+        before = pool.served()
+        streams, later = await under_load(gate, pool.workers[0].server.process.kill)
+        await asyncio.sleep(1)  # until the workers' log lines are written
+        victim, *others = pool.workers
+        kept = {line["id"] for worker in others for line in worker.requests()} - before
+        whole = [(seen, texts[n]) for n, seen in enumerate(streams) if seen.id in kept]
+        assert_whole([seen for seen, _ in whole], [text for _, text in whole])
+        lost = [seen for seen in streams if seen.id not in kept]
+        assert 0 < len(lost) <= STREAMS // 2
+        assert all(seen.error and texts[n].startswith(seen.text) for n, seen in enumerate(streams) if seen in lost)
+        print(f"{len(whole)} streams whole; lost: {Counter(seen.error for seen in lost)}")
+        assert not [seen.error for seen in later if seen.error]
+        victim.server.close()
+        began = time.monotonic()
+        fresh = pool.workers[0] = pool.start(pool.ports[0])
+        async with client_of(gate) as client:
+            while not fresh.requests():
+                assert time.monotonic() - began < POOL_SECONDS + HEALTH_SECONDS
+                assert not (await stream(client, 0, 4)).error
+                await asyncio.sleep(0.2)
+        seconds = time.monotonic() - began
+        print(f"pool whole {seconds:.1f} s after the start of the new worker")
+        assert seconds < POOL_SECONDS
