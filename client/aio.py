@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 
 from npuserve.client import channel, request_builder
+from npuserve.client.answer import Answer, sample_count
 from npuserve.client.attempts import Attempts, Retries, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt
-from npuserve.client.sync import add_delta
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -36,7 +36,7 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
         self._is_cancelled = False
 
     async def __anext__(self) -> pb.StreamGenerateResponse:
-        if self.attempts.finish:
+        if self.attempts.is_complete:
             raise StopAsyncIteration
         while not self._is_ended():
             try:
@@ -51,7 +51,7 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
             except ClientError:
                 self.cancel()
                 raise
-            if self.attempts.finish:
+            if self.attempts.is_complete:
                 await self._read_status()
             return delta
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
@@ -122,13 +122,12 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
         """Return the complete answer; see Client.generate."""
-        answer, texts = pb.GenerateResponse(), []
-        async with self.stream(prompt, timeout=timeout, **options) as stream:
+        request = request_builder.build_request(prompt, options)
+        answer = Answer(sample_count(request))
+        async with self.stream(request, timeout=timeout) as stream:
             async for delta in stream:
-                texts.append(delta.text)
-                add_delta(answer, delta)
-        answer.text = "".join(texts)
-        return answer
+                answer.add(delta)
+        return answer.response()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
         """Return an asynchronous iterator over the answer's messages; see Client.stream."""

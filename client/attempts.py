@@ -10,8 +10,9 @@
 3. The next call resumes the stream after the tokens received, if its resume token is known. If no message was received,
    the request is sent again in three cases: no resume token is known, the server itself ended the call, or ResumeStream
    failed with the reason STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
-4. A partial answer that cannot be continued is StreamLost. Each message must begin where the previous one ended, so
-   that no token is repeated or missing; otherwise ServerError is raised.
+4. A partial answer that cannot be continued is StreamLost. A call with several samples has no resume token, so that any
+   message makes it a partial answer. Each message must begin where the previous one of its sample ended, so that no
+   token is repeated or missing; otherwise ServerError is raised.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import grpc
 
+from npuserve.client.answer import sample_count
 from npuserve.client.errors import RESUME_TOKEN, ClientError, ServerError, StreamLost
 from npuserve.v1 import generate_pb2 as pb
 
@@ -89,10 +91,11 @@ class Attempts:
     A client asks `next_call` which call to make, and reports its results to `read_metadata`, `accept` and `on_failure`.
 
     request: None to resume a stream by its token.
-    tokens: number of tokens received.
+    tokens: number of tokens received, of all samples.
     calls: number of calls made.
     request_id, resume_token: "" until received.
-    finish: None until received.
+    finish: the finish received last; None before the first. With one sample it is the answer's.
+    finishes: by index of the sample.
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class Attempts:
         self.tokens = tokens
         self.calls = 0
         self.finish: pb.Finish | None = None
+        self.finishes: dict[int, pb.Finish] = {}
+        self._samples = sample_count(request)
+        self._sample_tokens = {0: tokens}  # number received, by index
         self._request = request
         self._retries = retries
         self._has_received = request is None
@@ -110,6 +116,11 @@ class Attempts:
         self._call_positions = 0
         self._requests_sent = 0
         self._is_resuming = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample has its finish."""
+        return len(self.finishes) == self._samples
 
     def next_call(self) -> tuple[str, pb.GenerateRequest | pb.ResumeStreamRequest, float | None]:
         """Return the next call: the RPC's name, its message, and its timeout in seconds (None: no limit)."""
@@ -132,23 +143,29 @@ class Attempts:
     def accept(self, message: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
         """Record a received message. Return it without repeated prompt log-probabilities.
 
-        Raise ServerError if it does not begin where the previous message ended.
+        Raise ServerError if it does not begin where the previous message of its sample ended.
         """
-        if message.offset != self.tokens:
+        index = message.index
+        received = self._sample_tokens.get(index, 0)
+        if index >= self._samples or index in self.finishes:
             raise ServerError(
-                grpc.StatusCode.DATA_LOSS, f"a message at token {message.offset} where {self.tokens} was next",
+                grpc.StatusCode.DATA_LOSS, f"a message of sample {index}, which has ended or was not requested")
+        if message.offset != received:
+            raise ServerError(
+                grpc.StatusCode.DATA_LOSS, f"a message at token {message.offset} where {received} was next",
                 resume_token=self.resume_token)
         if message.num_tokens:
             self._retries.reset()
         self._has_received = True
         self.tokens += message.num_tokens
+        self._sample_tokens[index] = received + message.num_tokens
         if message.prompt_logprobs:  # a stream that is resumed at token 0 repeats them from the first position
             repeated = max(0, self._prompt_positions - self._call_positions)
             self._call_positions += len(message.prompt_logprobs)
             self._prompt_positions = max(self._prompt_positions, self._call_positions)
             del message.prompt_logprobs[:repeated]
         if message.HasField("finish"):
-            self.finish = message.finish
+            self.finish = self.finishes[index] = message.finish
         return message
 
     def on_failure(self, error: ClientError) -> float:

@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
 
     request_id: str
     model: str
+    n: int
     parse_special_tokens: bool
     # sampling
     temperature: float

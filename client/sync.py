@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from npuserve.client import channel, request_builder
+from npuserve.client.answer import Answer, sample_count
 from npuserve.client.attempts import Attempts, Retries, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 class Stream(Iterator[pb.StreamGenerateResponse]):
     """Iterator over the messages of one answer. The last message has its finish. Iterating raises ClientError.
 
+    With n above 1, `index` of a message is its sample, and the last message of each sample has the sample's finish.
+
     `cancel` ends the stream early, from any thread; the end of its `with` does the same. The server then stops at once.
 
     attempts: state of the answer, with `tokens` (number received), `request_id` and `resume_token`.
@@ -35,7 +38,7 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
         self._is_cancelled = False
 
     def __next__(self) -> pb.StreamGenerateResponse:
-        if self.attempts.finish:
+        if self.attempts.is_complete:
             raise StopIteration
         while not self._is_ended():
             try:
@@ -50,7 +53,7 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
             except ClientError:
                 self.cancel()
                 raise
-            if self.attempts.finish:
+            if self.attempts.is_complete:
                 self._read_status()
             return delta
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
@@ -126,15 +129,17 @@ class Client:
     ) -> pb.GenerateResponse:
         """Return the complete answer. It is streamed and joined, so that it survives the failures that a stream does.
 
+        With n above 1, `samples` of the answer has the answers. Such a call cannot be resumed: a lost connection is
+        StreamLost once a message was received.
+
         timeout: seconds for this answer; None for the client's timeout. Raise ClientError for a failure, TypeError or
         ValueError for an invalid prompt or option.
         """
-        answer, texts = pb.GenerateResponse(), []
-        for delta in self.stream(prompt, timeout=timeout, **options):
-            texts.append(delta.text)
-            add_delta(answer, delta)
-        answer.text = "".join(texts)
-        return answer
+        request = request_builder.build_request(prompt, options)
+        answer = Answer(sample_count(request))
+        for delta in self.stream(request, timeout=timeout):
+            answer.add(delta)
+        return answer.response()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
         """Return an iterator over the answer's messages. Arguments: see generate.
@@ -215,12 +220,3 @@ class Client:
                 self.wait(retries.backoff(error), lambda: self.closed)
             if self.closed:
                 raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
-
-
-def add_delta(answer: pb.GenerateResponse, delta: pb.StreamGenerateResponse) -> None:
-    """Add a message to `answer`, except its text: callers join all texts once."""
-    answer.token_ids.extend(delta.token_ids)
-    answer.logprobs.extend(delta.logprobs)
-    answer.prompt_logprobs.extend(delta.prompt_logprobs)
-    if delta.HasField("finish"):
-        answer.finish.CopyFrom(delta.finish)

@@ -27,9 +27,13 @@ MAX_VIOLATIONS_BYTES = 7000
 
 
 class ServeError(Exception):
-    """Error that ends a request. `message` is sent to the client and contains no prompt."""
+    """Error that ends a request. `message` is sent to the client and contains no prompt.
+
+    is_behind_messages: the status follows messages that the client has not read, so that its delivery may take long.
+    """
 
     code: int = code_pb2.INTERNAL
+    is_behind_messages = False
 
     def __init__(self, message: str):
         super().__init__(message)
@@ -235,9 +239,10 @@ class QueueFull(Retryable):
 
 
 class SlowReader(ServeError):
-    """The client did not read its stream. The stream can be resumed."""
+    """The client did not read its stream. The stream can be resumed, unless it has several samples."""
 
     code = code_pb2.CANCELLED
+    is_behind_messages = True
 
 
 class Unavailable(Retryable):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from typing import cast
+from collections.abc import Collection
+from typing import Protocol, cast
 
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from npuserve.client import Client, ClientError
+from npuserve.client.answer import Answer, sample_count
 from npuserve.client.request_builder import Options, build_request
 from npuserve.service.arguments import number, target
 from npuserve.service.cli import connection
@@ -19,6 +22,8 @@ from npuserve.v1 import generate_pb2
 TARGET = "127.0.0.1:50051"
 MAX_SECONDS = 1_000_000
 """Maximum of --wait and --timeout."""
+MAX_SAMPLES = 16
+"""Maximum of --n, from generate.proto."""
 
 # Flags of the client's options with the same names: flag, type, help.
 FLAGS = (
@@ -41,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     parser.add_argument("--chat", action="store_true", help="send PROMPT as a user message of a chat")
     parser.add_argument("--system", metavar="TEXT", help="system message; needs --chat")
-    parser.add_argument("--json", action="store_true", help="print each message as one JSON object")
+    parser.add_argument("--n", type=number(int, 1, MAX_SAMPLES), default=1, metavar="N",
+                        help="number of samples, independent answers (default: %(default)s)")
+    parser.add_argument("--json", action="store_true",
+                        help="print each message as one JSON object; with --n above 1, each sample")
     parser.add_argument("--stats", action="store_true", help="print tokens, tokens/s and time to first token on stderr")
     add_sampling_arguments(parser)
 
@@ -80,6 +88,8 @@ def sampling_options(args: argparse.Namespace) -> Options:
 def run(args: argparse.Namespace) -> int:
     """Return 0 for a complete answer, 1 after an error, which is printed. Raise ConfigError for invalid arguments."""
     options = sampling_options(args)
+    if args.n > 1:
+        options["n"] = args.n
     if args.system is not None and not args.chat:
         raise ConfigError("--system: is for --chat only")
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
@@ -103,31 +113,106 @@ def _read_stdin() -> str:
         raise ConfigError(f"PROMPT: stdin is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}") from None
 
 
+class Printer(Protocol):
+    """Printer of the messages of a stream."""
+
+    def add(self, message: generate_pb2.StreamGenerateResponse) -> None:
+        """Print what the message completes."""
+
+    def close(self) -> None:
+        """Print the rest."""
+
+
+class TextPrinter:
+    """Printer of the text of an answer as it arrives.
+
+    Samples are printed in order of index, each after a heading: the first one that has not ended as it arrives, the
+    others when their turn comes.
+    """
+
+    def __init__(self, samples: int):
+        self._has_headings = samples > 1
+        self._current = -1  # sample whose heading was printed last
+        self._is_line_open = False
+        self._waiting: dict[int, list[str]] = {}  # text that is not printed, by index
+        self._ended: set[int] = set()
+
+    def add(self, message: generate_pb2.StreamGenerateResponse) -> None:
+        self._waiting.setdefault(message.index, []).append(message.text)
+        if message.HasField("finish"):
+            self._ended.add(message.index)
+        self._print(self._current)
+        while (self._current < 0 or self._current in self._ended) and self._current + 1 in self._waiting:
+            self._begin(self._current + 1)
+
+    def close(self) -> None:
+        for index in sorted(self._waiting):  # samples that an error has cut
+            self._begin(index)
+        self._end_line()
+
+    def _begin(self, index: int) -> None:
+        self._end_line()
+        self._current = index
+        if self._has_headings:
+            print(f"--- sample {index} ---", flush=True)
+        self._is_line_open = True
+        self._print(index)
+
+    def _end_line(self) -> None:
+        if self._is_line_open:
+            print(flush=True)
+        self._is_line_open = False
+
+    def _print(self, index: int) -> None:
+        print("".join(self._waiting.pop(index, ())), end="", flush=True)
+
+
+class JsonPrinter:
+    """Printer of one JSON object for each message of an answer, or for each sample when it ends."""
+
+    def __init__(self, samples: int):
+        self._samples = samples
+        self._answers: dict[int, Answer] = {}  # by index, each with one sample
+
+    def add(self, message: generate_pb2.StreamGenerateResponse) -> None:
+        if self._samples == 1:
+            print(MessageToJson(message, indent=None, preserving_proto_field_name=True), flush=True)
+            return
+        answer = self._answers.setdefault(message.index, Answer(self._samples))
+        answer.add(message)
+        if message.HasField("finish"):
+            (sample,) = answer.response().samples
+            fields = MessageToDict(sample, preserving_proto_field_name=True)
+            print(json.dumps({"index": sample.index, **fields}), flush=True)  # protobuf leaves out an index of 0
+
+    def close(self) -> None:
+        return
+
+
 def _stream(client: Client, request: generate_pb2.GenerateRequest, args: argparse.Namespace) -> None:
     """Print the answer, and --stats after it. Raise ClientError."""
     began, first = time.monotonic(), None
     stream = client.stream(request, timeout=args.timeout)
+    printer: Printer = (JsonPrinter if args.json else TextPrinter)(sample_count(request))
     try:
         for message in stream:
             first = first or time.monotonic()
-            if args.json:
-                print(MessageToJson(message, indent=None, preserving_proto_field_name=True), flush=True)
-            else:
-                print(message.text, end="", flush=True)
+            printer.add(message)
     finally:
         stream.cancel()
-        if not args.json and first:
-            print(flush=True)
-    if args.stats and stream.attempts.finish and first:
-        print(summary(stream.attempts.finish, began, first, time.monotonic()), file=sys.stderr)
+        printer.close()
+    if args.stats and stream.attempts.is_complete and first:
+        print(summary(stream.attempts.finishes.values(), began, first, time.monotonic()), file=sys.stderr)
 
 
-def summary(finish: generate_pb2.Finish, began: float, first: float, ended: float) -> str:
+def summary(finishes: Collection[generate_pb2.Finish], began: float, first: float, ended: float) -> str:
     """Return `64 tokens, 812 tokens/s, first after 31 ms (LENGTH)`. The rate excludes the first token.
 
+    finishes: of all samples; their tokens are added up.
     began, first, ended: times in seconds of the request, the first message and the end.
     """
-    tokens = finish.usage.generated_tokens
+    tokens = sum(finish.usage.generated_tokens for finish in finishes)
+    count = f"{tokens} token{'s' * (tokens != 1)}" + (f" in {len(finishes)} samples" if len(finishes) > 1 else "")
     rate = f", {(tokens - 1) / (ended - first):.0f} tokens/s" if tokens > 1 and ended > first else ""
-    reason = generate_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_")
-    return f"{tokens} token{'s' * (tokens != 1)}{rate}, first after {(first - began) * 1e3:.0f} ms ({reason})"
+    names = sorted({generate_pb2.FinishReason.Name(f.reason).removeprefix("FINISH_REASON_") for f in finishes})
+    return f"{count}{rate}, first after {(first - began) * 1e3:.0f} ms ({', '.join(names)})"

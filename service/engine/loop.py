@@ -269,8 +269,8 @@ class Engine:
                 self._early.append((frontend, message))
             case Abort(call=call, request_id=request_id, client=client, service=service):
                 found = self.registry.find(request_id, client, service)
-                if len(found) == 1:
-                    self._end(found[0], found[0].finish("aborted"))
+                for sequence in found[0] if len(found) == 1 else ():
+                    self._end(sequence, sequence.finish("aborted"))
                 self._send(frontend, Reply(self._epoch, call, len(found)))
             case FlushPrefixCache(call=call):
                 self._send(frontend, Reply(self._epoch, call, self._scheduler.blocks.flush_prefix_cache()))

@@ -21,6 +21,8 @@ from npuserve.service.scheduling.sequence import Dropped, Sequence
 
 Origin = tuple[bytes, int]
 """A front end's identity and its key for a request."""
+Name = tuple[str, str, str]
+"""Client, service and request_id of a call. All its samples have it."""
 
 
 class Resumption(NamedTuple):
@@ -42,7 +44,7 @@ class RequestRegistry:
     def __init__(self, scheduler: Scheduler, records: Records, crashes: CrashTracker):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
-        self._names: dict[tuple[str, str, str], Origin] = {}  # by client, service and request_id
+        self._calls: dict[Name, dict[int, Origin]] = {}  # the live samples of each call, by index
         self._scheduler = scheduler
         self._crashes = crashes
 
@@ -53,7 +55,8 @@ class RequestRegistry:
 
         Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add.
         """
-        if _name(request) in self._names:
+        samples = self._calls.get(_name(request), {})
+        if samples and not self._is_further_sample(request, samples):
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
         try:
             crashes = self._crashes.assess(request, len(request.output_ids)) if record else None
@@ -63,15 +66,15 @@ class RequestRegistry:
         sequence, displaced = self._scheduler.add(request, origin, now)
         self.live[origin] = sequence
         if crashes:
-            self._scheduler.quarantine.add(sequence.id, crashes.crashes, crashes.quarantine_tokens)
-        self._names[_name(request)] = origin
+            self._scheduler.isolate(sequence, crashes.crashes, crashes.quarantine_tokens)
+        self._calls.setdefault(_name(request), {})[request.index] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
         return displaced
 
-    def find(self, request_id: str, client: str = "", service: str | None = None) -> list[Sequence]:
-        """Return the live requests with that id. client, service: see messages.Abort."""
-        return [self.live[origin] for name, origin in self._names.items()
+    def find(self, request_id: str, client: str = "", service: str | None = None) -> list[list[Sequence]]:
+        """Return the live samples of each call with that id. client, service: see messages.Abort."""
+        return [[self.live[origin] for origin in samples.values()] for name, samples in self._calls.items()
                 if name[2] == request_id and client in ("", name[0]) and service in (None, name[1])]
 
     def of_frontend(self, frontend: bytes) -> list[Sequence]:
@@ -113,12 +116,13 @@ class RequestRegistry:
             raise InvalidField("token_offset", f"must be in [0, {made}], got {message.token_offset}")
         previous = displaced = None
         if record.ended is None:
-            previous = self._names[_name(record.request)]
+            samples = self._calls[_name(record.request)]
+            previous = samples[record.request.index]
             sequence = self.live.pop(previous)
             _copy_progress(sequence, record)
             self._scheduler.change_reader(sequence, origin, message.deadline)
             self.live[origin] = sequence
-            self._names[_name(record.request)] = origin
+            samples[record.request.index] = origin
         record.request = msgspec.structs.replace(record.request, deadline=message.deadline)
         if previous is None and record.finish is None:
             displaced = self.add(record.continuation(accepted=False), origin, now, record)
@@ -130,7 +134,7 @@ class RequestRegistry:
         Return the origin that read the stream until now, if two front ends read it. Raises the errors of `add`.
         """
         twin = self.records.live.get(record.request.resume_token)
-        previous = self._names[_name(twin.request)] if twin else None
+        previous = self._calls[_name(twin.request)][twin.request.index] if twin else None
         if previous:
             self.end(self.live[previous], now)
         self.add(record.continuation(accepted=True), origin, now, record)
@@ -138,11 +142,20 @@ class RequestRegistry:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless names, live requests and records belong to each other."""
-        assert {_name(s.request): o for o, s in self.live.items()} == self._names, "names are not of the live"
+        calls: dict[Name, dict[int, Origin]] = {}
+        for origin, sequence in self.live.items():
+            calls.setdefault(_name(sequence.request), {})[sequence.request.index] = origin
+        assert calls == self._calls, "calls are not of the live requests"
         assert all(s.origin == origin for origin, s in self.live.items()), "a sequence is live under another's origin"
         tokens = {s.request.resume_token for s in self.live.values()} - {""}
         assert self.records.live.keys() <= tokens, "a record is live whose request is not"
         self.records.check_integrity()
+
+    def _is_further_sample(self, request: Request, samples: dict[int, Origin]) -> bool:
+        """Return whether a request is of the same call as the live `samples` of its name, and is not one of them."""
+        other = self.live[next(iter(samples.values()))].request
+        is_of_call = request.samples == other.samples and request.arrival == other.arrival
+        return is_of_call and request.index not in samples
 
     def _record(self, sequence: Sequence) -> Record | None:
         token = sequence.request.resume_token
@@ -150,13 +163,16 @@ class RequestRegistry:
 
     def _forget(self, sequence: Sequence, record: Record | None, now: float) -> None:
         del self.live[sequence.origin]
-        del self._names[_name(sequence.request)]
+        samples = self._calls[_name(sequence.request)]
+        del samples[sequence.request.index]
+        if not samples:
+            del self._calls[_name(sequence.request)]
         if record:
             self.records.end(record, now)
 
 
-def _name(request: Request) -> tuple[str, str, str]:
-    """Return the name of a live request: a request_id is unique per client and service."""
+def _name(request: Request) -> Name:
+    """Return the name of a live call: a request_id is unique per client and service."""
     return request.client, request.service, request.request_id
 
 

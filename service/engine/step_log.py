@@ -28,7 +28,7 @@ _ENTRY = struct.Struct("<QQ")
 
 def request_hash(request: Request) -> int:
     """Return a 64-bit hash of a request that is the same in every life of the engine."""
-    text = f"{request.client}\0{request.request_id}\0{request.arrival.hex()}".encode()
+    text = f"{request.client}\0{request.request_id}\0{request.arrival.hex()}\0{request.index}".encode()
     return int.from_bytes(blake2b(text, digest_size=_WORD_BYTES).digest(), "little")
 
 

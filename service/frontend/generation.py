@@ -15,6 +15,9 @@ Life of a request:
 6. If the call ends early (client left, deadline, error), the stream is closed, which cancels the request. The output of
    a StreamGenerate is kept for `resume_seconds`, for ResumeStream.
 
+With n above 1 each sample is a request: steps 2 to 5 apply to each (samples.py). The initial metadata waits for all of
+them, and the error of one closes the streams of all. Such a call cannot be resumed.
+
 `resume` begins at step 3 with the stream that `EngineClient.resume` finds. `ResponseBuilder` then gets all tokens
 again, and skips the first `token_offset` tokens.
 """
@@ -25,17 +28,18 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
-from npuserve.service import metrics
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
-from npuserve.service.errors import Unavailable
-from npuserve.service.frontend import response_options
-from npuserve.service.frontend.response import REASONS, ResponseBuilder
+from npuserve.service.errors import ServeError, Unavailable
+from npuserve.service.frontend import response_options, samples
+from npuserve.service.frontend.call_summary import CallSummary
+from npuserve.service.frontend.response import ResponseBuilder
+from npuserve.service.frontend.samples import Send
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.engine_stream import Stream
@@ -54,13 +58,11 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Send = Callable[[pb.StreamGenerateResponse], Awaitable[None]]
 
 REQUEST_ID = "x-request-id"
 RESUME_TOKEN = "x-resume-token"
 INLINE_BYTES = 2048
 """Maximum input that is checked and tokenized on the event loop, in about a millisecond. Larger input uses the pool."""
-REASON_NAMES = {number: name for name, number in REASONS.items()}
 
 
 class Generation:
@@ -108,7 +110,8 @@ class Generation:
     ) -> CheckedRequest:
         """Return the checked request with its caller, limits and deadline. Add its id and size to the log line.
 
-        token: resume token, which is dropped if the stream's record may grow too large; "": none.
+        token: resume token, which is dropped if the stream's record may grow too large, and with several samples; "":
+            none.
         max_request_id_characters: see `validation.Policy`.
         Raises ServeError if a field is invalid or the server is not ready.
         """
@@ -121,15 +124,14 @@ class Generation:
         if message.ByteSize() > INLINE_BYTES:
             check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = caller.limits.within(self._config)
-        policy = validation.Policy(
-            Range(*priorities), self._config.plain_content, max_request_id_characters=max_request_id_characters)
+        policy = validation.Policy(Range(*priorities), self._config.plain_content, limit, max_request_id_characters)
         checked = await self.prepare(
             context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
         request = msgspec.structs.replace(
             checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
             cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache == "all"),
             options=response_options.pack(checked))
-        if token and is_resumable(request):
+        if token and request.samples == 1 and is_resumable(request):
             request = msgspec.structs.replace(request, resume_token=token)
         fields["prompt_tokens"] = len(request.prompt_ids)
         if self._config.log_prompts:
@@ -152,7 +154,13 @@ class Generation:
     async def answer(
         self, checked: CheckedRequest, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
     ) -> None:
-        """Generate the answer of a checked request, and send its messages, the last one with the finish."""
+        """Generate the answer of a checked request, and send its messages, the last one of each sample with its finish.
+
+        send: called for one message at a time, from several tasks if there are several samples.
+        """
+        if checked.request.samples > 1:
+            await self._answer_samples(checked, context, fields, trace, send)
+            return
         builder = ResponseBuilder(checked, self.tokenizer if checked.has_text else None)
         stream = self._engine.submit(checked.request)
         await self._send_messages(builder, stream, context, fields, trace, send)
@@ -175,48 +183,53 @@ class Generation:
     ) -> None:
         """Send the messages of one answer, the last one with the finish. Close the stream in any case."""
         assert self.folder
-        with contextlib.closing(stream), _slow_reader_error(stream), _resume_token_on_error(context, stream):
+        summary = CallSummary(self._config, self.folder.name, 1, fields, trace)
+        with contextlib.closing(stream), _resume_token_on_error(context, stream):
             await stream.accepted()
             await _send_metadata(context, stream.request)
-            async for outputs in stream:
-                finish = builder.add(outputs)
-                if builder.keep is not None and finish is None:
-                    finish = await stream.stop(builder.keep)
-                for prompt_part in builder.prompt_messages():
-                    await send(prompt_part)
-                    await asyncio.sleep(0)  # let other streams run between the parts of a long prompt
-                if finish:
-                    last = builder.last_message(finish, time.monotonic())
-                    self._record_finish(last.finish, finish.timing, stream, fields)
-                    if trace:
-                        trace.finished(finish.timing, self.folder.name, stream.first_token)
-                    await send(last)
-                    return
-                part = builder.next_message(time.monotonic())
-                if part:
-                    await send(part)
+            await _send_outputs(builder, stream, summary, send)
 
-    def _record_finish(
-        self, finish: pb.Finish, timing: messages.Timing, stream: Stream, fields: dict[str, Any]
+    async def _answer_samples(
+        self, checked: CheckedRequest, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
     ) -> None:
-        """Record the metrics of a finished answer, and add its fields to the log line."""
-        arrival, generated = stream.request.arrival, finish.usage.generated_tokens
-        reason = REASON_NAMES[finish.reason]
-        metrics.request_finish_total.labels(reason).inc()
-        metrics.request_prompt_tokens.observe(finish.usage.prompt_tokens)
-        metrics.request_generation_tokens.observe(generated)
-        metrics.prefill_time_seconds.observe(sum(timing.prefill_chunks))
-        metrics.decode_time_seconds.observe(timing.decode)
-        fields.update(reason=reason, cached_tokens=finish.usage.cached_tokens, generated_tokens=generated)
-        if stream.first_token is not None and stream.last_token is not None:
-            ttft, e2e = stream.first_token - arrival, stream.last_token - arrival
-            tpot = (e2e - ttft) / (generated - 1) if generated > 1 else 0.0
-            metrics.e2e_request_latency_seconds.observe(e2e)
-            if generated > 1:
-                metrics.time_per_output_token_seconds.observe(tpot)
-            if ttft <= self._config.target_ttft_seconds and tpot <= self._config.target_itl_seconds:
-                metrics.requests_on_target_total.inc()
-            fields.update(ttft=round(ttft, 6), e2e=round(e2e, 6))
+        """Generate all samples of a request, and send their messages one at a time."""
+        assert self.folder
+        parts, turns = samples.split(checked), samples.Turns(send)
+        summary = CallSummary(self._config, self.folder.name, len(parts), fields, trace)
+        with contextlib.ExitStack() as closing:
+            streams = [closing.enter_context(contextlib.closing(self._engine.submit(part.request))) for part in parts]
+            for stream in streams:
+                await stream.accepted()
+            await _send_metadata(context, checked.request)
+            tokenizer = self.tokenizer if checked.has_text else None
+            builders = [ResponseBuilder(part, tokenizer) for part in parts]
+            try:
+                await samples.run_together(
+                    _send_outputs(builder, stream, summary, turns.of(stream))
+                    for builder, stream in zip(builders, streams, strict=True))
+            except ServeError as error:
+                error.is_behind_messages = turns.is_pending
+                raise
+
+
+async def _send_outputs(builder: ResponseBuilder, stream: Stream, summary: CallSummary, send: Send) -> None:
+    """Send the messages of an accepted request, the last one with the finish. Raises the error that ends the stream."""
+    with _slow_reader_error(stream):
+        async for outputs in stream:
+            finish = builder.add(outputs)
+            if builder.keep is not None and finish is None:
+                finish = await stream.stop(builder.keep)
+            for prompt_part in builder.prompt_messages():
+                await send(prompt_part)
+                await asyncio.sleep(0)  # let other streams run between the parts of a long prompt
+            if finish:
+                last = builder.last_message(finish, time.monotonic())
+                summary.finished(last.finish, finish.timing, stream)
+                await send(last)
+                return
+            part = builder.next_message(time.monotonic())
+            if part:
+                await send(part)
 
 
 async def _send_metadata(context: Context, request: messages.Request) -> None:

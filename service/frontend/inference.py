@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.generation import Generation
+from npuserve.service.frontend.response import JoinedAnswer
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.resumable_streams import new_token
 from npuserve.service.requests import validation
@@ -54,20 +55,11 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._tracing.begin(context, "Generate") if self._tracing else None
         async with call(context, "Generate", logging.INFO, trace) as fields:
-            response, texts = pb.GenerateResponse(), []
-
-            async def append(part: pb.StreamGenerateResponse) -> None:
-                texts.append(part.text)
-                response.token_ids.extend(part.token_ids)
-                response.logprobs.extend(part.logprobs)
-                response.prompt_logprobs.extend(part.prompt_logprobs)
-                if part.HasField("finish"):
-                    response.finish.CopyFrom(part.finish)
-
             checked = await self._generation.check(request, context, fields)
             validation.check_unary_size(checked.request)
-            await self._generation.answer(checked, context, fields, trace, append)
-            response.text = "".join(texts)
+            answer = JoinedAnswer(checked.request.samples)
+            await self._generation.answer(checked, context, fields, trace, answer.add)
+            response = answer.response()
         return response
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""Builder of one request's response messages from the engine's outputs. It does no I/O."""
+"""Response messages: built from the engine's outputs of one request, and joined to a whole answer. No I/O."""
 
 from __future__ import annotations
 
@@ -31,8 +31,37 @@ MAX_PROMPT_LOGPROBS_BYTES = 256 << 10
 """Maximum prompt_logprobs of a message: a few milliseconds of work, far below the 4 MiB that most clients accept."""
 
 
+class JoinedAnswer:
+    """Messages of a stream, joined to the response of Generate.
+
+    samples: number of samples.
+    """
+
+    def __init__(self, samples: int):
+        self._response = pb.GenerateResponse()
+        self._answers: list[pb.GenerateResponse | pb.Sample] = (
+            [self._response] if samples == 1 else [self._response.samples.add(index=i) for i in range(samples)])
+        self._texts: list[list[str]] = [[] for _ in range(samples)]
+
+    async def add(self, part: pb.StreamGenerateResponse) -> None:
+        """Add a message of the stream."""
+        answer = self._answers[part.index]
+        self._texts[part.index].append(part.text)
+        answer.token_ids.extend(part.token_ids)
+        answer.logprobs.extend(part.logprobs)
+        self._response.prompt_logprobs.extend(part.prompt_logprobs)
+        if part.HasField("finish"):
+            answer.finish.CopyFrom(part.finish)
+
+    def response(self) -> pb.GenerateResponse:
+        """Return the whole answer, after all messages were added."""
+        for answer, texts in zip(self._answers, self._texts, strict=True):
+            answer.text = "".join(texts)
+        return self._response
+
+
 class ResponseBuilder:
-    """Builder of the messages of one answer.
+    """Builder of the messages of one answer, or of one sample of it.
 
     Call `add` with the outputs that have arrived, then send `prompt_messages` and `next_message`. After `add` returned
     a finish, send `last_message`, once.
@@ -195,7 +224,8 @@ class ResponseBuilder:
         """Return a message of all tokens whose text is ready, and remove them."""
         count = max(0, self._ready - self._sent)
         ids = self._ids[:count] if self._checked.return_token_ids else None
-        message = pb.StreamGenerateResponse(text=self._text, offset=self._sent, token_ids=ids, num_tokens=count)
+        message = pb.StreamGenerateResponse(
+            text=self._text, offset=self._sent, token_ids=ids, num_tokens=count, index=self._checked.request.index)
         if self._logprobs:
             message.logprobs.extend(map(self._position, self._logprobs[:count]))
         if self._prompt_logprobs is not None:

@@ -156,9 +156,9 @@ class EngineClient:
             stream.end(error)
 
     async def abort(self, request_id: str, client: str = "", service: str | None = None) -> int:
-        """Abort the request of this id and return the number of requests that have it. With several, none is aborted.
+        """Abort the call of this id and return the number of calls that have it. With several, none is aborted.
 
-        client, service: client and service of the request, see `Abort`.
+        client, service: client and service of the call, see `Abort`.
         """
         return await self._call(Abort(self._next_key(), request_id, client, service))
 

@@ -141,6 +141,14 @@ class Stream:
             self.end(self.slow)
         self._reader.cancel()
 
+    def suspend_check(self) -> None:
+        """Exclude the time until `restart_check` from the time for which the reader processes outputs."""
+        self._taken_at = None
+
+    def restart_check(self) -> None:
+        """Measure the reader's time anew from now on."""
+        self._taken_at = time.monotonic()
+
     async def stop(self, keep: int) -> Finish:
         """End the answer after `keep` tokens, at a stop string. Return the engine's finish; later outputs are dropped.
 

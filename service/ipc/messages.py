@@ -52,7 +52,7 @@ class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """Validated and tokenized request, as the engine needs it. The engine holds no text.
 
-    request_id: name from the client or the server, unique among the client's live requests of a service.
+    request_id: name from the client or the server, unique among the client's live calls of a service.
     prompt_ids: token ids below the vocabulary size; at least one.
     max_tokens, min_tokens: limits of the whole answer, including output_ids. prompt + max_tokens fits the model's
         context.
@@ -68,6 +68,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client_limit: maximum concurrent requests of the client; 0 for no limit.
     owner: only caller that may resume it; "" for any caller with the token.
     service: service that the request_id belongs to; "" for InferenceService. Ids of different services do not collide.
+    index, samples: number of this sample, from 0, and the number of samples of the call. The samples of a call have the
+        same request_id, client, arrival and prompt.
     """
 
     request_id: str
@@ -89,6 +91,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client_limit: int = 0
     owner: str = ""
     service: str = ""
+    index: int = 0
+    samples: int = 1
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -262,12 +266,12 @@ class Unpause(Wire, frozen=True):
 
 
 class Abort(Wire, frozen=True):
-    """Abort the request of this id, from whichever front end.
+    """Abort the call of this id with all its samples, from whichever front end.
 
-    client: client of the request; "" for any.
-    service: service of the request, see Request; None for any.
+    client: client of the call; "" for any.
+    service: service of the call, see Request; None for any.
 
-    The Reply is the number of requests with this id. If there are several, none is aborted.
+    The Reply is the number of calls with this id. If there are several, none is aborted.
     """
 
     call: int

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
 PRIORITY = Range(-100, 100)
+MAX_SAMPLES = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 """Default of Policy.max_request_id_characters."""
 MAX_CACHE_SALT_CHARACTERS = 128
@@ -41,7 +42,7 @@ BYTES_PER_LOGPROB = 24
 class CheckedRequest:
     """A checked request.
 
-    request: the engine's part.
+    request: the engine's part. With several samples it is the first one's; frontend/samples.py makes the others.
     stop, include_stop, skip_special_tokens, return_token_ids: the front end's part, for the answer.
     has_text: whether the answer contains text. Without it, token ids are not decoded.
     """
@@ -60,11 +61,13 @@ class Policy:
 
     priorities: range of a request's priority.
     plain_content: see ServerConfig.
+    max_requests: concurrent requests of the caller; 0 for no limit.
     max_request_id_characters: maximum length of a request id.
     """
 
     priorities: Range = PRIORITY
     plain_content: bool = True
+    max_requests: int = 0
     max_request_id_characters: int = MAX_REQUEST_ID_CHARACTERS
 
 
@@ -98,7 +101,8 @@ def check(
         bad.add("request_id", (
             f"must be 1 to {policy.max_request_id_characters} printable ASCII characters without spaces, "
             f"got {quoted(message.request_id)}"))
-    _check_reserved(message, bad)
+    _check_constraint(message)
+    samples = _check_samples(message, info, policy, bad)
     vocabulary_size, output = info.vocabulary_size, message.output
     stopping = check_stopping(message.stopping, folder, vocabulary_size, bad)
     sampling = check_sampling(message.sampling, folder.defaults, vocabulary_size, bad)
@@ -120,7 +124,8 @@ def check(
             ending_ids=tuple(sorted(token for token in stopping.ending_ids if token < vocabulary_size)),
             logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         stop_token_ids=stopping.token_ids, eos_token_ids=stopping.eos_token_ids, priority=priority,
-        bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt)
+        bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt,
+        samples=samples)
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
     return CheckedRequest(request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids)
 
@@ -138,17 +143,23 @@ def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Viol
     return priority
 
 
-def _check_reserved(message: pb.GenerateRequest, bad: Violations) -> None:
-    """Raise Reserved for fields that this version does not implement; report n = 0."""
+def _check_samples(message: pb.GenerateRequest, info: ModelInfo, policy: Policy, bad: Violations) -> int:
+    """Return the number of samples; report one that is out of range or that the queue could never take."""
+    samples = message.n if message.HasField("n") else 1
+    most = min(MAX_SAMPLES, info.max_num_seqs + info.max_queue, policy.max_requests or MAX_SAMPLES)
+    if not 1 <= samples <= most:
+        why = "" if most == MAX_SAMPLES else f", since a sample is a request, and at most {most} may be live at a time"
+        bad.add("n", f"must be in [1, {most}]{why}, got {samples}")
+    return samples
+
+
+def _check_constraint(message: pb.GenerateRequest) -> None:
+    """Raise Reserved for a constraint, which this version does not implement."""
     constraint = message.WhichOneof("constraint")
     if constraint:
         if message.ByteSize() > MAX_CONSTRAINT_BYTES:  # the constraint of a smaller message is within the limit
             _check_constraint_size(constraint, getattr(message, constraint))
         raise Reserved(constraint)
-    if message.HasField("n") and message.n != 1:
-        if message.n:
-            raise Reserved("n")
-        bad.add("n", "must be 1, got 0")
 
 
 def _check_constraint_size(name: str, constraint: Any) -> None:
@@ -158,17 +169,28 @@ def _check_constraint_size(name: str, constraint: Any) -> None:
 
 
 def check_unary_size(request: Request) -> None:
-    """Raise InvalidField if the prompt's log-probabilities alone exceed the message size limit of most clients."""
-    logprobs = request.sampling.prompt_logprobs
-    if logprobs is None:
-        return
-    max_tokens = MAX_UNARY_BYTES // (BYTES_PER_LOGPROB * (logprobs + 1))
-    if len(request.prompt_ids) > max_tokens:
-        raise InvalidField(
-            "output.prompt_logprobs",
-            f"the answer must fit {MAX_UNARY_BYTES >> 20} MiB, the largest message that clients take by default: "
-            f"at most {max_tokens} tokens of prompt with {logprobs} log-probabilities each, "
-            f"got {len(request.prompt_ids)}; StreamGenerate has no such limit")
+    """Raise InvalidField if log-probabilities alone certainly exceed the message size limit of most clients.
+
+    Certain are the log-probabilities of the prompt, once, and of the first `min_tokens` tokens of each sample.
+    """
+    fit = f"the answer must fit {MAX_UNARY_BYTES >> 20} MiB, the largest message that clients take by default: "
+    sampling, size = request.sampling, 0
+    if sampling.prompt_logprobs is not None:
+        token_bytes = BYTES_PER_LOGPROB * (sampling.prompt_logprobs + 1)
+        size = len(request.prompt_ids) * token_bytes
+        if size > MAX_UNARY_BYTES:
+            raise InvalidField(
+                "output.prompt_logprobs",
+                f"{fit}at most {MAX_UNARY_BYTES // token_bytes} tokens of prompt with {sampling.prompt_logprobs} "
+                f"log-probabilities each, got {len(request.prompt_ids)}; StreamGenerate has no such limit")
+    if sampling.logprobs is not None:
+        token_bytes = request.samples * BYTES_PER_LOGPROB * (sampling.logprobs + 1)
+        max_tokens = (MAX_UNARY_BYTES - size) // token_bytes
+        if sampling.min_tokens > max_tokens:
+            raise InvalidField(
+                "output.logprobs",
+                f"{fit}at most {max_tokens} tokens of each of {request.samples} samples with {sampling.logprobs} "
+                f"log-probabilities each, but min_tokens is {sampling.min_tokens}; StreamGenerate has no such limit")
 
 
 def tokenize(

@@ -18,7 +18,7 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, SlowReader, to_status
+from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, to_status
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle, work_seconds
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ CLIENT_ERRORS = (
     code_pb2.UNAUTHENTICATED, code_pb2.PERMISSION_DENIED, code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED,
     code_pb2.NOT_FOUND)
 """Codes of errors that a client causes. They are throttled; errors of a busy or draining server are not."""
-SLOW_READER_SECONDS = 1.0
-"""Maximum wait until the status of a SlowReader is sent: it queues behind the messages that the client did not read."""
+UNREAD_SECONDS = 1.0
+"""Maximum wait until a status is sent that queues behind messages which the client did not read."""
 
 VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 """Full name of the service of service/gateway, some of whose methods have the names of ours."""
@@ -101,7 +101,7 @@ async def call(
         ):
             raise DelayedRefusal(error, delay) from None
         with contextlib.suppress(asyncio.TimeoutError):
-            seconds = SLOW_READER_SECONDS if isinstance(error, SlowReader) else None
+            seconds = UNREAD_SECONDS if error.is_behind_messages else None
             await asyncio.wait_for(_abort(context, error), seconds)
     except Exception as error:
         if context.cancelled() or context.done():

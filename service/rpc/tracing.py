@@ -111,7 +111,7 @@ class Trace:
             span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[code].value[0])
             span.set_attributes({name: fields[key] for key, name in ATTRIBUTES.items() if key in fields})
             if "reason" in fields:
-                span.set_attribute("gen_ai.response.finish_reasons", [fields["reason"]])
+                span.set_attribute("gen_ai.response.finish_reasons", fields["reason"].split(","))  # one a sample
             if code in SERVER_ERRORS:
                 span.set_status(Status(StatusCode.ERROR, fields.get("error", code)))
             within = set_span_in_context(span)

@@ -1,7 +1,8 @@
 """Decision whether a new request may enter the queue.
 
 1. A request that could never fit the KV cache is invalid.
-2. A client has at most `client_limit` live requests, if it has a limit.
+2. A client has at most `client_limit` live requests, if it has a limit. Each sample of a call is a request. The first
+   one is refused unless all of them are within the limit.
 3. A request whose first token would miss its deadline, as far as anything was measured (pace.py), is refused before
    anything is queued or computed for it.
 4. If the queue is full, the newest request of the client with the most requests is displaced by that of a client with
@@ -21,6 +22,7 @@ from npuserve.service.scheduling.account import Account
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.pace import Pace
+from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Dropped, Sequence
 
 
@@ -48,10 +50,14 @@ class Occupancy(NamedTuple):
 
 
 class Admission:
-    """Reads the queue, the block counts and the measured pace of the scheduler. Changes none of them."""
+    """Reads the waiting requests, the block counts and the measured pace of the scheduler. Changes none of them."""
 
-    def __init__(self, queue: FairQueue, blocks: BlockManager, pace: Pace, max_num_seqs: int, max_queue: int):
+    def __init__(
+        self, queue: FairQueue, samples: SampleGroups, blocks: BlockManager, pace: Pace, max_num_seqs: int,
+        max_queue: int,
+    ):
         self._queue = queue
+        self._samples = samples
         self._blocks = blocks
         self._pace = pace
         self._max_num_seqs = max_num_seqs
@@ -68,18 +74,18 @@ class Admission:
         self._check_size(request)
         if request.prior.accepted:
             return None
-        if request.client_limit and account.live >= request.client_limit:
+        if request.client_limit and account.live + request.samples - request.index > request.client_limit:
             raise QueueFull(
                 f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
-                f"{account.live} requests of this client have not ended",
+                f"{account.live} requests of this client have not ended{_more(request)}",
                 self._pace.retry_seconds(now, account.live), "client_limit")
         if request.deadline is not None:
             self._check_deadline(request, request.deadline - now, account, occupancy)
-        waiting = len(self._queue)
+        waiting = len(self._queue) + len(self._samples)
         if occupancy.running + waiting + occupancy.paused < self._max_num_seqs + self._max_queue:
             return None
         retry = self._pace.retry_seconds(now, occupancy.running)
-        displaced = self._queue.displaced_by(account)
+        displaced = self._queue.displaced_by(account, self._samples)
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
         reason = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
@@ -112,13 +118,22 @@ class Admission:
         """Estimate the time to a new request's first token.
 
         It waits until enough running requests have ended for its blocks and for max_num_seqs, or until the prompts
-        before it are computed, whichever is later; then its own prompt is computed.
+        before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits for the
+        followers before it, too, and computes only the part of the prompt that it does not share.
         """
-        pace, running, known = self._pace, occupancy.running, len(request.prompt_ids) + len(request.output_ids)
+        followers, shared = self._samples.sharing(request)
+        pace, running = self._pace, occupancy.running
+        known = len(request.prompt_ids) + len(request.output_ids) - shared
         requests, tokens = self._queue.ahead(account, request.priority, pace.answer_tokens)
+        requests += followers
         counts = self._blocks.counts
         blocks = max(0, counts.free + counts.cached + occupancy.paused_blocks - running)  # one is left to each running
         slots = blocks * self._blocks.block_size
         fitting = min(self._max_num_seqs - running, (requests + 1) * slots / (tokens + known))
         drain = pace.drain_seconds(max(0.0, requests + 1 - fitting), running)
         return max(drain, pace.prefill_seconds(tokens + occupancy.prefill_tokens)) + pace.prefill_seconds(known)
+
+
+def _more(request: Request) -> str:
+    """Return the end of a sentence about the further requests of a call with several samples."""
+    return f"; the call needs {request.samples - request.index} more" if request.samples > 1 else ""

@@ -11,6 +11,9 @@ The root is a keyed digest of the request's cache salt; each manager generates i
 equal salt, equal tokens and equal position, except after a collision. With n blocks in the cache its probability is
 about n**2 / 2**129, 1e-27 for a million blocks. The key is secret, so nobody can search for a collision outside the
 server. The method is vLLM's automatic prefix caching (v1, KVCacheManager), which evicts the least recently used leaf.
+
+A table with a scope shares blocks only with tables of the same scope, since the scope is part of the root digest.
+Scopes work also without prefix cache. `forget` ends a scope.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ import itertools
 import secrets
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from hashlib import blake2b
 from typing import NamedTuple
 
 DIGEST_BYTES = 16
+SCOPE_BYTES = 8
 AUDIT_BLOCKS = 1024
 """Blocks in one part of an audit. A part takes less than 1 ms."""
 
@@ -51,20 +55,25 @@ class BlockTable:
     version: number of the allocation; 0 while the table is empty. Two tables, or one table before and after `free`,
         never have the same version in this process. Tables read under one version differ at most in their length.
     num_registered: leading blocks that are registered, or need not be.
+    scope: the tables that share its blocks: all of the salt for 0, otherwise those of this scope.
     """
 
-    __slots__ = ("_digests", "_salt", "block_ids", "num_registered", "version")
+    __slots__ = ("_digests", "_salt", "block_ids", "num_registered", "scope", "version")
 
-    def __init__(self, salt: str = "") -> None:
+    def __init__(self, salt: str = "", scope: int = 0) -> None:
         self.block_ids: list[int] = []
         self.version = 0
         self.num_registered = 0
+        self.scope = scope
         self._salt = salt
         self._digests: list[bytes] = []  # of the leading full blocks, constant because the tokens are
 
 
 class BlockManager:
-    """Allocates `num_blocks` blocks of `block_size` tokens by reference count. Every call is O(blocks it touches)."""
+    """Allocates `num_blocks` blocks of `block_size` tokens by reference count. Every call is O(blocks it touches).
+
+    prefix_cache: tables without a scope share blocks.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -76,6 +85,7 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}  # inverse of _digest
+        self._scopes: dict[int, set[bytes]] = {}  # digests that were registered under each scope; some may be evicted
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -95,7 +105,7 @@ class BlockManager:
         Allocates nothing. Pass the result to `allocate` before any other call.
         """
         found: list[int] = []
-        if self.prefix_cache:
+        if self.prefix_cache or table.scope:
             for digest in self._compute_digests(table, token_ids, (len(token_ids) - 1) // self.block_size):
                 block = self._by_digest.get(digest)
                 if block is None:
@@ -136,13 +146,15 @@ class BlockManager:
         A digest that another block has already keeps that block.
         """
         full = num_computed // self.block_size
-        if not self.prefix_cache or full <= table.num_registered:
+        if full <= table.num_registered or not (self.prefix_cache or table.scope):
             return
         digests = self._compute_digests(table, token_ids, full)
         for index in range(table.num_registered, full):
             digest, block = digests[index], table.block_ids[index]
             if self._by_digest.setdefault(digest, block) == block:
                 self._digest[block] = digest
+                if table.scope:
+                    self._scopes.setdefault(table.scope, set()).add(digest)
         table.num_registered = full
 
     def free(self, table: BlockTable) -> None:
@@ -157,6 +169,20 @@ class BlockManager:
         table.block_ids = []
         table.version = 0
         table.num_registered = 0
+
+    def forget(self, scope: int) -> None:
+        """Free the cached blocks of a scope whose tables are empty. Nothing for 0."""
+        for digest in self._scopes.pop(scope, ()):
+            block = self._by_digest.pop(digest, None)
+            if block is not None:
+                self._digest[block] = None
+                del self._cached[block]
+                self._free.append(block)
+
+    @property
+    def scopes(self) -> Set[int]:
+        """Scopes that have registered blocks and were not forgotten."""
+        return self._scopes.keys()
 
     def flush_prefix_cache(self) -> int:
         """Free all cached blocks, and return their number. Used blocks stay in the prefix cache."""
@@ -224,12 +250,13 @@ class BlockManager:
         """Return the digests of at least the first `count` full blocks. Each is computed once per table."""
         digests, size = table._digests, self.block_size
         if len(digests) < count:
-            parent = digests[-1] if digests else self._root_digest(table._salt)
+            parent = digests[-1] if digests else self._root_digest(table)
             for start in range(len(digests) * size, count * size, size):
                 tokens = array("I", token_ids[start : start + size]).tobytes()
                 parent = blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
                 digests.append(parent)
         return digests
 
-    def _root_digest(self, salt: str) -> bytes:
-        return blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=self._key).digest()
+    def _root_digest(self, table: BlockTable) -> bytes:
+        scope = table.scope.to_bytes(SCOPE_BYTES, "little")
+        return blake2b(table._salt.encode(), digest_size=DIGEST_BYTES, key=self._key, person=scope).digest()

@@ -32,10 +32,11 @@ many arrive, soon exceed the waiting client's.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, ge
 
 from npuserve.service.scheduling.account import Account
@@ -125,16 +126,20 @@ class FairQueue:
             self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)
 
-    def displaced_by(self, account: Account) -> Sequence | None:
+    def displaced_by(self, account: Account, followers: Iterable[Sequence] = ()) -> Sequence | None:
         """Return the request that must leave a full queue for one more request of this client.
 
         It is the last in the queue without tokens, of the client with the most live requests. None unless that client
         still has at least as many requests as this one afterwards.
+
+        followers: further waiting requests, see sample_groups.py.
         """
-        candidates = {
-            sequence.account: sequence for queue in self._queues.values() for sequence in queue
-            if not (sequence.was_admitted or sequence.request.output_ids)
-        }
+        candidates: dict[Account, Sequence] = {}
+        for sequence in itertools.chain(self, followers):
+            if not (sequence.was_admitted or sequence.request.output_ids):
+                last = candidates.setdefault(sequence.account, sequence)
+                if last.queue_key < sequence.queue_key:
+                    candidates[sequence.account] = sequence
         if not candidates:
             return None
         most = max(candidates, key=lambda owner: (owner.live, owner.waiting))
@@ -148,11 +153,11 @@ class FairQueue:
         """
         own = [s for s in self._queues.get(account, []) if s.request.priority <= priority]
         time = account.virtual_time if account.waiting else max(account.virtual_time, self._virtual_time)
-        time += sum(s.num_tokens + answer_tokens for s in own) + priority * PRIORITY_TOKENS
-        requests, tokens = float(len(own)), float(sum(s.num_tokens for s in own))
+        time += sum(s.num_missing_tokens + answer_tokens for s in own) + priority * PRIORITY_TOKENS
+        requests, tokens = float(len(own)), float(sum(s.num_missing_tokens for s in own))
         for owner, queue in self._queues.items():
             if owner is not account:
-                known = sum(s.num_tokens for s in queue)
+                known = sum(s.num_missing_tokens for s in queue)
                 share = min(1.0, max(0.0, (time - _start(owner, queue)) / (known + answer_tokens * len(queue))))
                 requests += share * len(queue)
                 tokens += share * known

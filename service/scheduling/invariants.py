@@ -9,10 +9,12 @@ from itertools import pairwise
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.deadlines import Deadlines
 from npuserve.service.scheduling.fair_queue import FairQueue
+from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Sequence, State
 
 _STATES = {
     "waiting": {State.WAITING, State.PREEMPTED},
+    "followers": {State.FOLLOWING},
     "running": {State.RUNNING},
     "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.RESUMED},
 }
@@ -20,14 +22,15 @@ _STATES = {
 
 
 def audit(
-    sequences: dict[int, Sequence], queue: FairQueue, running: Ordered[Sequence], paused: dict[int, Sequence],
-    blocks: BlockManager, deadlines: Deadlines, max_num_seqs: int,
+    sequences: dict[int, Sequence], queue: FairQueue, samples: SampleGroups, running: Ordered[Sequence],
+    paused: dict[int, Sequence], blocks: BlockManager, deadlines: Deadlines, max_num_seqs: int,
 ) -> Iterator[None]:
     """Check the whole state in parts, with a yield after each. Nothing may change before its end.
 
     The first part compares counts, in constant time. Raises IntegrityError unless
 
     - every sequence that has not ended is in the one collection that its state names,
+    - samples that wait for a prompt have a leader that computes it,
     - deadlines are set for exactly the sequences that have one,
     - the used blocks belong to exactly the sequences whose state holds blocks.
 
@@ -35,17 +38,20 @@ def audit(
     """
     if len(running) > max_num_seqs:
         raise IntegrityError(f"{len(running)} sequences run, at most {max_num_seqs} may")
-    if len(queue) + len(running) + len(paused) != len(sequences):
-        places = f"{len(queue)} are waiting, {len(running)} are running, {len(paused)} are paused"
+    if len(queue) + len(samples) + len(running) + len(paused) != len(sequences):
+        places = (f"{len(queue)} are waiting, {len(samples)} are followers, {len(running)} are running, "
+                  f"{len(paused)} are paused")
         raise IntegrityError(f"{len(sequences)} sequences, but {places}")
     if not sequences and blocks.counts.used:
         raise IntegrityError(f"{blocks.counts.used} blocks are used, but no sequence is left")
     yield
     if any(a.age_key >= b.age_key for a, b in pairwise(running)):
         raise IntegrityError(f"the running sequences are not in order of age: {[s.age_key for s in running]}")
-    for fault in queue.faults():
+    for fault in (*queue.faults(), *samples.faults()):
         raise IntegrityError(fault)
-    for name, members in (("waiting", list(queue)), ("running", running), ("paused", list(paused.values()))):
+    for name, members in (
+        ("waiting", list(queue)), ("followers", list(samples)), ("running", running), ("paused", list(paused.values()))
+    ):
         for sequence in members:
             if sequences.get(sequence.id) is not sequence or sequence.state not in _STATES[name]:
                 raise IntegrityError(f"sequence {sequence.id} is among the {name}, but is {sequence.state.value}")

@@ -100,7 +100,7 @@ class Pace:
         """
         if sequence.num_generated_tokens or sequence.num_pending_tokens:
             return 0.0
-        return self.prefill_seconds(before + sequence.num_uncomputed_tokens)
+        return self.prefill_seconds(before + sequence.num_missing_tokens)
 
     def last_moment(self, sequence: Sequence, before: int = 0) -> float:
         """Return when a request must end because of its deadline, infinity if it has none. With tokens: a margin before

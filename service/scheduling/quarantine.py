@@ -5,6 +5,9 @@ is as small as possible, so that a crash shows which request is at fault, while 
 MAX_QUARANTINE_STEPS steps. A group has at most half of the requests, so that each crash leaves fewer candidates. With
 the usual QUARANTINE_TOKENS tokens, up to MAX_QUARANTINE_STEPS // QUARANTINE_TOKENS requests run one at a time. A
 request that has made its tokens waits until the others have made theirs.
+
+The scheduler preempts all requests outside the current group. It admits the group, one request per step, once none of
+the others has a step in flight.
 """
 
 from __future__ import annotations

@@ -15,9 +15,6 @@ request is admitted before all that never ran, the oldest first. An admission pr
 request waits for a slow reader. A victim with steps in flight gets no further row, and is preempted once they are
 applied. A RESUMED request runs again if fewer than max_num_seqs requests run; otherwise it is preempted.
 
-Quarantine. While quarantine.py holds requests, all requests outside its current group are preempted. The group is
-admitted, one request per step, once none of the others has a step in flight.
-
 Overlap. A step may be planned before the one before it is applied; at most two are in flight. `schedule` updates the
 number of computed tokens, `apply` the sampled ones. A request whose next token is being sampled may compute that token
 as PENDING, at a known position, so it is at most one token ahead of the host. Lengths are known, so no step exceeds
@@ -49,6 +46,7 @@ from npuserve.service.scheduling.deadlines import Deadlines
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.pace import Pace
 from npuserve.service.scheduling.quarantine import Quarantine
+from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Added, Dropped, Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan, StepPlan
 
@@ -84,12 +82,13 @@ class Scheduler:
         self._ids = itertools.count()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
+        self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
         self._ended: list[int] = []  # not yet reported to the runner
         self._deadlines = Deadlines()
         self._pace = Pace(max_num_batched_tokens)
-        self._admission = Admission(self._queue, blocks, self._pace, self._max_num_seqs, max_queue)
+        self._admission = Admission(self._queue, self._samples, blocks, self._pace, self._max_num_seqs, max_queue)
 
     @property
     def num_running(self) -> int:
@@ -97,8 +96,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue, including preempted ones."""
-        return len(self._queue)
+        """Number of requests in the queue, including preempted ones, and of samples that wait for their prompt."""
+        return len(self._queue) + len(self._samples)
 
     @property
     def num_paused(self) -> int:
@@ -124,21 +123,17 @@ class Scheduler:
         return self._sequences[sequence_id]
 
     def add(self, request: Request, origin: tuple[bytes, int], now: float) -> Added:
-        """Queue a request.
-
-        Raises InvalidField if it has no prompt, nothing left to generate or could never fit the KV cache. Unless an
-        earlier engine has accepted it, raises DeadlineExceeded if its first token is expected too late. Raises
-        QueueFull, with an estimated time to retry, if its client is at its limit or no request may be displaced.
-        """
+        """Queue a request, or let it wait for another sample of its call. Raises the errors of Admission.check."""
         account = self._queue.account(request.client)
         occupancy = Occupancy.of(self._running, self._paused.values(), with_sums=request.deadline is not None)
         displaced = self._admission.check(request, account, occupancy, now)
         if displaced:
             self._end(displaced.sequence)
-        sequence = Sequence(next(self._ids), origin, request, self._aging_seconds, account)
+        scope = self._samples.scope(request)
+        sequence = Sequence(next(self._ids), origin, request, self._aging_seconds, account, scope)
         self._sequences[sequence.id] = sequence
         self._queue.add_live(account)
-        self._queue.push(sequence)
+        self._samples.add(sequence)
         self._deadlines.set(sequence.id, self._pace.due_moment(sequence))
         return Added(sequence, displaced)
 
@@ -166,6 +161,13 @@ class Scheduler:
             self._take_out(sequence)
             self._paused[sequence_id] = sequence
         sequence.pause()
+        self._samples.replace_leader(sequence)
+
+    def isolate(self, sequence: Sequence, crashes: int, tokens: int) -> None:
+        """Put a request into quarantine, see Quarantine.add. It waits for no other sample."""
+        if sequence.state is State.FOLLOWING:
+            self._samples.enter_queue(sequence)
+        self.quarantine.add(sequence.id, crashes, tokens)
 
     def unpause(self, sequence_id: int) -> None:
         """End a pause. Nothing if the request has ended or is not paused."""
@@ -204,26 +206,24 @@ class Scheduler:
         return Plan(Step(plan.rows, plan.new, self.take_ended()), plan.dropped)
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
-        """Take in a step's result. Steps are applied in the order of their plans.
-
-        Return the progress of each request that got a token or reports.
-        """
+        """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
         progress: list[Progress] = []
         if step.rows:
             self._pace.step_applied(now)
-        sequences, register = self._sequences, self.blocks.register
+        sequences, register, leaders = self._sequences, self.blocks.register, self._samples.leaders
         for row in step.rows:
             sequence = sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
             sequence.num_steps_in_flight -= 1
             sequence.end_step(row.start, result.device_seconds, now)
-            register(sequence.blocks, sequence.token_ids, row.start + len(row.token_ids))
+            end = row.start + len(row.token_ids)
+            register(sequence.blocks, sequence.token_ids, end)
+            if sequence.id in leaders and end >= sequence.num_prompt_tokens:
+                self._samples.prompt_computed(sequence)
             reports = result.prompt_logprobs.get(row.request_id)
             if reports:
-                # They are of prompt tokens [start + 1, ...); after a preemption some were reported before.
-                reports = reports[max(0, sequence.num_reported_tokens - row.start - 1) :]
-                sequence.num_reported_tokens += len(reports)
+                reports = sequence.take_reports(reports, row.start)
             if row.samples:
                 token = result.token_ids[row.request_id]
                 sequence.token_ids.append(token)
@@ -233,8 +233,7 @@ class Scheduler:
                 reason = sequence.finish_reason()
                 logprobs = result.logprobs.get(row.request_id)
                 if reason is not None:
-                    self._pace.record_answer(
-                        sum(sequence.prefill_chunks) + sequence.decode, sequence.num_generated_tokens)
+                    self._pace.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
                     self._end(sequence)
                 progress.append(Progress(sequence, [token], reason, [logprobs] if logprobs else None, reports))
             elif reports:
@@ -248,8 +247,8 @@ class Scheduler:
 
     def audit(self) -> Iterator[None]:
         """Check the whole state in short parts, with a yield after each; see invariants.py. Raises IntegrityError."""
-        return invariants.audit(
-            self._sequences, self._queue, self._running, self._paused, self.blocks, self._deadlines, self._max_num_seqs)
+        return invariants.audit(self._sequences, self._queue, self._samples, self._running, self._paused, self.blocks,
+                                self._deadlines, self._max_num_seqs)
 
     def check_integrity(self) -> None:
         """Run the whole audit. For tests."""
@@ -277,8 +276,7 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan, running: list[Sequence]) -> Sequence | None:
         """Add the decode rows of the running requests, and preempt others for their blocks.
 
-        Return the request, running or paused, that gets no row until its steps in flight are applied, and is preempted
-        then. None if there is none.
+        Return the request, running or paused, that will be preempted once its steps in flight are applied; else None.
         """
         victim: Sequence | None = None
         is_running, block_size = State.RUNNING, self.blocks.block_size
@@ -323,9 +321,9 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Run a request from the queue, with blocks for all its tokens. False if there are not enough blocks."""
-        uses_cache = self.blocks.prefix_cache and sequence.uses_prefix_cache
-        prefix = self.blocks.find_prefix(sequence.blocks, sequence.token_ids) if uses_cache else []
-        while not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=len(self._running)):
+        table, uses_cache = sequence.blocks, sequence.uses_prefix_cache
+        prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
+        while not self.blocks.allocate(table, sequence.num_tokens, prefix, spare=len(self._running)):
             paused = self._paused_victim()
             if paused is None or paused.num_steps_in_flight:
                 return False
@@ -333,7 +331,7 @@ class Scheduler:
         is_new, cached = not sequence.was_admitted, len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - cached)
         sequence.admit(cached, now)
-        if uses_cache and is_new:
+        if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.cached_tokens
         insort(self._running, sequence, key=_age_key)
@@ -381,6 +379,8 @@ class Scheduler:
         """Remove a sequence from the collection that its state names."""
         if sequence.is_queued:
             self._queue.remove(sequence)
+        elif sequence.state is State.FOLLOWING:
+            self._samples.remove(sequence)
         elif sequence.state is State.RUNNING:
             del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
         else:
@@ -395,5 +395,6 @@ class Scheduler:
         del self._sequences[sequence.id]
         self.quarantine.release(sequence.id)
         self.blocks.free(sequence.blocks)
+        self._samples.end(sequence)
         if sequence.was_admitted:
             self._ended.append(sequence.id)

@@ -23,11 +23,15 @@ class State(Enum):
         RESUMED ──preempt──► PREEMPTED
         RESUMED ──pause──► PAUSED
         WAITING, PREEMPTED ──pause──► PAUSED_WITHOUT_BLOCKS
+        WAITING ──follow──► FOLLOWING ──enter_queue──► WAITING
+        FOLLOWING ──pause──► PAUSED_WITHOUT_BLOCKS
         any of them ──end──► ENDED
     """
 
     WAITING = "waiting"
     """In the queue. Never admitted, holds no blocks."""
+    FOLLOWING = "following"
+    """Waits for the sample of its call that computes the prompt. Never admitted, holds no blocks, not in the queue."""
     PREEMPTED = "preempted"
     """In the queue. Admitted before, holds no blocks."""
     RUNNING = "running"
@@ -57,11 +61,13 @@ class Sequence:
     queue_key: order among the waiting requests of one client, by priority and age. Lower is earlier. Both keys are
         constant; see fair_queue.py.
     account: of the request's client.
+    scope: of its blocks, see BlockTable.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
     num_pending_tokens: tokens that the steps in flight sample.
     num_computed_tokens: the positions below it are in the KV cache, or will be after the steps in flight.
     num_prefill_tokens: tokens that were known at the last admission.
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
+    num_shared_tokens: prompt tokens that another sample of the call computes for this one. 0 once it was admitted.
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
@@ -78,12 +84,13 @@ class Sequence:
     __slots__ = (
         "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id",
         "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
-        "num_steps_in_flight", "origin", "prefill_chunks", "queue", "queue_key", "request", "state", "token_ids",
-        "unshared", "was_admitted",
+        "num_shared_tokens", "num_steps_in_flight", "origin", "prefill_chunks", "queue", "queue_key", "request",
+        "state", "token_ids", "unshared", "was_admitted",
     )
 
     def __init__(
-        self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float, account: Account
+        self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float, account: Account,
+        scope: int = 0,
     ) -> None:
         self.id = id
         self.origin = origin
@@ -97,10 +104,11 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_prefill_tokens = 0
+        self.num_shared_tokens = 0
         prior = request.prior
         self.num_reported_tokens = 1 + prior.num_reported
         self.cached_tokens = prior.cached_tokens or 0
-        self.blocks = BlockTable(request.cache_salt)
+        self.blocks = BlockTable(request.cache_salt, scope)
         self.state = State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
@@ -142,6 +150,11 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
+    def num_missing_tokens(self) -> int:
+        """Expected number of tokens to compute before the next one is sampled."""
+        return self.num_uncomputed_tokens - self.num_shared_tokens
+
+    @property
     def can_sample(self) -> bool:
         """True if a step may sample one more token: max_tokens allows it, and at most one token is pending."""
         pending = self.num_pending_tokens
@@ -155,8 +168,23 @@ class Sequence:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """False if the whole prompt must be computed: on request, or because every position must be reported."""
-        return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
+        """False if the whole prompt must be computed: on request, or because every position must be reported.
+
+        A scope holds only what the samples of the call computed, so the request does not exclude it.
+        """
+        is_allowed = bool(self.blocks.scope) or not self.request.bypass_prefix_cache
+        return is_allowed and self.request.sampling.prompt_logprobs is None
+
+    def follow(self, num_shared_tokens: int) -> None:
+        """Wait for another sample of the call, which computes the first `num_shared_tokens` for this one."""
+        self.state = State.FOLLOWING
+        self.num_shared_tokens = num_shared_tokens
+
+    def enter_queue(self, is_computed: bool) -> None:
+        """End the wait for another sample. is_computed: that sample has computed the shared tokens."""
+        self.state = State.WAITING
+        if not is_computed:
+            self.num_shared_tokens = 0
 
     def admit(self, num_cached_tokens: int, now: float) -> None:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
@@ -165,6 +193,7 @@ class Sequence:
             if self.request.prior.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
+        self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens
         self.num_prefill_tokens = len(self.token_ids)
         self.queue += now - self.clock
@@ -196,6 +225,15 @@ class Sequence:
     def end(self) -> None:
         self.state = State.ENDED
 
+    def take_reports(self, reports: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
+        """Return the reports that were not returned before: a row after a preemption repeats some.
+
+        reports: of the prompt tokens [start + 1, ...), by a row from position `start` on.
+        """
+        new = reports[max(0, self.num_reported_tokens - start - 1) :]
+        self.num_reported_tokens += len(new)
+        return new
+
     def end_step(self, start: int, device_seconds: float, now: float) -> None:
         """Close the phase of a step that ended `now`, and had a row of the request from position `start` on."""
         elapsed = now - self.clock
@@ -217,16 +255,20 @@ class Sequence:
         return "length" if generated >= request.max_tokens else None
 
     @property
+    def computing_seconds(self) -> float:
+        """Seconds of the steps so far that had rows of the request."""
+        return sum(self.prefill_chunks) + self.decode
+
+    @property
     def timing(self) -> Timing:
         """Phases up to the end of the last step; the time since then is not included.
 
         queue + sum(prefill_chunks) + decode == last_step_end - arrival, and
         device + host == sum(prefill_chunks) + decode - unshared.
         """
-        computing = sum(self.prefill_chunks) + self.decode
         return Timing(
             queue=self.queue, prefill_chunks=list(self.prefill_chunks), decode=self.decode, device=self.device,
-            host=max(0.0, computing - self.device - self.unshared), last_step_end=self.clock,
+            host=max(0.0, self.computing_seconds - self.device - self.unshared), last_step_end=self.clock,
         )
 
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:

@@ -38,6 +38,16 @@ def parts(begin: int = 0, sizes: Iterable[int] = SIZES) -> list[pb.StreamGenerat
     return messages
 
 
+def sample_parts(samples: int) -> list[pb.StreamGenerateResponse]:
+    """Return the messages of several samples, interleaved. Each has the whole answer, index + 1 tokens a message."""
+    messages = []
+    for index in range(samples):
+        for number, part in enumerate(parts(sizes=[index + 1])):
+            part.index = index
+            messages.append((number, -index, part))
+    return [part for *_, part in sorted(messages, key=lambda message: message[:2])]
+
+
 class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
     """Servicer that records calls and fails on demand.
 
@@ -58,10 +68,12 @@ class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
     async def StreamGenerate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         token = f"token-{len(self.asked)}"
         self._note("StreamGenerate", request, context)
-        if not self.token_less:
+        if request.n > 1:
+            await context.send_initial_metadata((("x-request-id", "r"),))
+        elif not self.token_less:
             self.tokens.add(token)
             await context.send_initial_metadata((("x-request-id", "r"), ("x-resume-token", token)))
-        await self._send(parts(), context)
+        await self._send(sample_parts(request.n) if request.n > 1 else parts(), context)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: grpc.aio.ServicerContext) -> None:
         self._note("ResumeStream", request, context)

@@ -15,7 +15,7 @@ from npuserve.client import ClientError, Conflict, NotFound, Overloaded, ServerE
 from npuserve.client.attempts import MIN_BACKOFF_SECONDS, MIN_JITTER, Attempts, Retries
 from npuserve.client.errors import KINDS
 from npuserve.v1 import generate_pb2 as pb
-from tests.client.counting import TEXT, WHOLE, parts
+from tests.client.counting import TEXT, WHOLE, parts, sample_parts
 
 S = grpc.StatusCode
 
@@ -241,6 +241,48 @@ def test_accept_wrong_offset_raises_server_error(offset: int) -> None:
     attempt.accept(parts()[0])
     with pytest.raises(ServerError, match=f"a message at token {offset} where 1 was next"):
         attempt.accept(pb.StreamGenerateResponse(text="x", offset=offset, num_tokens=1))
+
+
+def samples(count: int) -> Attempts:
+    return Attempts(pb.GenerateRequest(text="x", n=count), Retries(None, 1e9))
+
+
+def test_accept_samples_until_each_has_its_finish() -> None:
+    attempt, texts = samples(3), ["", "", ""]
+    messages = sample_parts(3)
+    for message in messages:
+        assert not attempt.is_complete
+        texts[message.index] += attempt.accept(message).text
+    assert texts == [WHOLE] * 3
+    assert attempt.is_complete
+    assert attempt.tokens == 3 * len(TEXT)
+    assert sorted(attempt.finishes) == [0, 1, 2]
+    assert attempt.finish == messages[-1].finish
+
+
+@pytest.mark.parametrize(("message", "error"), [
+    (pb.StreamGenerateResponse(index=2), "a message of sample 2, which has ended or was not requested"),
+    (pb.StreamGenerateResponse(index=0, offset=13), "a message of sample 0, which has ended"),
+    (pb.StreamGenerateResponse(index=1, offset=13), "a message at token 13 where 0 was next"),
+])
+def test_accept_message_of_a_wrong_sample_raises_server_error(message: pb.StreamGenerateResponse, error: str) -> None:
+    attempt = samples(2)
+    for part in parts():
+        attempt.accept(part)
+    with pytest.raises(ServerError, match=error):
+        attempt.accept(message)
+
+
+def test_on_failure_samples_are_sent_again_only_before_a_message() -> None:
+    attempt = samples(2)
+    for _ in range(2):
+        assert attempt.next_call()[0] == "StreamGenerate"
+        attempt.read_metadata((("x-request-id", "r"),))
+        attempt.on_failure(failure(S.UNAVAILABLE))
+    attempt.next_call()
+    attempt.accept(sample_parts(2)[0])
+    with pytest.raises(StreamLost, match="lost after 2 tokens"):
+        attempt.on_failure(failure(S.UNAVAILABLE))
 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 4), max_size=6), max_size=4))

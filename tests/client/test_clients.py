@@ -221,6 +221,38 @@ async def test_generate_and_unary_calls_are_retried() -> None:
         assert asked["ResumeStream"] == pb.ResumeStreamRequest(resume_token="token-0", token_offset=4)
 
 
+async def test_samples_are_streamed_and_joined() -> None:
+    async with serving() as (server, proxy):
+        async with AsyncClient(target(proxy)) as client:
+            answer = await client.generate("x", n=3)
+            stream = client.stream("x", n=3)
+            indices = [delta.index async for delta in stream]
+        assert (answer.text, answer.HasField("finish")) == ("", False)
+        assert [(sample.index, sample.text) for sample in answer.samples] == [(i, WHOLE) for i in range(3)]
+        assert all(sample.finish.reason == pb.FINISH_REASON_EOS for sample in answer.samples)
+        assert indices[:3] == [2, 1, 0]
+        assert stream.attempts.is_complete
+
+        def work() -> pb.GenerateResponse:
+            with Client(target(proxy)) as client:
+                return client.generate("x", n=3)
+
+        assert answer == await asyncio.to_thread(work)
+        assert {message.n for _, message, _ in server.asked} == {3}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+async def test_samples_lost_connection_is_an_error_once_a_message_was_received(after: int) -> None:
+    async with serving() as (server, proxy), AsyncClient(target(proxy)) as client:
+        server.fail, server.fail_after = [grpc.StatusCode.UNAVAILABLE], after
+        if after:
+            with pytest.raises(StreamLost, match="lost after 2 tokens"):
+                await client.generate("x", n=2)
+        else:
+            assert [sample.text for sample in (await client.generate("x", n=2)).samples] == [WHOLE] * 2
+        assert [name for name, _, _ in server.asked] == ["StreamGenerate"] * (1 if after else 2)
+
+
 def test_client_invalid_argument_raises_value_error() -> None:
     with pytest.raises(ValueError, match="api_key: must be printable ASCII"):
         Client("h:1", api_key="a\nb")

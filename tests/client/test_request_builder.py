@@ -13,7 +13,7 @@ from npuserve.client.request_builder import Options, build_detokenize, build_req
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 
-RESERVED = {"n", "json_schema", "regex", "grammar", "choices", "json_object"}
+RESERVED = {"json_schema", "regex", "grammar", "choices", "json_object"}
 
 
 def test_options_are_all_fields_of_the_request() -> None:
@@ -39,10 +39,10 @@ def test_build_request_takes_each_form_of_prompt() -> None:
 
 def test_build_request_sets_fields_of_options() -> None:
     request = build_request("a", {
-        "request_id": "r", "temperature": 0.5, "logit_bias": {3: 1.5}, "allowed_token_ids": [3], "max_tokens": 9,
-        "stop": "END", "stop_token_ids": (4, 5), "logprobs": 0, "priority": -1, "cache_salt": "s"})
+        "request_id": "r", "n": 2, "temperature": 0.5, "logit_bias": {3: 1.5}, "allowed_token_ids": [3],
+        "max_tokens": 9, "stop": "END", "stop_token_ids": (4, 5), "logprobs": 0, "priority": -1, "cache_salt": "s"})
     assert request == pb.GenerateRequest(
-        request_id="r", text="a",
+        request_id="r", text="a", n=2,
         sampling=pb.SamplingParams(temperature=0.5, logit_bias={3: 1.5}, allowed_token_ids=[3]),
         stopping=pb.StoppingParams(max_tokens=9, stop=["END"], stop_token_ids=[4, 5]),
         output=pb.OutputParams(logprobs=0), scheduling=pb.SchedulingParams(priority=-1, cache_salt="s"))
@@ -106,7 +106,7 @@ def test_client_imports_no_heavy_packages() -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert {name for name in output.split() if name.startswith("npuserve.")} <= {
         "npuserve.client", *(f"npuserve.client.{name}" for name in (
-            "aio", "attempts", "channel", "errors", "request_builder", "sync")),
+            "aio", "answer", "attempts", "channel", "errors", "request_builder", "sync")),
         "npuserve.v1", *(name for name in output.split() if name.startswith("npuserve.v1."))}
     packages = {name.split(".")[0] for name in output.split()}
     assert "grpc" in packages

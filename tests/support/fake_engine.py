@@ -89,7 +89,9 @@ class FakeEngine:
     delay: seconds a token.
     batch: tokens an output.
     script: token ids of every answer, repeated; None: count.
+    scripts: token ids of the answer of a sample, by index; `script` for others.
     refuse: error with which every Submit is refused; None: accept.
+    refuse_index: index of the only sample that `refuse` refuses; None: all.
     hold: answers wait until it is set.
     records: streams that can be resumed, by resume token.
     received: all messages, in order.
@@ -101,7 +103,9 @@ class FakeEngine:
         self.delay = delay
         self.batch = batch
         self.script: list[int] | None = None
+        self.scripts: dict[int, list[int]] = {}
         self.refuse: WireError | None = None
+        self.refuse_index: int | None = None
         self.records: dict[str, Record] = {}
         self.hold = asyncio.Event()
         self.hold.set()
@@ -153,7 +157,7 @@ class FakeEngine:
             case Hello():
                 await self.send(frontend, Ready(self.epoch, self.info))
             case Submit(key=key, request=request):
-                if self.refuse:
+                if self.refuse and self.refuse_index in (None, request.index):
                     await self._output(frontend, Output(key, error=self.refuse))
                     return
                 await self._accept(frontend, [key])
@@ -175,11 +179,11 @@ class FakeEngine:
                     finish = self._finish(frontend, key, "stop_string", keep)
                     await self._output(frontend, Output(key, finish=finish))
             case Abort(call=call):
-                origin = next((o for o in self._live if self._is_aborted(self._requests[o], message)), None)
-                if origin:
+                origins = [o for o in self._live if self._is_aborted(self._requests[o], message)]
+                for origin in origins:
                     self._end(*origin)
                     await self._output(origin[0], Output(origin[1], finish=self._finish(*origin, "aborted", 0)))
-                await self.send(frontend, Reply(self.epoch, call, int(origin is not None)))
+                await self.send(frontend, Reply(self.epoch, call, int(bool(origins))))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
 
@@ -218,11 +222,12 @@ class FakeEngine:
         if sampling.prompt_logprobs is not None:
             prompt_reports = [self._report(token, sampling.prompt_logprobs) for token in request.prompt_ids[1:]]
         ids: list[int] = []
+        script = self.scripts.get(request.index, self.script)
         made = 0
         for made in range(len(request.output_ids) + 1, request.max_tokens + 1):
             if self.delay:
                 await asyncio.sleep(self.delay)
-            last = self.script[(made - 1) % len(self.script)] if self.script else (last + 1) % CYCLE
+            last = script[(made - 1) % len(script)] if script else (last + 1) % CYCLE
             ids.append(last)
             reason: messages.FinishReason | None = None
             if made > sampling.min_tokens and last in request.eos_token_ids:

@@ -1,4 +1,7 @@
-"""Server with a known answer: each word of the prompt is repeated in capitals, as one token and one message."""
+"""Server with a known answer: each word of the prompt is repeated in capitals, as one token and one message.
+
+The words of a sample with an index above 0 end with the index. The samples end in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,19 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
         self.requests.append(request)
         context.add_callback(self._ended)
         words = (request.chat.messages[-1].content if request.HasField("chat") else request.text).upper().split()
+        samples = range(request.n or 1)
         for offset, word in enumerate(words):
-            yield generate_pb2.StreamGenerateResponse(text=f"{word} ", offset=offset, num_tokens=1)
+            for index in reversed(samples):
+                text = f"{word}{index or ''} "
+                yield generate_pb2.StreamGenerateResponse(text=text, offset=offset, num_tokens=1, index=index)
             if self.fail:
                 context.abort(*self.fail)
         while self.endless:
             yield generate_pb2.StreamGenerateResponse(text=".", offset=len(words))
         finish = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_EOS)
         finish.usage.generated_tokens = len(words)
-        yield generate_pb2.StreamGenerateResponse(finish=finish, offset=len(words))
+        for index in reversed(samples):
+            yield generate_pb2.StreamGenerateResponse(finish=finish, offset=len(words), index=index)
 
     def _ended(self) -> None:
         self.ended += 1

@@ -74,8 +74,8 @@ class AdminServiceServicer:
     """
 
     def Abort(self, request, context):
-        """Ends a live request with FINISH_REASON_ABORTED. NOT_FOUND if no live request has this id. INVALID_ARGUMENT if several
-        clients have one with this id and `client` is not set.
+        """Ends a live request, with all its samples, with FINISH_REASON_ABORTED. NOT_FOUND if no live request has this id.
+        INVALID_ARGUMENT if several clients have one with this id and `client` is not set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -102,9 +102,43 @@ def test_generate_stats_prints_tokens_and_rate(server: Server, capsys: Capture) 
     assert capsys.readouterr().err.startswith("3 tokens, ")
     finish = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_LENGTH)
     finish.usage.generated_tokens = 101
-    assert summary(finish, 10.0, 10.5, 12.5) == "101 tokens, 50 tokens/s, first after 500 ms (LENGTH)"
+    assert summary([finish], 10.0, 10.5, 12.5) == "101 tokens, 50 tokens/s, first after 500 ms (LENGTH)"
+    other = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_EOS)
+    assert summary([finish, other, finish], 10.0, 10.5, 10.5) == (
+        "202 tokens in 3 samples, first after 500 ms (EOS, LENGTH)")
     finish.usage.generated_tokens = 1
-    assert summary(finish, 10.0, 10.5, 10.5) == "1 token, first after 500 ms (LENGTH)"
+    assert summary([finish], 10.0, 10.5, 10.5) == "1 token, first after 500 ms (LENGTH)"
+
+
+def test_generate_samples_are_printed_in_order_with_headings(server: Server, capsys: Capture) -> None:
+    assert generate(server, "--n", "3", "--stats", "a b") == 0
+    out, err = capsys.readouterr()
+    assert out == "--- sample 0 ---\nA B \n--- sample 1 ---\nA1 B1 \n--- sample 2 ---\nA2 B2 \n"
+    assert err.startswith("6 tokens in 3 samples, ")
+    assert server.echo.requests[0].n == 3
+
+
+def test_generate_samples_json_prints_one_object_per_sample(server: Server, capsys: Capture) -> None:
+    assert generate(server, "--n", "2", "--json", "a b") == 0
+    finish = {"reason": "FINISH_REASON_EOS", "usage": {"generated_tokens": 2}}
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"index": 1, "text": "A1 B1 ", "finish": finish}, {"index": 0, "text": "A B ", "finish": finish}]
+
+
+def test_generate_error_follows_the_partial_samples(server: Server, capsys: Capture) -> None:
+    server.echo.fail = grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full"
+    assert generate(server, "--n", "2", "a b") == 1
+    out, err = capsys.readouterr()
+    assert out == "--- sample 0 ---\nA \n--- sample 1 ---\nA1 \n"
+    assert err == f"npuserve: {server.target}: queue full (RESOURCE_EXHAUSTED)\n"
+
+
+@pytest.mark.parametrize("n", ["0", "17", "x"])
+def test_generate_n_out_of_range_is_refused(server: Server, capsys: Capture, n: str) -> None:
+    with pytest.raises(SystemExit):
+        generate(server, "--n", n, "a b")
+    assert f"argument --n: must be in [1, 16], got '{n}'" in capsys.readouterr().err
+    assert not server.echo.requests
 
 
 def test_generate_error_follows_the_partial_answer(server: Server, capsys: Capture) -> None:

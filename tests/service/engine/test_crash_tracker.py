@@ -71,7 +71,7 @@ class Crashes:
                 continue
             sequence, _ = scheduler.add(request, (b"", n), 0.0)
             if record:
-                scheduler.quarantine.add(sequence.id, record.crashes, record.quarantine_tokens)
+                scheduler.isolate(sequence, record.crashes, record.quarantine_tokens)
             salts[sequence.id] = ""
             numbers[sequence.id] = n
         tracker.save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
@@ -52,3 +53,10 @@ def test_step_log_with_another_size_or_without_a_file_is_empty(tmp_path: object)
     log.write(Step([Row(1, [1], 1, [], True)]), lambda n: pytest.fail("called"), True)
     log.clear()
     assert log.read() == frozenset()
+
+
+def test_request_hash_differs_between_samples_of_a_call() -> None:
+    first = Request("r", [1], 3, 5.0, samples=2)
+    second = msgspec.structs.replace(first, index=1)
+    assert request_hash(first) != request_hash(second)
+    assert request_hash(second) == request_hash(msgspec.structs.replace(second, output_ids=[1]))

@@ -118,12 +118,13 @@ INVALID = {
     "long id": (ask(request_id="x" * 129), "request_id: must be 1 to 128 printable ASCII characters"),
     "id with a newline": (ask(request_id="a\nb"), "request_id: must be 1 to 128 printable ASCII characters"),
     "id not ASCII": (ask(request_id="né"), "request_id: must be 1 to 128 printable ASCII characters"),
-    "n 0": (ask(n=0), "n: must be 1, got 0"),
+    "n 0": (ask(n=0), "n: must be in [1, 8], since a sample is a request, and at most 8 may be live at a time, got 0"),
+    "n 9": (ask(n=9), "n: must be in [1, 8], since a sample is a request, and at most 8 may be live at a time, got 9"),
+    "n far above": (ask(n=2**32 - 1), "n: must be in [1, 8], since"),
 }
 OTHERS = {
     "other model": (ask(model="gpt-5"), grpc.StatusCode.NOT_FOUND, "model: 'gpt-5' is not served here"),
     "empty model": (ask(model=""), grpc.StatusCode.NOT_FOUND, "model: '' is not served here"),
-    "n 2": (ask(n=2), grpc.StatusCode.UNIMPLEMENTED, "n: reserved"),
     "schema": (ask(json_schema="{}"), grpc.StatusCode.UNIMPLEMENTED, "json_schema: reserved"),
     "regex": (ask(regex="a*"), grpc.StatusCode.UNIMPLEMENTED, "regex: reserved"),
     "grammar": (ask(grammar="x"), grpc.StatusCode.UNIMPLEMENTED, "grammar: reserved"),

@@ -17,7 +17,7 @@ import pytest
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.ipc.messages import Timing
-from tests.support.fake_engine import make_folder, until
+from tests.support.fake_engine import EOS, make_folder, until
 from tests.support.front_end import ask, running
 from tests.support.vllm_engine import engine_stub, vllm_request
 
@@ -125,6 +125,19 @@ async def test_trace_of_vllm_engine_has_its_name_and_phases(folder: Path, collec
     root = next(span for span in collector.spans if span.parent_span_id.hex() == PARENT)
     assert attributes(root)["rpc.service"] == "vllm.grpc.engine.VllmEngine"
     assert attributes(root)["gen_ai.usage.output_tokens"] == 5
+
+
+async def test_trace_of_samples_has_all_finish_reasons(folder: Path, collector: Collector) -> None:
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        server.engine.scripts = {1: [1, EOS]}
+        await server.inference.Generate(ask("ab", 5, n=3))
+        await until(lambda: len(collector.spans) >= 4)
+    root = next(span for span in collector.spans if not span.parent_span_id)
+    assert len(collector.spans) == 4  # the phases of one sample
+    root_attributes = attributes(root)
+    assert root_attributes["gen_ai.response.finish_reasons"] == ["length", "eos", "length"]
+    assert (root_attributes["gen_ai.usage.input_tokens"], root_attributes["gen_ai.usage.output_tokens"]) == (2, 12)
+    assert [event.name for event in root.events] == ["first token"]
 
 
 async def test_trace_of_error_and_cancel_has_status(

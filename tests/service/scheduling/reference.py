@@ -13,8 +13,8 @@ VOCABULARY = 7
 
 
 def next_token(tokens: Sequence[int], num_prompt: int, sampling: SamplingParams) -> int:
-    """Return the next token of the "model": a function of all earlier tokens and of nothing else."""
-    token = crc32(bytes(tokens)) % VOCABULARY
+    """Return the next token of the "model": a function of the seed, all earlier tokens and of nothing else."""
+    token = crc32(bytes(tokens), sampling.seed) % VOCABULARY
     while len(tokens) - num_prompt < sampling.min_tokens and token in sampling.ending_ids:
         token = (token + 1) % VOCABULARY
     return token

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from npuserve.npu.step import PENDING, Step, TokenLogprobs
+import msgspec
+
+from npuserve.npu.step import PENDING, SamplingParams, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
@@ -40,6 +42,7 @@ class SchedulerHarness:
     started: dict[int, float] = field(default_factory=dict)
     live: dict[int, Sequence] = field(default_factory=dict)
     dropped: dict[int, ServeError | None] = field(default_factory=dict)
+    calls: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache)
@@ -52,13 +55,28 @@ class SchedulerHarness:
         self.pipeline = StepPipeline(self.scheduler, self.device, self.depth, lambda: self.now)
 
     def add(self, prompt: list[int], max_tokens: int = 3, **fields: object) -> Sequence:
-        fields = {"arrival": self.now, **fields}
-        request = Request("r", prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        fields = {"request_id": "r", "arrival": self.now, **fields}
+        request = Request(prompt_ids=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
         sequence, displaced = self.scheduler.add(request, (b"", 0), self.now)
-        self.salts[sequence.id] = sequence.request.cache_salt
+        scope = sequence.blocks.scope
+        self.salts[sequence.id] = f"scope {scope}" if scope else f"salt {request.cache_salt}"
         self.live[sequence.id] = sequence
         self.settle([displaced] if displaced else [])
         return sequence
+
+    def add_samples(
+        self, prompt: list[int], samples: int, max_tokens: int = 3, sampling: SamplingParams | None = None,
+        **fields: object
+    ) -> list[Sequence]:
+        """Add the samples of one call as a front end does: sample i has seed + i, the first has the prompt_logprobs."""
+        self.calls += 1
+        sampling = sampling or SamplingParams()
+        fields = {"request_id": f"call {self.calls}", "samples": samples, **fields}
+        further = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return [self.add(
+            prompt, max_tokens, index=index,
+            sampling=msgspec.structs.replace(further if index else sampling, seed=sampling.seed + index), **fields)
+            for index in range(samples)]
 
     def settle(self, dropped: list[Dropped]) -> None:
         """Record the requests that the scheduler has dropped."""

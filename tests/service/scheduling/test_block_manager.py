@@ -92,6 +92,56 @@ def test_find_prefix_other_salt_misses() -> None:
     assert len(found(blocks, [1, 2, 3, 4, 5], "a")) == 2
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_scope_shares_blocks_among_its_tables_only(prefix_cache: bool) -> None:
+    blocks, tokens = BlockManager(16, 2, prefix_cache), [1, 2, 3, 4, 5]
+    table, other = BlockTable("a", 1), BlockTable("a", 2)
+    for one in (table, other):
+        assert blocks.find_prefix(one, tokens) == []
+        blocks.allocate(one, 5)
+        blocks.register(one, tokens, 5)
+    assert blocks.scopes == {1, 2}
+    assert blocks.find_prefix(BlockTable("a", 1), tokens) == table.block_ids[:2]
+    assert blocks.find_prefix(BlockTable("b", 1), tokens) == []
+    assert blocks.find_prefix(BlockTable("a", 2), tokens) == other.block_ids[:2]
+    assert found(blocks, tokens, "a") == []
+    blocks.check_integrity([table, other])
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_forget_frees_the_blocks_of_a_scope(prefix_cache: bool) -> None:
+    blocks, tokens = BlockManager(8, 2, prefix_cache), [1, 2, 3, 4, 5]
+    public, table = hold(blocks, tokens), BlockTable("", 7)
+    blocks.free(public)
+    cached = blocks.counts.cached
+    blocks.allocate(table, 5)
+    blocks.register(table, tokens, 5)
+    blocks.free(table)
+    assert blocks.counts.cached == cached + 2  # found by the scope until it ends
+    assert len(blocks.find_prefix(BlockTable("", 7), tokens)) == 2
+    blocks.forget(7)
+    assert blocks.counts == BlockCounts(0, cached, 8 - cached)
+    assert blocks.find_prefix(BlockTable("", 7), tokens) == []
+    assert len(found(blocks, tokens)) == cached
+    blocks.forget(7)
+    blocks.forget(0)
+    assert not blocks.scopes
+    blocks.check_integrity([])
+
+
+def test_forget_after_eviction_frees_the_rest() -> None:
+    blocks, tokens = BlockManager(4, 2), [1, 2, 3, 4, 5]
+    table = BlockTable("", 7)
+    blocks.allocate(table, 5)
+    blocks.register(table, tokens, 5)
+    blocks.free(table)
+    big = BlockTable()
+    blocks.allocate(big, 6)  # 2 free blocks and the last cached one
+    blocks.forget(7)
+    assert blocks.counts == BlockCounts(3, 0, 1)
+    blocks.check_integrity([big])
+
+
 def test_find_prefix_finds_only_registered_blocks() -> None:
     blocks = BlockManager(8, 2)
     table, tokens = BlockTable(), [1, 2, 3, 4, 5]

@@ -219,13 +219,13 @@ MAX_TOKENS = 24
 LARGEST = 12 + 2 + MAX_TOKENS - 1  # tokens in the KV cache
 
 
-Ask = tuple[int, int | None, list[int], dict[str, object]]
+Ask = tuple[int, int | None, list[int], list[int], dict[str, object]]
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> Ask:
-    """Draw (tick of arrival, ticks until its cancel or None, ticks between its pauses and unpauses, arguments of
-    SchedulerHarness.add)."""
+    """Draw (tick of arrival, ticks until its cancel or None, ticks between its pauses and unpauses, samples to which
+    these happen, arguments of SchedulerHarness.add_samples)."""
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.sampled_from([0, 4, 7, 12]))] + draw(st.lists(st.integers(0, 6), min_size=1, max_size=2))
     sampling = SamplingParams(
@@ -239,9 +239,11 @@ def requests(draw: st.DrawFn) -> Ask:
         "priority": draw(st.sampled_from([0, 0, -2, 3])), "cache_salt": draw(st.sampled_from(["", "", "", "s"])),
         "bypass_prefix_cache": draw(st.sampled_from([False] * 7 + [True])),
         "client": draw(st.sampled_from(["", "a", "b"])),
+        "samples": draw(st.sampled_from([1, 1, 1, 2, 5])),
     }
+    whom = draw(st.sampled_from([[0, 1, 2, 3, 4], [0], [1, 3]]))
     turns = draw(st.sampled_from([[]] * 3 + [[2, 3], [1, 1, 1, 9], [6, 20, 2, 2]]))
-    return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), turns, fields
+    return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), turns, whom, fields
 
 
 @given(
@@ -264,15 +266,15 @@ def test_every_request_is_answered_as_if_alone(
     turns: dict[int, list[Sequence]] = defaultdict(list)
     cancelled: set[int] = set()
     for tick in range(60):
-        for arrival, cancel_after, gaps, fields in asks:
+        for arrival, cancel_after, gaps, whom, fields in asks:
             if arrival == tick:
-                sequence = harness.add(**fields)  # type: ignore[arg-type]
-                all_sequences.append(sequence)
+                samples = harness.add_samples(**fields)  # type: ignore[arg-type]
+                all_sequences += samples
+                some = [sequence for sequence in samples if sequence.request.index in whom]
                 if cancel_after is not None:
-                    cancels[tick + cancel_after].append(sequence)
+                    cancels[tick + cancel_after] += some
                 for turn in itertools.accumulate(gaps, initial=tick):
-                    turns[turn].append(sequence)
-                turns[tick].remove(sequence)
+                    turns[turn] += some if turn > tick else []
         for sequence in turns[tick]:
             (harness.unpause if sequence.is_paused else harness.pause)(sequence)
         for sequence in cancels[tick]:
@@ -285,7 +287,7 @@ def test_every_request_is_answered_as_if_alone(
         harness.tick()
     assert not any(sequence.is_paused for sequence in harness.live.values())
     harness.finish()
-    assert len(all_sequences) == len(asks)
+    assert len(all_sequences) == sum(fields["samples"] for *_, fields in asks)  # type: ignore[misc]
     for sequence in all_sequences:
         if sequence.id in cancelled:
             assert sequence.id not in harness.reasons
@@ -297,3 +299,4 @@ def test_every_request_is_answered_as_if_alone(
     assert len(harness.device.known) <= len(harness.scheduler._ended)
     event(f"preemptions: {min(harness.scheduler.preemptions, 3)}")
     event(f"hits: {harness.scheduler.prefix_hits > 0}")
+    event(f"samples: {len(all_sequences) > len(asks)}")

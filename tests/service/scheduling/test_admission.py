@@ -1,0 +1,72 @@
+"""Admission of calls with several samples: places in the queue, the client's limit, and deadlines."""
+
+from __future__ import annotations
+
+import pytest
+
+from npuserve.service.errors import DeadlineExceeded, QueueFull
+from npuserve.service.ipc.messages import PriorProgress
+from tests.service.scheduling.stepwise import TICK, SchedulerHarness
+from tests.service.scheduling.test_sample_groups import PROMPT, states
+
+
+def test_followers_count_in_the_queue_limit() -> None:
+    harness = SchedulerHarness(max_num_seqs=2, max_queue=2)
+    harness.add_samples(PROMPT, 4)
+    harness.tick()
+    with pytest.raises(QueueFull, match="max_queue is 2, and 3 requests wait"):
+        harness.add([1])
+    harness.finish()
+
+
+def test_first_sample_beyond_the_client_limit_is_refused() -> None:
+    harness = SchedulerHarness()
+    harness.add_samples(PROMPT, 2, client="a", client_limit=5)
+    with pytest.raises(QueueFull, match="2 requests of this client have not ended; the call needs 4 more") as refused:
+        harness.add_samples(PROMPT, 4, client="a", client_limit=5)
+    assert refused.value.why == "client_limit"
+    assert len(harness.live) == 2
+    harness.add_samples(PROMPT, 3, client="a", client_limit=5)
+    harness.finish()
+
+
+def test_follower_is_displaced_by_a_client_with_fewer_requests() -> None:
+    harness = SchedulerHarness(max_num_seqs=1, max_queue=3)
+    samples = harness.add_samples(PROMPT, 4, client="many")
+    harness.tick()
+    other = harness.add([1], client="few")
+    assert isinstance(harness.dropped[samples[3].id], QueueFull)
+    assert states(samples[:3]) == ["running", "waiting", "waiting"]
+    harness.finish()
+    harness.check_answer(other)
+
+
+def test_restored_follower_with_tokens_is_not_displaced() -> None:
+    harness = SchedulerHarness(max_num_seqs=1, max_queue=2)
+    for index in range(3):
+        harness.add(PROMPT, 9, request_id="call", arrival=90.0, samples=3, index=index, output_ids=[5],
+                    prior=PriorProgress(accepted=True), client="many")
+    with pytest.raises(QueueFull):
+        harness.add([1], client="few")
+    for sequence in list(harness.live.values()):
+        harness.cancel(sequence)
+    harness.finish()
+
+
+def test_deadline_counts_the_prompt_of_a_call_once() -> None:
+    """A prompt is expected to take 8 ticks. Within 30 ticks four samples can begin, but not four requests."""
+    prompt = [token % 7 for token in range(64)]
+    harness = SchedulerHarness(num_blocks=128, budget=8)
+    harness.add([1] * 40, 4, cache_salt="to measure a step")
+    harness.finish()
+    samples = harness.add_samples(prompt, 4, 2, deadline=harness.now + 30 * TICK)
+    harness.finish()
+    assert [harness.reasons[sequence.id] for sequence in samples] == ["length"] * 4
+    assert not harness.dropped
+    for salt in "abc":
+        harness.add(prompt, 2, cache_salt=salt, deadline=harness.now + 30 * TICK)
+    with pytest.raises(DeadlineExceeded):
+        harness.add(prompt, 2, cache_salt="d", deadline=harness.now + 30 * TICK)
+    for sequence in list(harness.live.values()):
+        harness.cancel(sequence)
+    harness.finish()
