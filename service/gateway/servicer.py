@@ -122,6 +122,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 self._engine.require()
                 response = vllm.HealthCheckResponse(healthy=True, message="ready")
             except Unavailable as error:
+                if self._engine.model_info is None:  # smg registers a worker that answers, and then needs its model
+                    raise
                 response = vllm.HealthCheckResponse(healthy=False, message=error.message)
         return response
 
@@ -138,7 +140,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         async with call(context, _rpc("GetModelInfo")):
-            response = info.model_info(self._generation.require_folder(), self._engine.require())
+            known = self._engine.model_info or self._engine.require()  # also while the engine restarts
+            response = info.model_info(self._generation.require_folder(), known)
         return response
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:

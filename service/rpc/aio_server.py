@@ -43,6 +43,14 @@ def check_private_names() -> None:
                 "the server: install a version that `pip check` accepts beside npuserve") from None
 
 
+def is_lost_connection(error: Exception) -> bool:
+    """Return whether the error is of a read or write that failed because the client's connection is lost.
+
+    gRPC reports the failed write first, and the cancel of the call later.
+    """
+    return cygrpc is not None and isinstance(error, cygrpc.ExecuteBatchError)
+
+
 @cache
 def _server_class() -> type[Any]:
     class AioServer(cygrpc.AioServer):  # type: ignore[misc]

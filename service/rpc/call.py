@@ -19,6 +19,7 @@ from grpc_status import rpc_status
 
 from npuserve.service import logs, metrics
 from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, to_status
+from npuserve.service.rpc.aio_server import is_lost_connection
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle, work_seconds
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ async def call(
             seconds = UNREAD_SECONDS if error.is_behind_messages else None
             await asyncio.wait_for(_abort(context, error), seconds)
     except Exception as error:
-        if context.cancelled() or context.done():
+        if context.cancelled() or context.done() or is_lost_connection(error):
             code = cancel_code(context.time_remaining(), allowed)
             raise asyncio.CancelledError from None
         code = "INTERNAL"

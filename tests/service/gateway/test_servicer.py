@@ -243,7 +243,10 @@ async def test_health_check_follows_the_state_of_the_server(folder: Path) -> Non
             return response.healthy, response.message
 
         client, generation = server.frontend._engine, server.frontend._generation
-        assert await health() == (False, "the model is loading")
+        with pytest.raises(grpc.aio.AioRpcError) as loading:  # smg would register a worker of an unknown model
+            await health()
+        assert loading.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert loading.value.details() == "the model is loading"
         server.engine.start()
         await until(lambda: client.state == "ready")
         assert await health() == (True, "ready")

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import urllib.parse
 
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from npuserve.service.rpc.call import cancel_code, peer_name
+from npuserve.service.rpc.call import call, cancel_code, peer_name
+
+
+class LiveContext:
+    """Context of a call of whose cancel gRPC has not told yet."""
+
+    def time_remaining(self) -> None:
+        return None
+
+    def cancelled(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return False
+
+
+async def test_call_whose_write_fails_is_cancelled_and_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC reports the failed write of a lost connection before the cancel."""
+    caplog.set_level(logging.INFO, "npuserve")
+    with pytest.raises(asyncio.CancelledError):
+        async with call(LiveContext(), "StreamGenerate", logging.INFO):  # type: ignore[arg-type]
+            raise cygrpc.ExecuteBatchError("Failed")
+    (record,) = caplog.records
+    assert (record.message, record.fields["code"]) == ("request", "CANCELLED")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("left", "allowed", "code"), [
