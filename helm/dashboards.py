@@ -29,6 +29,11 @@ def of(metric: str, *where: str) -> str:
     return f"npuserve_{metric}{{{', '.join((SELECT, *where))}}}"
 
 
+def of_vllm(metric: str, by: str) -> str:
+    """Return a gauge under vLLM's name, aggregated over the chosen servers."""
+    return f"sum by ({by}) (vllm:{metric}{{{SELECT}}})"
+
+
 def total(metric: str, by: str = "", *where: str, how: str = "sum") -> str:
     """Return a gauge aggregated over the chosen servers."""
     return f"{how}{f' by ({by})' if by else ''} ({of(metric, *where)})"
@@ -103,7 +108,8 @@ SATURATION = [
           thresholds={GREEN: 0, ORANGE: 0.9, RED: 1}),
 ]
 EXPIRY = "tls_certificate_expiry_timestamp_seconds"
-GENERATION = 'rpc=~"Generate|StreamGenerate|ResumeStream"'
+GENERATION = 'rpc=~"Generate|StreamGenerate|ResumeStream|vllm[.]Generate"'
+OF_GATEWAYS = 'rpc=~"vllm[.].*"'
 ERRORS = (GENERATION, 'code=~"UNKNOWN|INTERNAL|UNAVAILABLE|DATA_LOSS"')
 """Errors of the server itself; the alert NpuserveErrorRate counts the same."""
 ERROR_SHARE = share(rate("requests_total", "", *ERRORS), rate("requests_total", "", GENERATION))
@@ -182,6 +188,22 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
                 f"{total(EXPIRY, 'instance, certificate', how='min')} - time()"},
               "s", "Time until the first of the certificates in use ends; empty without TLS."),
         *LIFE,
+    ]),
+    Row("Gateways", [
+        Panel("Calls of gateways", {"{{rpc}}": rate("requests_total", "rpc", OF_GATEWAYS)}, "reqps",
+              "Calls of vllm.grpc.engine.VllmEngine that ended, by RPC: requests, and the polls of smg.",
+              stack="normal"),
+        Panel("Errors to gateways", {
+            "{{rpc}} {{code}}": rate("requests_total", "rpc, code", OF_GATEWAYS, 'code!="OK"')}, "reqps",
+            "Calls of gateways that did not end with OK. After RESOURCE_EXHAUSTED and UNAVAILABLE smg tries again."),
+        Panel("Requests that endpoint pickers see", {
+            "{{instance}} running": of_vllm("num_requests_running", "instance"),
+            "{{instance}} waiting": of_vllm("num_requests_waiting", "instance")}, "short",
+            "Gauges that an endpoint picker scrapes, under vLLM's names.", stack="normal"),
+        Panel("KV cache that endpoint pickers see", {
+            "{{instance}}": of_vllm("kv_cache_usage_perc", "instance")}, "percentunit",
+            "Gauge that an endpoint picker scrapes, under vLLM's name.",
+            thresholds={GREEN: 0, ORANGE: 0.8, RED: 0.97}),
     ]),
 ])
 

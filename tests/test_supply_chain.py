@@ -25,7 +25,8 @@ def supply_chain(folder: Path, *, bandit: int = 0, out: str = "", err: str = "",
     """Run the script with programs that print and exit as given; return its exit code and output."""
     for name, text in {"out": out, "err": err}.items():
         (folder / name).write_text(text)
-    for name, script in {"bandit": f"exit {bandit}", "pip-audit": f"cat out; cat err >&2; exit {code}"}.items():
+    keep = 'for file; do :; done; cp "$file" asked'  # the last argument
+    for name, script in {"bandit": f"exit {bandit}", "pip-audit": f"{keep}; cat out; cat err >&2; exit {code}"}.items():
         program = folder / name
         program.write_text(f"#!/bin/sh\ncd {folder}\n{script}\n")
         program.chmod(0o755)
@@ -37,6 +38,19 @@ def supply_chain(folder: Path, *, bandit: int = 0, out: str = "", err: str = "",
 def test_supply_chain_without_findings_passes(tmp_path: Path) -> None:
     code, said = supply_chain(tmp_path, out=json.dumps({"dependencies": [KNOWN]}))
     assert (code, said) == (0, "1 packages checked for known vulnerabilities\n")
+
+
+def test_supply_chain_audits_every_pin_of_every_image_once(tmp_path: Path) -> None:
+    """pip-audit refuses a file in which torch alone has no hash, and a package with two versions."""
+    code, _ = supply_chain(tmp_path, out=json.dumps({"dependencies": [KNOWN]}))
+    assert code == 0
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in asked)
+    names = [line.split("==")[0].lower() for line in asked]
+    assert len(set(names)) == len(names)
+    locks = "\n".join(file.read_text() for file in (ROOT / "docker").glob("requirements*.txt"))
+    assert {"torch", "torch-npu", "smg", "grpcio"} <= set(names)
+    assert set(names) == {"torch", *re.findall(r"^([\w.-]+)==", locks, re.MULTILINE)}
 
 
 def test_supply_chain_known_vulnerability_fails(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Parser of this repository's Dockerfiles, and execution of their build stage in a folder instead of a container:
 
-    python -m tests.docker.dockerfile cpu|ascend FOLDER [ARG=VALUE ...]
+    python -m tests.docker.dockerfile cpu|ascend|gateway FOLDER [ARG=VALUE ...]
 
 Each COPY copies from the tree through .dockerignore, each RUN runs in sh with the stage's variables. Installations of
 Debian packages are only printed. VENV and WORKDIR are inside FOLDER, which must be new.
@@ -19,6 +19,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
+
+
+# Commands that must succeed in the environment of an image.
+CHECKS = {"server": (["npuserve", "--version"], ["npuserve", "check"]),
+          "gateway": (["smg", "--version"],)}
 
 
 class Instruction(NamedTuple):
@@ -94,8 +99,8 @@ def main(kind: str, folder: str, *arguments: str) -> None:
     Path(folder).mkdir(parents=True)
     venv = run_build(kind, Path(folder).resolve(), dict(word.split("=", 1) for word in arguments))
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for command in (["--version"], ["check"]):
-        subprocess.run([venv / "bin" / "npuserve", *command], cwd=folder, env=plain, check=True)
+    for program, *command in CHECKS.get(kind, CHECKS["server"]):
+        subprocess.run([venv / "bin" / program, *command], cwd=folder, env=plain, check=True)
 
 
 if __name__ == "__main__":

@@ -23,20 +23,34 @@ else:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FILES = sorted(FOLDER.glob("Dockerfile.*"))
 KINDS = [file.suffix[1:] for file in FILES]
+SERVERS = [file for file in FILES if file.suffix != ".gateway"]
+SERVER_KINDS = [file.suffix[1:] for file in SERVERS]
+LOCKS = sorted(file.name for file in FOLDER.glob("requirements*.txt"))
+VALUES = yaml.safe_load((ROOT / "helm" / "npuserve" / "values.yaml").read_text())
 COMPILERS = re.compile(r"\b(gcc|g\+\+|clang|build-essential|cmake|make)\b")
 
 
+PIN = re.compile(r"([\w.-]+)==([\w.]+)((?: --hash=sha256:[0-9a-f]{64})+)")
+
+
 def pins(file: str) -> dict[str, str]:
-    """Return PEP 503 name -> version of the pins in a file."""
-    lines = [line for line in (FOLDER / file).read_text().splitlines() if not line.startswith("#")]
-    found = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines]
-    assert all(found), f"not pinned in {file}: {[line for line, match in zip(lines, found, strict=True) if not match]}"
-    return {re.sub(r"[-_.]+", "-", match.group(1)).lower(): match.group(2) for match in found if match}
+    """Return PEP 503 name -> version of the pins in a file, each of which must have a hash."""
+    text = re.sub(r"^#.*\n", "", (FOLDER / file).read_text(), flags=re.MULTILINE)
+    lines = re.sub(r" *\\\n *", " ", text).splitlines()
+    found = {line: PIN.fullmatch(line) for line in lines}
+    assert all(found.values()), f"not pinned in {file}: {[line for line, match in found.items() if not match]}"
+    return {re.sub(r"[-_.]+", "-", match.group(1)).lower(): match.group(2) for match in found.values() if match}
+
+
+def installs(file: Path) -> list[str]:
+    """Return the `pip install` commands of a Dockerfile."""
+    return [command.strip() for stage in read(file) for name, text in stage if name == "RUN"
+            for command in text.split("&&") if "pip install" in command]
 
 
 def test_there_is_one_image_for_each_kind_of_accelerator():
     schema = json.loads((ROOT / "helm" / "npuserve" / "values.schema.json").read_text())
-    assert sorted(schema["properties"]["accelerator"]["properties"]["kind"]["enum"]) == KINDS
+    assert sorted(schema["properties"]["accelerator"]["properties"]["kind"]["enum"]) == SERVER_KINDS
 
 
 @pytest.mark.parametrize("file", FILES, ids=KINDS)
@@ -61,19 +75,72 @@ def test_two_stages_on_a_pinned_base(file: Path):
 @pytest.mark.parametrize("file", FILES, ids=KINDS)
 def test_the_final_stage(file: Path):
     final = dict(read(file)[-1])
-    values = yaml.safe_load((ROOT / "helm" / "npuserve" / "values.yaml").read_text())
-    ids = values["podSecurityContext"]
+    ids = VALUES["podSecurityContext"]
+    gateway = file.suffix == ".gateway"
     assert final["USER"] == f"{ids['runAsUser']}:{ids['runAsGroup']}"
-    assert final["EXPOSE"] == " ".join(str(port) for port in values["ports"].values())
+    ports = (VALUES["gateway"]["smg"] if gateway else VALUES)["ports"]
+    assert final["EXPOSE"] == " ".join(str(port) for port in ports.values())
     assert f'image.version="{PROJECT["version"]}"' in final["LABEL"]
     assert f'image.licenses="{PROJECT["license"]}"' in final["LABEL"]
-    assert json.loads(final["CMD"])[0] == "serve"
-    assert "npuserve" in json.loads(final["ENTRYPOINT"])[-1 if file.suffix != ".ascend" else 2]
+    assert json.loads(final["CMD"])[0] == ("launch" if gateway else "serve")
+    program = json.loads(final["ENTRYPOINT"])[-1 if file.suffix != ".ascend" else 2]
+    assert ("smg" if gateway else "npuserve") in program
     compilers = COMPILERS.findall(" ".join(text for name, text in read(file)[-1] if name == "RUN"))
     assert compilers == (["gcc"] if file.suffix == ".cuda" else [])
 
 
 @pytest.mark.parametrize("file", FILES, ids=KINDS)
+def test_every_installed_package_but_torch_has_a_hash(file: Path):
+    """The package itself comes from the tree. torch brings its own libraries on CUDA."""
+    locked = [command for command in installs(file) if "docker/requirements" in command]
+    assert locked
+    for command in locked:
+        assert "--require-hashes" in command.split()
+        assert "--no-deps" in command.split()
+    others = [command for command in installs(file) if command not in locked]
+    torch = [command for command in others if "torch" in command]
+    assert len(torch) == (file.suffix != ".gateway")
+    assert [command for command in others if command not in torch] == (
+        ["pip install --no-deps --no-build-isolation ."] if torch else [])
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_files_hold_hashes_of_both_architectures(name: str):
+    """A package with compiled files has a wheel for x86_64 and one for aarch64, so two hashes at least."""
+    assert pins(name)
+    text = (FOLDER / name).read_text()
+    head = re.findall(r"^#.*", text, re.MULTILINE)
+    assert "docker/README.md has the command" in re.sub(r"\s+#?\s*", " ", " ".join(head)).replace("# ", "")
+    hashes = re.findall(r"--hash=\S+", text)
+    assert len(set(hashes)) == len(hashes)
+    assert len(hashes) > len(pins(name))
+
+
+@pytest.mark.parametrize("line", ["numpy>=2", "numpy==2.4.6", "numpy==2.4.6 --hash=md5:0", "./numpy.whl"])
+def test_a_pin_without_a_hash_is_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "requirements.txt").write_text(f"# head\n{line}\n")
+    monkeypatch.setattr("tests.docker.test_dockerfiles.FOLDER", tmp_path)
+    with pytest.raises(AssertionError, match=r"not pinned in requirements\.txt"):
+        pins("requirements.txt")
+
+
+@pytest.mark.parametrize("given", ["", "sha256:" + "0" * 64])
+@pytest.mark.parametrize("kind", ["cpu", "ascend"])
+def test_torch_is_checked_against_a_given_hash(kind: str, given: str, tmp_path: Path):
+    build = read(FOLDER / f"Dockerfile.{kind}")[1]
+    (command,) = [text for name, text in build if name == "RUN" and "torch.txt" in text]
+    (write,) = [part.strip() for part in command.split("&&") if part.strip().startswith("printf")]
+    subprocess.run(["sh", "-c", write], cwd=tmp_path, check=True, env={**os.environ, "TORCH_HASH": given})
+    wanted = f"torch==2.13.0 --hash={given}" if given else "torch==2.13.0"
+    assert (tmp_path / "torch.txt").read_text() == f"{wanted}\n"
+
+
+def test_the_gateways_version_is_one_that_the_page_names():
+    page = (ROOT / "docs" / "gateway.md").read_text()
+    assert f"smg=={pins('requirements-gateway.txt')['smg']}" in page
+
+
+@pytest.mark.parametrize("file", SERVERS, ids=SERVER_KINDS)
 def test_torch_version_is_supported(file: Path):
     """All images have the version of the extra `npu`."""
     requirements = pytest.importorskip("packaging.requirements")
@@ -118,12 +185,14 @@ def test_the_ascend_image_keeps_its_packages_apart_from_those_of_cann(tmp_path: 
 def test_pins_satisfy_the_project():
     requirements = pytest.importorskip("packaging.requirements")
     pinned = pins("requirements.txt")
-    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["otel"]]:
+    extras = PROJECT["optional-dependencies"]
+    for text in [*PROJECT["dependencies"], *extras["otel"], *extras.get("gateway", [])]:
         asked = requirements.Requirement(text)
         name = re.sub(r"[-_.]+", "-", asked.name).lower()
         if name != "torch" and (not asked.marker or asked.marker.evaluate({"python_version": "3.12"})):
             assert asked.specifier.contains(pinned[name]), f"{text} and {pinned[name]}"
-    ascend = pins("requirements-ascend.txt")
+    gateway, ascend = pins("requirements-gateway.txt"), pins("requirements-ascend.txt")
+    assert {name: gateway[name] for name in gateway.keys() & pinned.keys()}.items() <= pinned.items()
     assert f"torch_npu=={ascend['torch-npu']}" in PROJECT["optional-dependencies"]["npu"]
     assert not ascend.keys() & pinned.keys()
 

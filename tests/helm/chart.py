@@ -74,7 +74,7 @@ def _same_for_templates(kubernetes: str) -> str:
 def _compared_versions() -> set[str]:
     """Return the Kubernetes versions with which the templates compare. They use the version for nothing else."""
     text = "".join(file.read_text() for file in (CHART / "templates").rglob("*.*"))
-    found = re.findall(r'semverCompare ">=([\d.]+)-0" \$?\.Capabilities\.KubeVersion\.Version', text)
+    found = re.findall(r'semverCompare ">=([\d.]+)-0" \$?(?:\.root)?\.Capabilities\.KubeVersion\.Version', text)
     assert len(found) == text.count("Capabilities")
     return set(found)
 
@@ -86,6 +86,20 @@ def render(*arguments: Any, **options: Any) -> list[Object]:
     return [found for found in yaml.load_all(done.stdout, Loader) if found]
 
 
+NOTES = """kind: ConfigMap
+metadata: {name: notes}
+data:
+  text: |
+{{ include "npuserve/templates/NOTES.txt" . | indent 4 }}
+"""
+
+
+def notes(values: Object | None = None, presets: tuple[str, ...] = ()) -> str:
+    """Return the text that `helm install` prints. `helm template` leaves it out, so an extra object includes it."""
+    objects = render(merged(values or {}, {"extraObjects": [NOTES]}), presets)
+    return str(find(objects, "ConfigMap", "notes")["data"]["text"])
+
+
 def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
     """Return the one object of this kind, and of this name if given."""
     (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
@@ -94,7 +108,8 @@ def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
 
 def workload(objects: list[Object]) -> Object:
     """Return the Deployment or StatefulSet of the server."""
-    (found,) = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet")]
+    (found,) = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet")
+                and o["metadata"]["labels"]["app.kubernetes.io/component"] == "server"]
     return found
 
 

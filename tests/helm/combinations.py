@@ -9,6 +9,10 @@ _ROUTE = {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "public", "name
                         "hostnames": ["llm.example.com", "*.example.com"]}}
 _KEDA = {"autoscaling": {"kind": "keda", "keda": {"prometheusAddress": "http://prometheus.monitoring:9090"}}}
 _PEER = [{"podSelector": {"matchLabels": {"app": "router"}}}]
+_POOL = {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}}
+_SMG: Object = {"gateway": {"enabled": True, "kind": "smg"}}
+_PLAINTEXT: Object = {
+    "tls": {"secretName": ""}, "apiKeys": {"secretName": ""}, "helmTest": {"apiKeySecretName": ""}}
 
 COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "one replica, no cache, no spread": ((), {
@@ -80,7 +84,48 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "grpcFrom": _PEER, "egress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 9000}]}]}}),
     "production behind a gateway": (("cpu", "prod"), {
         "gateway": {"enabled": True, "from": [{"namespaceSelector": {"matchLabels": {"name": "gateways"}}}]},
-        "tls": {"secretName": ""}, "apiKeys": {"secretName": ""}, "helmTest": {"apiKeySecretName": ""}}),
+        **_PLAINTEXT}),
+    "smg": (("cpu",), _SMG),
+    "smg on OpenShift, with little else": (("ascend",), {
+        "gateway": {"enabled": True, "kind": "smg", "smg": {"serviceAccount": {"create": False}}}, "openshift": True,
+        "podDisruptionBudget": {"enabled": False}, "topologySpread": {"whenUnsatisfiable": "none"},
+        "termination": {"preStopSeconds": 0, "drainSeconds": 0}, "metrics": {"scrape": "none"}}),
+    "smg in production, every value": (("cuda", "prod"), {**_PLAINTEXT, "gateway": {
+        "enabled": True, "kind": "smg", "from": _PEER, "smg": {
+            "image": {"repository": "registry.example.com/llm/gateway", "tag": "1.13.0", "pullPolicy": "Always",
+                      "digest": "sha256:" + "1" * 64},
+            "replicas": 3, "policy": "least_load", "healthCheckSeconds": 2, "toolCallParser": "qwen",
+            "reasoningParser": "qwen3", "extraArgs": ["--request-timeout-secs", "600"],
+            "extraEnv": [{"name": "RUST_BACKTRACE", "value": "1"}],
+            "ports": {"http": 8443, "metrics": 8444, "health": 8445},
+            "service": {"type": "LoadBalancer", "port": 443, "annotations": {"example.com/internal": "true"},
+                        "loadBalancerSourceRanges": ["10.0.0.0/8"]},
+            "clientsFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+            "tls": {"secretName": "gateway-tls"}, "apiKeys": {"secretName": "gateway-key", "key": "k"},
+            "apiServer": {"to": [{"ipBlock": {"cidr": "10.96.0.1/32"}}], "ports": [443]},
+            "egress": [{"ports": [{"port": 4317}]}],
+            "resources": {"requests": {"cpu": 2, "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+            "podDisruptionBudget": {"maxUnavailable": "50%"},
+            "serviceAccount": {"name": "gateway", "annotations": {"note": "lists pods"}},
+            "podAnnotations": {"note": "true"}, "nodeSelector": {"pool": "cpu"},
+            "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                {"matchExpressions": [{"key": "pool", "operator": "In", "values": ["cpu"]}]}]}}}}},
+        "priorityClassName": "serving"}),
+    "smg and pod monitors": ((), {**_SMG, "metrics": {"scrape": "podMonitor"}}),
+    "KV events for smg": ((), {**_SMG, "config": {"kv_events": "grpc", "kv_events_buffer": 1000}}),
+    "KV events for an endpoint picker": (("cuda",), {
+        **_POOL, "config": {"kv_events": "zmq", "kv_events_endpoint": "tcp://*:5557",
+                            "kv_events_replay_endpoint": "tcp://*:5558"},
+        "networkPolicy": {"kvEventsFrom": _PEER}}),
+    "pool of an endpoint picker": (("ascend",), _POOL),
+    "pool, route and gateway": (("cuda", "prod"), {**_PLAINTEXT, "inferencePool": {
+        "enabled": True, "endpointPicker": {"name": "picker", "port": 9005, "failureMode": "FailOpen"},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "inference", "namespace": "gateways"}],
+                      "hostnames": ["llm.example.com"], "timeout": "600s",
+                      "methods": ["vllm.grpc.engine.VllmEngine/Generate", "vllm.grpc.engine.VllmEngine/GetModelInfo"]}},
+        "gateway": {"enabled": True, "from": _PEER}, "ports": {"grpc": 8001}}),
+    "pool and smg": ((), {**_POOL, **_SMG, "podLabels": {"llm-d.ai/engine-type": "npuserve"}}),
     "administrators by certificate": ((), {
         "tls": {"secretName": "llm-tls", "clientCaSecretName": "llm-ca"}, "config": {"admin_certificates": "ops, ci"}}),
     "cache on a claim, shared": ((), {"cache": {"type": "pvc", "size": "100Gi", "storageClass": "cephfs"}}),

@@ -31,7 +31,9 @@ RESOURCES = {
     "autoscaling/v2": {"HorizontalPodAutoscaler"},
     "monitoring.coreos.com/v1": {"ServiceMonitor", "PodMonitor", "PrometheusRule"},
     "keda.sh/v1alpha1": {"ScaledObject"},
-    "gateway.networking.k8s.io/v1": {"GRPCRoute"},
+    "gateway.networking.k8s.io/v1": {"GRPCRoute", "HTTPRoute"},
+    "inference.networking.k8s.io/v1": {"InferencePool"},
+    "rbac.authorization.k8s.io/v1": {"Role", "RoleBinding"},
 }
 """apiVersion -> kinds of the API."""
 

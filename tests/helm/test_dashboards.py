@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.service.test_metrics import documented
+from tests.service.test_metrics import DOCUMENT, documented
 
 HELM = Path(__file__).parents[2] / "helm"
 FILES = sorted((HELM / "npuserve/dashboards").glob("*.json"))
@@ -68,7 +68,7 @@ def sampled() -> dict[str, list[str]]:
             found |= {f"{name}_bucket": [*labels, "le"], f"{name}_sum": labels, f"{name}_count": labels}
         else:
             found[name] = labels
-    return found
+    return found | {name: ["model_name", "engine"] for name in re.findall(r"`(vllm:\w+)`", DOCUMENT.read_text())}
 
 
 def test_dashboard_files_are_up_to_date() -> None:
@@ -211,6 +211,16 @@ def test_dashboard_state_is_shown_by_instance(title: str) -> None:
     for target in panel(title)["targets"]:
         assert "{{instance}}" in target["legendFormat"]
         assert re.search(r" by \(instance\b", target["expr"])
+
+
+def test_dashboard_gateway_row_counts_the_gateways_calls() -> None:
+    for title in ("Calls of gateways", "Errors to gateways"):
+        (target,) = panel(title)["targets"]
+        for found in matchers(target["expr"], "npuserve_requests_total"):
+            assert any(matcher.startswith("rpc ") and matcher.endswith(" vllm[.].*") for matcher in found)
+    shown = " ".join(query for _, title, query in queries() if title.endswith("endpoint pickers see"))
+    assert set(re.findall(r"vllm:\w+", shown)) == {
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 
 
 def test_dashboard_certificates_are_empty_without_tls() -> None:

@@ -85,6 +85,7 @@ INVALID: list[tuple[str, Object]] = [
     ("grpcRoute.services", {"grpcRoute": {"services": []}}),
     ("grpcRoute.hostnames.0", {"grpcRoute": {"hostnames": ["https://x"]}}),
     ("networkPolicy.grpcFrom.0", {"networkPolicy": {"grpcFrom": [{}]}}),
+    ("networkPolicy.kvEventsFrom.0", {"networkPolicy": {"kvEventsFrom": [{}]}}),
     ("metrics.scrape", {"metrics": {"scrape": "both"}}),
     ("metrics.interval", {"metrics": {"interval": "15"}}),
     ("metrics.labels.release", {"metrics": {"labels": {"release": "a b"}}}),
@@ -119,6 +120,31 @@ INVALID: list[tuple[str, Object]] = [
     ("extraObjects.0", {"extraObjects": [{}]}),
     ("gateway.from", {"gateway": {"enabled": True}}),
     ("gateway.from.0", {"gateway": {"from": [{}]}}),
+    ("gateway.kind", {"gateway": {"kind": "envoy"}}),
+    ("gateway.smg.replicas", {"gateway": {"smg": {"replicas": 0}}}),
+    ("gateway.smg.policy", {"gateway": {"smg": {"policy": "bucket"}}}),
+    ("gateway.smg.healthCheckSeconds", {"gateway": {"smg": {"healthCheckSeconds": 0}}}),
+    ("gateway.smg.image.tag", {"gateway": {"smg": {"image": {"tag": "latest"}}}}),
+    ("gateway.smg.image.digest", {"gateway": {"smg": {"image": {"digest": "sha256:12"}}}}),
+    ("gateway.smg.toolCallParser", {"gateway": {"smg": {"toolCallParser": "a b"}}}),
+    ("gateway.smg.extraArgs.0", {"gateway": {"smg": {"extraArgs": [""]}}}),
+    ("gateway.smg.extraEnv.0.name", {"gateway": {"smg": {"extraEnv": [{"value": "x"}]}}}),
+    ("gateway.smg.ports.http", {"gateway": {"smg": {"ports": {"http": 80}}}}),
+    ("gateway.smg.service.type", {"gateway": {"smg": {"service": {"type": "ExternalName"}}}}),
+    ("gateway.smg.clientsFrom.0", {"gateway": {"smg": {"clientsFrom": [{}]}}}),
+    ("gateway.smg.apiServer.ports", {"gateway": {"smg": {"apiServer": {"ports": []}}}}),
+    ("gateway.smg.podDisruptionBudget.maxUnavailable", {
+        "gateway": {"smg": {"podDisruptionBudget": {"maxUnavailable": 0}}}}),
+    ("gateway.smg.resources.limits.memory", {"gateway": {"smg": {"resources": {"limits": {"memory": "much"}}}}}),
+    ("gateway.smg.model", {"gateway": {"smg": {"model": "qwen"}}}),
+    ("inferencePool.endpointPicker.name", {"inferencePool": {"enabled": True}}),
+    ("inferencePool.endpointPicker.name", {"inferencePool": {"endpointPicker": {"name": "Big_Name"}}}),
+    ("inferencePool.endpointPicker.port", {"inferencePool": {"endpointPicker": {"port": 0}}}),
+    ("inferencePool.endpointPicker.failureMode", {"inferencePool": {"endpointPicker": {"failureMode": "Fail"}}}),
+    ("inferencePool.httpRoute.parentRefs", {"inferencePool": {"httpRoute": {"enabled": True}}}),
+    ("inferencePool.httpRoute.methods", {"inferencePool": {"httpRoute": {"methods": []}}}),
+    ("inferencePool.httpRoute.methods.0", {"inferencePool": {"httpRoute": {"methods": ["/v1/chat"]}}}),
+    ("inferencePool.httpRoute.timeout", {"inferencePool": {"httpRoute": {"timeout": "1 minute"}}}),
     ("production", {"production": "yes"}),
     ("config.min_priority", {"config": {"min_priority": -101}}),
     ("config.metrics_host", {"config": {"metrics_host": "127.0.0.1"}}),
@@ -126,6 +152,14 @@ INVALID: list[tuple[str, Object]] = [
 
 GATEWAY: Object = {"enabled": True, "from": [{"podSelector": {"matchLabels": {"app": "gateway"}}}]}
 KEYED: Object = {"tls": {"secretName": "t"}, "apiKeys": {"secretName": "k"}}
+POOL: Object = {"enabled": True, "endpointPicker": {"name": "picker"}}
+EVENTS: Object = {"config": {"kv_events": "zmq"}, "networkPolicy": {"kvEventsFrom": GATEWAY["from"]}}
+DIGEST = "sha256:" + "0" * 64
+
+
+def smg(**values: Any) -> Object:
+    return {"enabled": True, "kind": "smg", "smg": values}
+
 
 CONTRADICTIONS: list[tuple[str, Object]] = [
     ("termination.gracePeriodSeconds: 60 would kill", {"termination": {"gracePeriodSeconds": 60}}),
@@ -180,6 +214,30 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("networkPolicy.enabled: gateway.enabled needs it", {"gateway": GATEWAY, "networkPolicy": {"enabled": False}}),
     ("networkPolicy.grpcFrom: gateway.enabled admits", {
         "gateway": GATEWAY, "networkPolicy": {"grpcFrom": GATEWAY["from"]}}),
+    ("networkPolicy.enabled: gateway.enabled needs it", {"gateway": smg(), "networkPolicy": {"enabled": False}}),
+    ("tls.secretName: gateway.kind smg reaches", {"gateway": smg(), "tls": {"secretName": "t"}}),
+    ("apiKeys.secretName: gateway.kind smg reaches", {"gateway": smg(), "apiKeys": {"secretName": "k"}}),
+    ("gateway.smg.service.loadBalancerSourceRanges", {
+        "gateway": smg(service={"loadBalancerSourceRanges": ["10.0.0.0/8"]})}),
+    ("gateway.smg.ports.metrics: 30000 is gateway.smg.ports.http", {"gateway": smg(ports={"metrics": 30000})}),
+    ("gateway.smg.extraArgs: --policy", {"gateway": smg(extraArgs=["--policy=random"])}),
+    ("gateway.smg.extraArgs: --worker-urls", {"gateway": smg(extraArgs=["--worker-urls", "grpc://a:1"])}),
+    ("gateway.smg.image.digest: production", {"production": True, "image": {"digest": DIGEST}, "gateway": smg()}),
+    ("gateway.smg.clientsFrom: production needs", {
+        "production": True, "image": {"digest": DIGEST}, "gateway": smg(image={"digest": DIGEST})}),
+    ("gateway.smg.clientsFrom: production needs", {
+        "production": True, "image": {"digest": DIGEST},
+        "gateway": smg(image={"digest": DIGEST}, tls={"secretName": "t"})}),
+    ("inferencePool.enabled: its gateway reaches", {"inferencePool": POOL, "tls": {"secretName": "t"}}),
+    ("networkPolicy.kvEventsFrom: names the pods", {"config": {"kv_events": "zmq"}}),
+    ("networkPolicy.kvEventsFrom: nothing is published", {**EVENTS, "config": {}}),
+    ("networkPolicy.kvEventsFrom: nothing is published", {
+        **EVENTS, "config": {"kv_events": "zmq", "kv_events_endpoint": "tcp://router:5557"}}),
+    ("ports.metrics: 5557 is the port of KV events", {**EVENTS, "ports": {"metrics": 5557}}),
+    ("config.kv_events_replay_endpoint: has the port", {
+        **EVENTS, "config": {"kv_events": "zmq", "kv_events_replay_endpoint": "tcp://0.0.0.0:5557"}}),
+    ("inferencePool.httpRoute.enabled: it leads to", {
+        "inferencePool": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}}),
 ]
 
 
@@ -298,8 +356,9 @@ def test_the_schema_leaves_open_only_what_kubernetes_checks():
     free = [path for path, schema in objects(SCHEMA)
             if "additionalProperties" not in schema and not path.endswith(("/named/items", "/objects/items"))]
     affinities = (f"affinity/properties/{name}" for name in ("nodeAffinity", "podAffinity", "podAntiAffinity"))
-    assert sorted(free) == sorted(["/definitions/environment/items/properties/valueFrom", *(
-        f"/properties/{name}" for name in ("global", "podSecurityContext", "securityContext", *affinities))])
+    assert sorted(free) == sorted([
+        *(f"/definitions/{name}" for name in ("environment/items/properties/valueFrom", *affinities)),
+        *(f"/properties/{name}" for name in ("global", "podSecurityContext", "securityContext"))])
 
 
 CONFIG: Object = SCHEMA["properties"]["config"]["properties"]

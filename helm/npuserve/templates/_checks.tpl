@@ -10,12 +10,12 @@
 {{- if and .Values.helmTest.apiKeySecretName (not .Values.apiKeys.secretName) }}
 {{- fail "helmTest.apiKeySecretName: is for apiKeys.secretName" }}
 {{- end }}
-{{- if and .Values.helmTest.caSecretName (not .Values.tls.secretName) }}
-{{- fail "helmTest.caSecretName: is for tls.secretName" }}
+{{- if and .Values.helmTest.caSecretName (not .Values.tls.secretName) (not .Values.gateway.smg.tls.secretName) }}
+{{- fail "helmTest.caSecretName: is for tls.secretName or gateway.smg.tls.secretName" }}
 {{- end }}
 
 {{- if .Values.gateway.enabled }}
-{{- if not .Values.gateway.from }}
+{{- if and (not .Values.gateway.from) (eq .Values.gateway.kind "external") }}
 {{- fail "gateway.from: names the gateway's pods, which the network policy admits" }}
 {{- end }}
 {{- if not .Values.networkPolicy.enabled }}
@@ -23,6 +23,17 @@
 {{- end }}
 {{- if .Values.networkPolicy.grpcFrom }}
 {{- fail "networkPolicy.grpcFrom: gateway.enabled admits gateway.from alone" }}
+{{- end }}
+{{- end }}
+{{- if include "npuserve.smg" . }}
+{{- include "npuserve.gatewayChecks" . }}
+{{- end }}
+{{- with .Values.inferencePool }}
+{{- if and .enabled $.Values.tls.secretName }}
+{{- fail "inferencePool.enabled: its gateway reaches the pods in plaintext (h2c), and tls.secretName is set" }}
+{{- end }}
+{{- if and .httpRoute.enabled (not .enabled) }}
+{{- fail "inferencePool.httpRoute.enabled: it leads to the pool of inferencePool.enabled" }}
 {{- end }}
 {{- end }}
 {{- if .Values.production }}
@@ -60,6 +71,24 @@
 {{- if has (int64 .health) (list (int64 .grpc) (int64 .metrics)) }}
 {{- fail (printf "ports.health: %d is ports.grpc or ports.metrics already" (int64 .health)) }}
 {{- end }}
+{{- end }}
+
+{{- $published := include "npuserve.kvEventsPorts" . | fromYaml }}
+{{- range $name, $port := $published }}
+{{- range $other, $taken := $.Values.ports }}
+{{- if eq (int64 $port) (int64 $taken) }}
+{{- fail (printf "ports.%s: %d is the port of KV events (%s) already" $other (int64 $port) $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if eq 1 (values $published | uniq | len | sub (len $published)) }}
+{{- fail "config.kv_events_replay_endpoint: has the port of config.kv_events_endpoint" }}
+{{- end }}
+{{- if and $published .Values.networkPolicy.enabled (not .Values.networkPolicy.kvEventsFrom) }}
+{{- fail "networkPolicy.kvEventsFrom: names the pods that may read KV events over ZeroMQ, which contain prompts and answers" }}
+{{- end }}
+{{- if and .Values.networkPolicy.kvEventsFrom (not $published) }}
+{{- fail "networkPolicy.kvEventsFrom: nothing is published; it is for config.kv_events: zmq with an endpoint of a wildcard" }}
 {{- end }}
 
 {{- with .Values.accelerator }}
@@ -158,6 +187,40 @@
 {{- $affinity := include "npuserve.affinitySeconds" $ | int64 }}
 {{- if and $affinity (le (float64 $affinity) (float64 (default 0 $.Values.config.max_connection_age_seconds))) }}
 {{- fail (printf "service.sessionAffinitySeconds: %d ends before a connection does; it must exceed config.max_connection_age_seconds" $affinity) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "npuserve.gatewayChecks" -}}
+{{- range $name, $secret := dict "tls" .Values.tls.secretName "apiKeys" .Values.apiKeys.secretName }}
+{{- if $secret }}
+{{- fail (printf "%s.secretName: gateway.kind smg reaches the pods in plaintext and without a key; set gateway.smg.%s" $name $name) }}
+{{- end }}
+{{- end }}
+{{- with .Values.gateway.smg }}
+{{- if and .service.loadBalancerSourceRanges (ne .service.type "LoadBalancer") }}
+{{- fail (printf "gateway.smg.service.loadBalancerSourceRanges: gateway.smg.service.type is %s" .service.type) }}
+{{- end }}
+{{- $ports := dict }}
+{{- range $name, $port := .ports }}
+{{- with get $ports (toString $port) }}
+{{- fail (printf "gateway.smg.ports.%s: %d is gateway.smg.ports.%s already" $name (int64 $port) .) }}
+{{- end }}
+{{- $_ := set $ports (toString $port) $name }}
+{{- end }}
+{{- range .extraArgs }}
+{{- $flag := regexFind "^--(host|port|policy|selector|service-discovery[-a-z]*|worker-urls|api-key|tls-[-a-z]*|prometheus-(host|port)|health-check-(port|interval-secs)|shutdown-grace-period-secs)(=|$)" . | trimSuffix "=" }}
+{{- if $flag }}
+{{- fail (printf "gateway.smg.extraArgs: %s is the chart's own; use the value that sets it" $flag) }}
+{{- end }}
+{{- end }}
+{{- if $.Values.production }}
+{{- if not .image.digest }}
+{{- fail "gateway.smg.image.digest: production needs it, since a tag can be moved to another image" }}
+{{- end }}
+{{- if and (not .clientsFrom) (or (not .tls.secretName) (not .apiKeys.secretName)) }}
+{{- fail "gateway.smg.clientsFrom: production needs it, or gateway.smg.tls.secretName and gateway.smg.apiKeys.secretName" }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -22,6 +22,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: test
 {{- end }}
 
+{{- define "npuserve.gatewaySelectorLabels" -}}
+app.kubernetes.io/name: {{ include "npuserve.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: gateway
+{{- end }}
+
 {{- define "npuserve.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -37,6 +43,11 @@ app.kubernetes.io/part-of: npuserve
 {{ include "npuserve.labels" . }}
 {{- end }}
 
+{{- define "npuserve.gatewayLabels" -}}
+{{ include "npuserve.gatewaySelectorLabels" . }}
+{{ include "npuserve.labels" . }}
+{{- end }}
+
 {{- define "npuserve.serviceAccount" -}}
 {{- if .Values.serviceAccount.create }}
 {{- default (include "npuserve.fullname" .) .Values.serviceAccount.name }}
@@ -47,11 +58,16 @@ app.kubernetes.io/part-of: npuserve
 
 {{- define "npuserve.image" -}}
 {{- $tag := default (printf "%s-%s" .Chart.AppVersion .Values.accelerator.kind) .Values.image.tag }}
-{{- with .Values.global.imageRegistry }}
+{{- include "npuserve.imageName" (dict "root" . "image" .Values.image "tag" $tag) }}
+{{- end }}
+
+{{/* Name of an image with its registry, and with its digest or the given tag. */}}
+{{- define "npuserve.imageName" -}}
+{{- with .root.Values.global.imageRegistry }}
 {{- printf "%s/" . }}
 {{- end }}
-{{- .Values.image.repository }}
-{{- .Values.image.digest | empty | ternary (printf ":%s" $tag) (printf "@%s" .Values.image.digest) }}
+{{- .image.repository }}
+{{- .image.digest | empty | ternary (printf ":%s" .tag) (printf "@%s" .image.digest) }}
 {{- end }}
 
 {{/* Kind of the object that owns the server's pods. */}}
@@ -184,6 +200,13 @@ grpc:
 {{ toYaml .times }}
 {{- end }}
 
+{{/* Whether the chart runs the gateway smg. */}}
+{{- define "npuserve.smg" -}}
+{{- with .Values.gateway }}
+{{- if and .enabled (eq .kind "smg") }}yes{{ end }}
+{{- end }}
+{{- end }}
+
 {{- define "npuserve.affinitySeconds" -}}
 {{- with .Values.service }}
 {{- $default := eq .type "LoadBalancer" | ternary 0 3600 }}
@@ -201,6 +224,46 @@ grpc:
 {{/* Of a URL: its own, or its scheme's. */}}
 {{- define "npuserve.urlPort" -}}
 {{- default (hasPrefix "https:" . | ternary "443" "80") (regexFind ":[0-9]+(/|$)" . | trimAll ":/") }}
+{{- end }}
+
+{{/* Ports on which the server publishes KV events over ZeroMQ, by name, as YAML. An endpoint with a host is connected to. */}}
+{{- define "npuserve.kvEventsPorts" -}}
+{{- $config := .Values.config }}
+{{- if eq "zmq" (toString $config.kv_events) }}
+{{- range $name, $endpoint := dict "kv-events" (default "tcp://*:5557" $config.kv_events_endpoint) "kv-replay" (default "" $config.kv_events_replay_endpoint) }}
+{{- $port := regexFind "^tcp://([*]|0[.]0[.]0[.]0|\\[::\\]):[0-9]+$" $endpoint | regexFind "[0-9]+$" }}
+{{- if $port }}
+{{ $name }}: {{ $port }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Ports of DNS. OpenShift's DNS pods listen on 5353, and a policy sees the port of the pod. */}}
+{{- define "npuserve.dnsPorts" -}}
+{{- range .Values.openshift | ternary (list 53 5353) (list 53) }}
+- port: {{ . }}
+  protocol: UDP
+- port: {{ . }}
+  protocol: TCP
+{{- end }}
+{{- end }}
+
+{{/* Constraints that distribute pods. labels: name of the template with the labels of the pods. */}}
+{{- define "npuserve.spread" -}}
+{{- range .root.Values.topologySpread.keys }}
+- topologyKey: {{ . }}
+  maxSkew: 1
+  whenUnsatisfiable: {{ $.whenUnsatisfiable }}
+  {{- if semverCompare ">=1.26.0-0" $.root.Capabilities.KubeVersion.Version }}
+  # Nodes that the pod cannot run on do not count.
+  nodeAffinityPolicy: Honor
+  nodeTaintsPolicy: Honor
+  {{- end }}
+  labelSelector:
+    matchLabels:
+      {{- include $.labels $.root | nindent 6 }}
+{{- end }}
 {{- end }}
 
 {{/* Of HPA and KEDA: up at once, down one replica at a time. */}}
@@ -268,9 +331,8 @@ scaleDown:
 metadata:
   labels:
     {{- include "npuserve.serverLabels" . | nindent 4 }}
-    {{- with .Values.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    # By this label an endpoint picker knows the names of the metrics.
+    {{- merge (dict) .Values.podLabels (dict "llm-d.ai/engine-type" "vllm") | toYaml | nindent 4 }}
   annotations:
     checksum/config: {{ include "npuserve.toml" . | sha256sum }}
     kubectl.kubernetes.io/default-container: npuserve

@@ -48,6 +48,13 @@ containers:
       - name: ASCEND_PROCESS_LOG_PATH
         value: /var/cache/npuserve/ascend-log
       {{- end }}
+      {{- if eq "zmq" (toString .Values.config.kv_events) }}
+      # The topic of KV events names the pod by its address.
+      - name: POD_IP
+        valueFrom:
+          fieldRef:
+            fieldPath: status.podIP
+      {{- end }}
       {{- if ne .Values.accelerator.kind "cpu" }}
       - name: TRITON_CACHE_DIR
         value: /var/cache/npuserve/triton
@@ -66,6 +73,10 @@ containers:
         containerPort: {{ int64 .Values.ports.metrics }}
       - name: health
         containerPort: {{ int64 .Values.ports.health }}
+      {{- range $name, $port := include "npuserve.kvEventsPorts" . | fromYaml }}
+      - name: {{ $name }}
+        containerPort: {{ int64 $port }}
+      {{- end }}
     {{- with .Values.probes }}
     startupProbe:
       {{- $tries := div (add .startupSeconds 4) 5 }}
@@ -106,19 +117,7 @@ affinity:
 {{- end }}
 {{- if ne .Values.topologySpread.whenUnsatisfiable "none" }}
 topologySpreadConstraints:
-  {{- range .Values.topologySpread.keys }}
-  - topologyKey: {{ . }}
-    maxSkew: 1
-    whenUnsatisfiable: {{ $.Values.topologySpread.whenUnsatisfiable }}
-    {{- if semverCompare ">=1.26.0-0" $.Capabilities.KubeVersion.Version }}
-    # Nodes that the pod cannot run on do not count.
-    nodeAffinityPolicy: Honor
-    nodeTaintsPolicy: Honor
-    {{- end }}
-    labelSelector:
-      matchLabels:
-        {{- include "npuserve.selectorLabels" $ | nindent 8 }}
-  {{- end }}
+  {{- include "npuserve.spread" (dict "root" . "labels" "npuserve.selectorLabels" "whenUnsatisfiable" .Values.topologySpread.whenUnsatisfiable) | trim | nindent 2 }}
 {{- end }}
 {{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" }}
 {{- with get $.Values $name }}
