@@ -86,6 +86,9 @@ MEMORY = [
           thresholds={GREEN: 0, ORANGE: 0.9, RED: 0.97}),
     Panel("KV-cache blocks", {"{{instance}} {{state}}": total("kv_cache_blocks", "instance, state")}, "short",
           "used: held by live requests; cached: free, but a reusable prefix; free.", stack="normal"),
+    Panel("KV-cache size", {
+        "{{instance}}: {{num_blocks}} blocks of {{block_size}} tokens": of("kv_cache_config_info")}, "short",
+        "Size of each server's KV cache.", "bargauge"),
 ]
 REQUESTS = [
     Panel("Requests", {

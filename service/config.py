@@ -43,6 +43,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_*, api_keys: paths of files, reloaded when they change; "" for none.
     min_priority, max_priority: range of a request's priority, unless its API key has its own.
     admin_certificates: comma-separated list, parsed by `admin_names`.
+    kv_events_endpoint, kv_events_replay_endpoint: ZeroMQ addresses; "" for no replays.
+    kv_events_buffer: batches that are kept.
     """
 
     model: str = ""
@@ -72,6 +74,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1
     prefix_cache: bool = True
     share_prefix_cache: Literal["tenant", "all"] = "tenant"
+    kv_events: Literal["off", "grpc", "zmq"] = "off"
+    kv_events_endpoint: str = "tcp://*:5557"
+    kv_events_replay_endpoint: str = ""
+    kv_events_buffer: int = 10000
     double_buffering: bool = True
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
@@ -121,7 +127,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE,
             "drain_seconds": (0, MAX_DRAIN_SECONDS),
             "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
-            "health_port": (0, 65535),
+            "health_port": (0, 65535), "kv_events_buffer": (64, 1 << 20),
             "max_connection_age_seconds": (0, 86400),
             "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
         }
@@ -142,6 +148,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_priority > self.max_priority:
             raise ConfigError(f"min_priority: {self.min_priority} is above max_priority, {self.max_priority}")
         self._check_edge()
+        self._check_kv_events()
         reserved = {
             "tensor_parallel_size": 1,
         }
@@ -160,6 +167,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("admin_certificates: clients have certificates only with tls_client_ca")
         if self.health_port and self.health_port in (self.port, self.metrics_port):
             raise ConfigError(f"health_port: {self.health_port} is already the port of gRPC or of metrics")
+
+    def _check_kv_events(self) -> None:
+        if self.kv_events != "off" and not self.prefix_cache:
+            raise ConfigError("kv_events: there are none without prefix_cache")
+        for name, value in (("kv_events_endpoint", self.kv_events_endpoint),
+                            ("kv_events_replay_endpoint", self.kv_events_replay_endpoint)):
+            if value and not re.fullmatch(r"tcp://[^\s/]+:\d+|ipc://\S+", value):
+                raise ConfigError(f"{name}: {value!r} must be like tcp://*:5557 or ipc://PATH")
+        if self.kv_events == "zmq" and not self.kv_events_endpoint:
+            raise ConfigError("kv_events_endpoint: must not be empty with kv_events zmq")
+        if self.kv_events_replay_endpoint and self.kv_events != "zmq":
+            raise ConfigError("kv_events_replay_endpoint: replays need kv_events zmq")
 
     @property
     def relaxations(self) -> tuple[str, ...]:

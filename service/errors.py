@@ -195,6 +195,24 @@ class Reserved(ServeError):
         super().__init__(f"{field}: reserved, not implemented in this version")
 
 
+class TurnedOff(ServeError):
+    """A setting of the server turns this call off."""
+
+    code = code_pb2.UNIMPLEMENTED
+
+
+class EventsExpired(ServeError):
+    """The batch of KV events from which the subscriber wants to continue is not kept."""
+
+    code = code_pb2.OUT_OF_RANGE
+
+
+class EventsLost(ServeError):
+    """Batches of KV events are lost for this subscriber."""
+
+    code = code_pb2.DATA_LOSS
+
+
 class Unauthenticated(ServeError):
     code = code_pb2.UNAUTHENTICATED
 

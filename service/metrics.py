@@ -78,6 +78,9 @@ tokens_in_vain_total = _counter(
 preemptions_total = _counter("preemptions_total", "Requests preempted, to be recomputed")
 kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks held by live requests")
 kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
+kv_cache_config_info = _gauge(
+    "kv_cache_config_info", "1; the labels are the tokens of a KV-cache block and the number of blocks", "block_size",
+    "num_blocks", mode="livemax")
 step_seconds = _histogram(
     "step_seconds", "Launch of a step, or the end of the one before it, to its collected result", STEP, "phase", "mode")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")

@@ -79,6 +79,11 @@ SETTINGS: dict[str, dict[str, str]] = {
         "prefix_cache": "reuse the blocks of equal prefixes",
         "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with all, "
                               "callers can probe what others have sent",
+        "kv_events": "publish changes of the prefix cache, with token ids: over gRPC (SubscribeKvEvents), or over "
+                     "ZeroMQ too; needs pip install 'npuserve[gateway]'",
+        "kv_events_endpoint": "ZeroMQ address of KV events; bound if its host is *, else connected to",
+        "kv_events_replay_endpoint": "ZeroMQ address that replays kept KV events; none: no replays",
+        "kv_events_buffer": "number of batches of KV events that are kept for subscribers that missed them",
     },
     "machine": {
         "threads": "CPU threads of the engine; 0: one per core",

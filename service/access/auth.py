@@ -4,7 +4,8 @@ With `api_keys`, every call needs `authorization: Bearer KEY` in its metadata, e
 call without a valid key gets UNAUTHENTICATED, whatever its method. Without `api_keys`, every call is accepted.
 
 AdminService, and the methods of VllmEngine that administer the server, need an API key with the admin right, or a
-client certificate that `admin_certificates` names. They are off where neither is configured.
+client certificate that `admin_certificates` names. They are off where neither is configured. SubscribeKvEvents shows the
+prompts of all callers, so that a caller with a key or a certificate needs the same for it.
 
 An authenticated caller is a tenant: its request ids, cached prefixes and resume tokens are its own.
 
@@ -39,7 +40,8 @@ HEALTH = "/grpc.health.v1.Health/"
 ADMIN = (
     "/npuserve.v1.AdminService/", f"/{VLLM_ENGINE}/FlushCache", f"/{VLLM_ENGINE}/StartProfile",
     f"/{VLLM_ENGINE}/StopProfile")
-"""Prefixes of the methods that need the admin right. Each has a unary reply."""
+"""Prefixes of the methods that need the admin right."""
+KV_EVENTS = f"/{VLLM_ENGINE}/SubscribeKvEvents"
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -94,27 +96,34 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             except ServeError as error:
                 return _refusing_handler(rpc, error)
             authenticated.set(found)
+        if method == KV_EVENTS:
+            return self._admin_handler(handler, rpc, name, with_anonymous=True)
         if not method.startswith(ADMIN):
             return handler
-        return self._admin_handler(handler, rpc, f"{name} of VllmEngine" if service == VLLM_ENGINE else "AdminService")
+        what = f"{name} of VllmEngine" if service == VLLM_ENGINE else "AdminService"
+        return self._admin_handler(handler, rpc, what, with_anonymous=False)
 
-    def _admin_handler(self, handler: Any, rpc: str, what: str) -> Any:
+    def _admin_handler(self, handler: Any, rpc: str, what: str, with_anonymous: bool) -> Any:
         """Return a handler that checks the admin right before it reads the message.
 
         what: what needs the right, for the error message.
+        with_anonymous: callers without a key and a certificate do not need it.
         """
+        inner = handler.stream_unary or handler.stream_stream
 
         async def authorized(messages: object, context: Context) -> Any:
             caller = get_caller(context)
-            if not caller.admin and self._admins.isdisjoint(certificate_names(context)):
+            is_admin = caller.admin or not self._admins.isdisjoint(certificate_names(context))
+            if not is_admin and (caller.is_authenticated or not with_anonymous):
                 async with call(context, rpc, logging.INFO) as fields:
                     fields["client"] = caller.name
                     raise PermissionDenied(
                         f"{what} needs an API key with the admin right, or a client certificate that "
                         "admin_certificates names")
-            return await handler.stream_unary(messages, context)
+            return await inner(messages, context)
 
-        return grpc.stream_unary_rpc_method_handler(authorized, None, handler.response_serializer)
+        kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
+        return kind(authorized, None, handler.response_serializer)
 
 
 def _authenticate(find_key: Callable[[str], Caller | None], metadata: Any) -> Caller:

@@ -58,10 +58,12 @@ class Caller:
     def namespace(self, salt: str, shared: bool) -> str:
         """Return the prefix cache's namespace of a request with this salt. Namespaces of different owners differ.
 
+        "" is the namespace of all callers without an owner and a salt: its blocks alone appear in KV events.
+
         shared: callers with the same salt share a namespace.
         """
         owner = "" if shared else self.owner
-        return f"{len(owner)}:{owner}:{salt}"
+        return f"{len(owner)}:{owner}:{salt}" if owner or salt else ""
 
 
 authenticated: ContextVar[Caller | None] = ContextVar("authenticated", default=None)

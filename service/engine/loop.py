@@ -28,12 +28,14 @@ from collections import defaultdict
 
 from npuserve.npu.step import Step
 from npuserve.service.engine.crash_tracker import CrashTracker
+from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.pipeline import AppliedStep, Runner, StepPipeline
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import EngineKiller, QueueFull, ServeError, TakenOver, to_wire
 from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.kv_events import ReadKvEvents, SubscribeKvEvents, UnsubscribeKvEvents
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -70,7 +72,8 @@ RESTORE_SECONDS = 2.0
 LONG_STEP_SECONDS = 0.004
 """Minimum expected duration of a step for the engine to read messages during it."""
 LATE_SECONDS = 1.0
-"""Stop reading messages when a step is this late, so that front ends detect the stall: it may never end."""
+"""Stop reading messages when a step is late by this, or by its expected duration if longer, so that front ends detect
+the stall: it may never end."""
 
 
 class Engine:
@@ -82,12 +85,13 @@ class Engine:
     records: of streams that may be resumed; None for none.
     frontends: number of front ends that restore the requests of an earlier engine.
     crashes: requests of the steps that crashed earlier engines; None for no search.
+    kv_events: stream of the prefix cache's changes; None for none.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
         double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
-        frontends: int = 0, crashes: CrashTracker | None = None,
+        frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -98,6 +102,7 @@ class Engine:
         self._pulse = pulse or Heartbeat(is_enabled=False)
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()
+        self._kv_events = kv_events
         self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes)
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
@@ -126,6 +131,8 @@ class Engine:
             elif not self._pipeline:
                 self._become_idle()
             self.send()
+            if self._kv_events:
+                self._kv_events.publish(self._send)
             if self._is_idle:
                 self.audit()
         while self._pipeline:
@@ -173,7 +180,9 @@ class Engine:
                 self._lose(frontend)
             else:
                 self._handle(frontend, message)
-        self._report_dropped(self._scheduler.expire(time.monotonic()))
+        now = time.monotonic()
+        self._report_dropped(self._scheduler.expire(now))
+        self._metrics.refresh(now)
 
     def send(self) -> None:
         """Send the output of each front end, and a heartbeat to all of them every HEARTBEAT_SECONDS."""
@@ -205,18 +214,24 @@ class Engine:
         self._last_heartbeat = -math.inf
 
     def _receive_during_step(self) -> None:
-        """Handle messages until the oldest step ends or is LATE_SECONDS late. Nothing if a short step is expected."""
+        """Handle messages until the oldest step ends or is too late. Nothing if a short step is expected.
+
+        Before a step was measured, any step may be long.
+        """
         expected = self._scheduler.expected_seconds
-        if expected < LONG_STEP_SECONDS:
+        if 0.0 < expected < LONG_STEP_SECONDS:
             return
         oldest = self._pipeline.oldest
         end = max(oldest.launched, self._last_collected) + expected
-        while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > -LATE_SECONDS:
-            self.receive(min(max(left - 0.001, expected / 8), 0.02))  # `ready` costs the device and the host a call
+        late = -max(LATE_SECONDS, expected)
+        while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > late:
+            self.receive(min(max(left - 0.001, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
             self._send_outputs()
 
     def _idle_timeout(self) -> float:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
+        if self._kv_events and self._kv_events.has_work:
+            return 0.0
         deadline = self._scheduler.next_deadline
         return HEARTBEAT_SECONDS if deadline is None else min(max(0.0, deadline - time.monotonic()), HEARTBEAT_SECONDS)
 
@@ -274,6 +289,9 @@ class Engine:
                 self._send(frontend, Reply(self._epoch, call, len(found)))
             case FlushPrefixCache(call=call):
                 self._send(frontend, Reply(self._epoch, call, self._scheduler.blocks.flush_prefix_cache()))
+            case SubscribeKvEvents() | ReadKvEvents() | UnsubscribeKvEvents():
+                if self._kv_events:
+                    self._kv_events.handle(frontend, message, self._send)
             case Hello():
                 self._frontends.add(frontend)
                 self._send(frontend, Ready(self._epoch, self.model))
@@ -372,5 +390,7 @@ class Engine:
         self._frontends.discard(frontend)
         self._outputs.pop(frontend, None)
         self._accepted.pop(frontend, None)
+        if self._kv_events:
+            self._kv_events.lose(frontend)
         for sequence in self.registry.of_frontend(frontend):
             self._end(sequence, None)

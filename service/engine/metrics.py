@@ -13,7 +13,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
-"""Maximum age of the load that is sent to front ends while steps run."""
+"""Maximum age of the load that is sent to front ends, and of the KV cache's gauges, while there is work."""
 PAGE_SECONDS = 0.1
 """Minimum time between two updates of the metrics page while steps run."""
 
@@ -34,6 +34,8 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self._reported = (0, 0, 0, 0)
+        self._requests = (-1, -1)  # running and waiting, as published
+        self._blocks: BlockCounts | None = None  # as published
         self._made = 0  # tokens since the last update of the load
         self._updated = 0.0  # last update of the load
         # Steps since the last page: (step, its result, launched, collected, whether more work was left).
@@ -45,7 +47,21 @@ class EngineMetrics:
         self._rate_since = time.monotonic()
         self._paged = 0.0
         self.load = Load()
+        blocks = scheduler.blocks
+        metrics.kv_cache_config_info.labels(str(blocks.block_size), str(blocks.num_blocks)).set(1)
         self.heartbeat()
+
+    def refresh(self, now: float) -> None:
+        """Publish what an endpoint picker reads, if it has changed: running and waiting requests at once, the use of
+        the KV cache at most every LOAD_SECONDS. Call it whenever that may have changed.
+        """
+        requests = self._scheduler.num_running, self._scheduler.num_waiting
+        if requests != self._requests:
+            self._requests = requests
+            metrics.requests_running.set(requests[0])
+            metrics.requests_waiting.set(requests[1])
+        if now - self._updated >= LOAD_SECONDS:
+            self._update(now)
 
     def launched(self, step: Step, now: float) -> None:
         """Record the launch of a step at `now`."""
@@ -54,6 +70,7 @@ class EngineMetrics:
                 arrival = self._scheduler.sequence(new.request_id).request.arrival
                 metrics.queue_time_seconds.observe(max(0.0, now - arrival))
             metrics.prompt_tokens_total.inc(len(new.prompt_ids))
+        self.refresh(now)
 
     def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
         """Record an applied step. made: its tokens for requests that have not ended."""
@@ -61,8 +78,9 @@ class EngineMetrics:
         busy = self._scheduler.has_work
         self._steps.append((step, result, launched, collected, busy))
         self._made += made
-        if not busy or collected - self._updated >= LOAD_SECONDS:
+        if not busy:
             self._update(collected)
+        self.refresh(collected)
 
     def cancelled(self, seconds: float) -> None:
         metrics.cancel_to_free_seconds.observe(seconds)
@@ -90,17 +108,17 @@ class EngineMetrics:
         blocks = scheduler.blocks.counts
         usage = blocks.used / scheduler.blocks.num_blocks
         self.load = Load(scheduler.num_running, scheduler.num_waiting, 1.0 - usage, self._rate)
+        if blocks != self._blocks:
+            self._blocks = blocks
+            metrics.kv_cache_usage_ratio.set(usage)
+            for state, count in zip(BLOCKS, blocks, strict=True):
+                state.set(count)
         if now - self._paged >= PAGE_SECONDS or not scheduler.has_work:
             self._paged = now
-            self._page(blocks, usage)
+            self._page()
 
-    def _page(self, blocks: BlockCounts, usage: float) -> None:
-        metrics.requests_running.set(self.load.running)
-        metrics.requests_waiting.set(self.load.waiting)
+    def _page(self) -> None:
         metrics.requests_paused.set(self._scheduler.num_paused)
-        metrics.kv_cache_usage_ratio.set(usage)
-        for state, count in zip(BLOCKS, blocks, strict=True):
-            state.set(count)
         scheduler = self._scheduler
         counts = (
             scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.tokens_in_vain)

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from npuserve.service import logs, metrics
-from npuserve.service.config import ServerConfig
+from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
+from npuserve.service.engine.kv_event_log import KvEventLog
+from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_socket import EngineSocket
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from npuserve.kernels.registry import Observe
     from npuserve.npu.execution.runner import Runner
     from npuserve.npu.execution.shared_weights import SharedMemory
+    from npuserve.service.engine.kv_event_publisher import KvEventPublisher
 
 log = logging.getLogger("npuserve.service.engine.process")
 
@@ -48,6 +51,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     shared_weights: description of its contents by the last engine that was ready (npu/execution/shared_weights.py).
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
+    served_name: name of the model for clients.
     """
 
     config: ServerConfig
@@ -58,6 +62,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     memory: int = -1
     shared_weights: dict[str, Any] | None = None
     kernels: dict[str, Any] | None = None
+    served_name: str = ""
 
 
 def load_model(
@@ -90,20 +95,22 @@ def load_model(
 
 
 def build(args: EngineArgs) -> Engine:
-    """Load the model and bind the socket. Raises the errors of `load_model`."""
+    """Load the model and bind the sockets. Raises the errors of `load_model`, and ConfigError."""
     from npuserve.kernels.registry import KERNELS
     from npuserve.npu.execution.shared_weights import SharedMemory
 
     began = time.monotonic()
     config = args.config
+    publisher = open_publisher(args)  # first, since it may be impossible
     memory = SharedMemory(args.memory, args.shared_weights) if args.memory >= 0 else None
     runner = load_model(config, args.folder, memory=memory, kernels=args.kernels)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
+    kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
     scheduler = Scheduler(
-        BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache), max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
-        aging_seconds=config.priority_aging_seconds)
+        BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log),
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds)
     capacity = scheduler.blocks.capacity
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
@@ -115,14 +122,27 @@ def build(args: EngineArgs) -> Engine:
     records = load_streams(config, model, args.folder)
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
+    kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
-                    crashes=crashes)
+                    crashes=crashes, kv_events=kv_events)
+    if publisher and kv_events:
+        publisher.start(kv_events.first)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
                  shared_weights=runner.shared_weights, kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def open_publisher(args: EngineArgs) -> KvEventPublisher | None:
+    """Bind the sockets of KV events over ZeroMQ; None if they are off. Raises ConfigError, also without pyzmq."""
+    if args.config.kv_events != "zmq":
+        return None
+    from npuserve.service.engine.kv_event_publisher import KvEventPublisher, topic_of
+
+    return KvEventPublisher(args.address, args.config.kv_events_endpoint, args.config.kv_events_replay_endpoint,
+                            topic_of(args.served_name))
 
 
 def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -200,7 +220,7 @@ def serve(args: EngineArgs) -> int:
     """Run the engine until SIGTERM. Return the exit code."""
     try:
         engine = build(args)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ConfigError, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
         return child.unusable(error)

@@ -99,8 +99,9 @@ class Frontend:
         stall = config.hang_seconds * STALL_SHARE
         self._engine = EngineClient(
             args.engine_address, lambda state: self._update_readiness(), stall, config.resume_seconds,
-            config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval)
+            config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval, config.kv_events != "off")
         self._tracing = _open_tracing(config)
+        _check_kv_events(config)
         self._preparation = Preparation(config.max_preparing)
         self._generation = Generation(config, self._engine, self._preparation)
         vllm_engine = _open_vllm_engine(config, self._engine, self._generation, self._tracing)
@@ -142,6 +143,7 @@ class Frontend:
         drain = Drain(self._servers, self._config.drain_seconds if seconds is None else seconds)
         self._generation.draining = True
         self._health.drain()
+        self._engine.kv_events.close(Unavailable("the server is draining"))
         await drain.wait()
         is_kept = self._config.state_folder
         rest = "resume it with x-resume-token after the next start" if is_kept else "its output is lost"
@@ -218,6 +220,10 @@ def _open_vllm_engine(
                    error=str(error))
         return None
     return VllmEngineServicer(config, engine, generation, time.monotonic(), tracing)
+def _check_kv_events(config: ServerConfig) -> None:
+    """Raise ConfigError if KV events have no way out: the service that offers them needs smg-grpc-proto."""
+    if config.kv_events == "grpc" and importlib.util.find_spec("smg_grpc_proto") is None:
+        raise ConfigError("kv_events: grpc needs smg-grpc-proto; pip install 'npuserve[gateway]'")
 
 
 def _start_poller() -> None:

@@ -23,6 +23,8 @@ from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wir
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_connection import EngineConnection
 from npuserve.service.ipc.engine_stream import Stream
+from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
+from npuserve.service.ipc.kv_subscription import KvSubscriptions
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -63,15 +65,18 @@ class EngineClient:
 
     on_state: called with each new state.
     model_info, epoch, load: last values from the engine; None, 0 and an idle load before the first Ready.
+    load_time: when the load arrived, time.monotonic() seconds.
+    kv_events: subscriptions to KV events.
     stall_seconds: time without a message after which the engine counts as stalled.
     resume_seconds: time for which ended streams are kept for the next engine.
     max_buffered_tokens, slow_reader_seconds, stream_interval: see engine_stream.py.
+    has_kv_events: the engine has KV events.
     """
 
     def __init__(
         self, address: str, on_state: Callable[[State], None] = lambda state: None,
         stall_seconds: float = STALL_SECONDS, resume_seconds: float = 0.0, max_buffered_tokens: int = 512,
-        slow_reader_seconds: float = 300.0, stream_interval: int = 1,
+        slow_reader_seconds: float = 300.0, stream_interval: int = 1, has_kv_events: bool = False,
     ):
         self.max_buffered_tokens = max_buffered_tokens
         self.stream_interval = stream_interval
@@ -80,6 +85,8 @@ class EngineClient:
         self.model_info: ModelInfo | None = None
         self.epoch = 0
         self.load = Load()
+        self.load_time = time.monotonic()
+        self.kv_events = KvSubscriptions(has_kv_events, self.send)
         self._address = address
         self._stall_seconds = stall_seconds
         self._on_state = on_state
@@ -281,10 +288,12 @@ class EngineClient:
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)
+            case KvSubscribed() | KvEvents() | KvEventsLost() if message.epoch == self.epoch and self._connection:
+                self.kv_events.receive(message)
 
     def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
-        self.load = message.load
+        self.load, self.load_time = message.load, now
         for key in message.accepted:
             if stream := self._streams.get(key):
                 stream.accept()
@@ -343,6 +352,7 @@ class EngineClient:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(Unavailable("the engine died before it replied"))
+        self.kv_events.on_disconnect()
         self.load = Load()
         metrics.stream_buffered_tokens.set(0)
         metrics.flush()

@@ -15,6 +15,7 @@ import msgspec
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
+from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
 
@@ -302,7 +303,7 @@ class Resume(Wire, frozen=True):
     deadline: float | None
 
 
-ToEngine = Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache
+ToEngine = Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ToEngineKv
 
 # Engine to front end. Each carries the engine's epoch; messages of an earlier epoch are dropped.
 
@@ -350,7 +351,7 @@ class Reply(Wire, frozen=True):
     value: int
 
 
-ToFrontend = Ready | Outputs | Resumed | Reply
+ToFrontend = Ready | Outputs | Resumed | Reply | ToSubscriber
 
 
 class Splitter:

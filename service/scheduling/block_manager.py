@@ -24,7 +24,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 DIGEST_BYTES = 16
 SCOPE_BYTES = 8
@@ -45,6 +45,14 @@ class BlockCounts(NamedTuple):
     used: int
     cached: int
     free: int
+
+
+class CacheEvents(Protocol):
+    """Receiver of the changes of the prefix cache: engine/kv_event_log.py. Salted blocks are not reported as stored."""
+
+    def stored(self, digest: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None: ...
+    def removed(self, digest: bytes) -> None: ...
+    def cleared(self) -> None: ...
 
 
 class BlockTable:
@@ -73,14 +81,19 @@ class BlockManager:
     """Allocates `num_blocks` blocks of `block_size` tokens by reference count. Every call is O(blocks it touches).
 
     prefix_cache: tables without a scope share blocks.
+
+    events: receiver of the changes of the prefix cache; None for none.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_cache: bool = True, events: CacheEvents | None = None
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self._events = events
         self._key = secrets.token_bytes(DIGEST_BYTES)
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
@@ -149,12 +162,17 @@ class BlockManager:
         if full <= table.num_registered or not (self.prefix_cache or table.scope):
             return
         digests = self._compute_digests(table, token_ids, full)
+        events = None if table._salt else self._events
         for index in range(table.num_registered, full):
             digest, block = digests[index], table.block_ids[index]
             if self._by_digest.setdefault(digest, block) == block:
                 self._digest[block] = digest
                 if table.scope:
                     self._scopes.setdefault(table.scope, set()).add(digest)
+                elif events is not None:
+                    start = index * self.block_size
+                    events.stored(digest, digests[index - 1] if index else None,
+                                  token_ids[start : start + self.block_size])
         table.num_registered = full
 
     def free(self, table: BlockTable) -> None:
@@ -189,6 +207,8 @@ class BlockManager:
         flushed = len(self._cached)
         while self._cached:
             self._free.append(self._evict())
+        if flushed and not self._by_digest and self._events is not None:
+            self._events.cleared()
         return flushed
 
     def audit(self, holders: Iterable[BlockTable]) -> Iterator[None]:
@@ -244,6 +264,8 @@ class BlockManager:
         assert digest is not None
         del self._by_digest[digest]
         self._digest[block] = None
+        if self._events is not None:
+            self._events.removed(digest)
         return block
 
     def _compute_digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Metrics page: the sums over all processes of this server.
 
-Processes write to memory-mapped files in one folder (metrics.py). The page adds them up at each scrape. It runs in the
+Processes write to memory-mapped files in one folder (metrics.py). The page adds them up at each scrape (page_text.py),
+in the text format 0.0.4 and uncompressed, which every scraper reads and which takes the least time. It runs in the
 supervisor, which outlives the other processes. The files of a dead process are added to one file per type and removed,
 so that the number of files does not grow with restarts. An unreadable file is skipped, counted and logged; only its own
 counts are lost.
@@ -13,22 +14,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.supervisor.metrics_server import MetricsServer
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
 log = logging.getLogger(__name__)
 
 HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DEAD = "dead"
 """Replaces the process id in the names of the files that sum up all dead processes."""
 
@@ -63,10 +62,10 @@ class MetricsPage:
 
     def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-
         # Creates this process's files, in which every metric without labels is 0.
         from npuserve.service import metrics
+        from npuserve.service.supervisor.page_text import PageText
+        from npuserve.service.supervisor.vllm_metrics import Aliases
 
         for counter, known in metrics.KNOWN.items():
             for labels in known:
@@ -78,43 +77,51 @@ class MetricsPage:
         self._processes = processes
         self._measured: set[str] = set()  # names of processes with a sample of their memory
         self._metrics = metrics
-        self._vllm = config.metrics_vllm_aliases
         self._model = ""
         self._folder = folder
         self._files_lock = threading.Lock()  # scrapes run in another thread
         self._unreadable: set[str] = set()  # broken files that were counted and logged
         self._dead: set[int] = set()  # dead processes whose files still exist
         self._last_beat = time.monotonic()
-        registry = CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type]
+        self._text = PageText(folder, _declared(), self._skip)
+        self._changed: set[str] = set()  # names of metrics that have changed since the last page
+        self._aliases = Aliases(self._text.families, config.metrics_vllm_aliases)
         host, port = config.metrics_host or config.host, config.metrics_port
         try:
-            self._server = MetricsServer(host.strip("[]"), port, make_wsgi_app(registry))
+            self._server = MetricsServer(host.strip("[]"), port, self._app)
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
-    def collect(self) -> Iterator[object]:
-        """Yield all metrics for a scrape. A metric without samples is yielded by name alone. Called by
-        prometheus_client.
-        """
-        from prometheus_client import REGISTRY
-        from prometheus_client.core import GaugeMetricFamily, Metric
+    def page(self) -> str:
+        """Return the page as of now. Raises OSError if the system lacks a file or memory."""
+        from prometheus_client.utils import floatToGoString
+
+        from npuserve.service.supervisor.page_text import header
 
         self._measure_memory()
         self._metrics.flush()
         if self._dead:
             self._merge_dead()
-        found = self._sums()
-        if self._vllm and self._model:
-            from npuserve.service.supervisor.vllm_metrics import aliases
+        with self._files_lock:
+            self._refresh()
+            changed, self._changed = self._changed, set()
+            age = max(0.0, time.monotonic() - self._last_beat)
+            return "".join((
+                self._aliases.text(changed, self._model) if self._model else "",
+                *(family.text for name, family in self._text.families.items() if name != HEARTBEAT),
+                header(AGE, "gauge", "Time since the engine's last heartbeat"), f"{AGE} {floatToGoString(age)}\n"))
 
-            yield from aliases(found, self._model)
-        for declared in REGISTRY.collect():
-            if declared.name.startswith("npuserve_") and declared.name != HEARTBEAT:
-                yield found.get(declared.name) or Metric(declared.name, declared.documentation, declared.type)
-        age = max(0.0, time.monotonic() - self._last_beat)
-        yield GaugeMetricFamily(AGE, "Time since the engine's last heartbeat", value=age)
+    def _app(
+        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], object]
+    ) -> list[bytes]:
+        """Answer a scrape (WSGI)."""
+        if environ["REQUEST_METHOD"] != "GET":
+            start_response("405 Method Not Allowed", [("Allow", "GET")])
+            return []
+        body = self.page().encode()
+        start_response("200 OK", [("Content-Type", CONTENT_TYPE)])
+        return [body]
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine."""
@@ -148,7 +155,8 @@ class MetricsPage:
         """
         self._dead.add(pid)
         with contextlib.suppress(OSError):
-            self._sums()  # stores its last heartbeat
+            with self._files_lock:
+                self._refresh()  # stores its last heartbeat
             self._merge_dead()
 
     def _merge_dead(self) -> None:
@@ -178,46 +186,45 @@ class MetricsPage:
             used = resident_bytes(processes[name]) if name in processes else 0
             self._metrics.resident_memory_bytes.labels(name).set(used)
 
-    def _sums(self) -> dict[str, Metric]:
-        """Return the metrics of all processes by name, and store the latest heartbeat."""
-        with self._files_lock:
-            files = sorted(self._folder.glob("*.db"))
-            try:
-                merged = _merge(files)
-            except Exception:  # a broken file may raise any exception
-                merged = _merge([file for file in files if self._is_readable(file)])
-        found = {metric.name: metric for metric in merged}
-        for sample in found[HEARTBEAT].samples if HEARTBEAT in found else ():
-            self._last_beat = max(self._last_beat, sample.value)
-        return found
+    def _refresh(self) -> None:
+        """Read the files, and store the latest heartbeat. Needs `_files_lock`. Raises OSError."""
+        self._changed |= self._text.refresh()
+        for beat in self._text.values(HEARTBEAT):
+            self._last_beat = max(self._last_beat, beat)
 
     def _is_readable(self, file: Path) -> bool:
         """Return False for a broken file, which is counted and logged once. Raises OSError if the system lacks a file
         or memory.
         """
+        from npuserve.service.supervisor.page_text import check_file
+
         try:
-            _merge([file])
+            check_file(file)
         except OSError:
             raise
         except Exception as error:
-            if file.name not in self._unreadable:
-                self._unreadable.add(file.name)
-                self._metrics.metrics_files_skipped_total.inc()
-                logs.event(log, "a metrics file cannot be read and is skipped", level=logging.ERROR, file=file.name,
-                           error=f"{type(error).__name__}: {error}")
+            self._skip(file.name, error)
             return False
         return True
 
+    def _skip(self, name: str, error: Exception) -> None:
+        """Count and log a broken file, once."""
+        if name not in self._unreadable:
+            self._unreadable.add(name)
+            self._metrics.metrics_files_skipped_total.inc()
+            logs.event(log, "a metrics file cannot be read and is skipped", level=logging.ERROR, file=name,
+                       error=f"{type(error).__name__}: {error}")
 
-def _merge(files: Sequence[Path]) -> list[Metric]:
-    """Return the sums over the files. Raises prometheus_client's exceptions for a broken file.
 
-    A file is empty until its process has set its size.
-    """
-    from prometheus_client.multiprocess import MultiProcessCollector
+def _declared() -> list[tuple[str, str, str]]:
+    """Return name, type and help of each of our metrics, in the order of their definition."""
+    from prometheus_client.metrics import MetricWrapperBase
 
-    sized = [str(file) for file in files if file.stat().st_size]
-    return list(MultiProcessCollector.merge(sized))  # type: ignore[no-untyped-call]
+    from npuserve.service import metrics
+
+    found = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
+             for metric in value.describe()]
+    return [(metric.name, metric.type, metric.documentation) for metric in found]
 
 
 def _add(source: Path, total: Path) -> None:

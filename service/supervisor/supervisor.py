@@ -178,6 +178,7 @@ class Supervisor:
         self._engine = ChildProcess("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "heartbeat": True, "memory": memory, "shared_weights": self._shared_weights, "kernels": self._kernels,
+            "served_name": self._name,
         }, self._on_event, [memory] if memory >= 0 else [])
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events)

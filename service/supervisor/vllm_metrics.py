@@ -1,4 +1,7 @@
-"""Our metrics under vLLM's names, for dashboards and autoscalers made for vLLM (--metrics-vllm-aliases).
+"""Our metrics under vLLM's names.
+
+The gauges by which an endpoint picker chooses a server are always on the page, while an engine runs. The others are for
+dashboards and autoscalers made for vLLM (--metrics-vllm-aliases).
 
 Names, types and labels are those of vLLM's V1 engine, and older names if vLLM's dashboards still use them. Labels that
 vLLM does not have are summed over.
@@ -8,14 +11,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
-from prometheus_client.core import Metric
+from npuserve.service.supervisor.page_text import Family, Labels, Slot, header, samples
+
+CACHE = "npuserve_kv_cache_config_info"
+"""Present while an engine runs: the picker would otherwise read zeros of a dead engine as an idle server."""
 
 # Our name without npuserve_ -> vLLM's names without vllm:, all without _total.
-NAMES = {
+PICKER_NAMES: dict[str, tuple[str, ...]] = {
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
-    "kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "kv_cache_usage_ratio": ("kv_cache_usage_perc",),
+    "kv_cache_config_info": ("cache_config_info",),
+}
+NAMES: dict[str, tuple[str, ...]] = {
+    "kv_cache_usage_ratio": ("gpu_cache_usage_perc",),
     "prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
     "prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
     "preemptions": ("num_preemptions",),
@@ -35,28 +46,58 @@ NAMES = {
 }
 REASONS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length", "deadline": "length",
            "aborted": "abort"}
+LABELS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
+"""Our labels that vLLM has -> vLLM's."""
 
 
-def aliases(found: Mapping[str, Metric], model: str) -> Iterator[Metric]:
-    """Yield our samples under vLLM's names.
+class Aliases:
+    """Metrics under vLLM's names.
 
-    found: metrics by our name.
-    model: value of the label model_name.
+    families: our metrics by name.
+    with_all: not only the picker's gauges.
     """
-    for ours, theirs in NAMES.items():
-        metric = found.get(f"npuserve_{ours}")
-        for name in theirs if metric else ():
-            assert metric
-            made = Metric(f"vllm:{name}", metric.documentation, metric.type)
-            sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-            for sample in metric.samples:
-                labels = {"model_name": model, "engine": "0"}
-                if "le" in sample.labels:
-                    labels["le"] = sample.labels["le"]
-                if "reason" in sample.labels:
-                    labels["finished_reason"] = REASONS[sample.labels["reason"]]
-                suffix = sample.name.removeprefix(metric.name)
-                sums[f"vllm:{name}{suffix}", tuple(labels.items())] += sample.value
-            for (full, pairs), value in sums.items():
-                made.add_sample(full, dict(pairs), value)
-            yield made
+
+    def __init__(self, families: Mapping[str, Family], with_all: bool):
+        self._families = families
+        shown = [(PICKER_NAMES, True), (NAMES, False)] if with_all else [(PICKER_NAMES, True)]
+        self._names = [(f"npuserve_{ours}", f"vllm:{name}", is_pickers) for names, is_pickers in shown
+                       for ours, theirs in names.items() for name in theirs]
+        self._texts: dict[str, str] = {}
+        self._model = ""
+
+    def text(self, changed: AbstractSet[str], model: str) -> str:
+        """Return the lines of the page.
+
+        changed: names of our metrics that have changed since the last call.
+        model: value of the label model_name.
+        """
+        if model != self._model:
+            self._model = model
+            self._texts.clear()
+        has_engine = bool(self._families[CACHE].groups)
+        shown = []
+        for ours, theirs, is_pickers in self._names:
+            if ours in changed or theirs not in self._texts:
+                self._texts[theirs] = "".join(_lines(self._families[ours], theirs, model))
+            if has_engine or not is_pickers:
+                shown.append(self._texts[theirs])
+        return "".join(shown)
+
+
+def _lines(family: Family, name: str, model: str) -> Iterator[str]:
+    """Yield the lines of a metric under another name; none if it has no samples."""
+    sums: defaultdict[Labels, defaultdict[Slot, float]] = defaultdict(lambda: defaultdict(float))
+    for group in family.groups.values():
+        labels = {"model_name": model, "engine": "0"}
+        for label, value in group.labels:
+            if label == "reason":
+                labels["finished_reason"] = REASONS[value]
+            elif label in LABELS:
+                labels[LABELS[label]] = value
+        one = sums[tuple(sorted(labels.items()))]
+        for slot, number in group.values.items():
+            one[slot] += number
+    if sums:
+        yield header(name, family.kind, family.documentation)
+    for own, values in sums.items():
+        yield samples(family.kind, name, own, values)

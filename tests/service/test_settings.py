@@ -163,3 +163,22 @@ def test_settings_document_has_every_setting_with_default() -> None:
     cells = [[cell.strip(" `") for cell in line.split("|")] for line in DOCUMENT.read_text().splitlines()]
     rows = {cell[1]: cell[3] for cell in cells if len(cell) == 6 and cell[1] not in ("setting", "---")}
     assert rows == {f.name: settings._show(f.default) for f in msgspec.structs.fields(ServerConfig)}
+
+
+@pytest.mark.parametrize(("flags", "error"), [
+    ("--kv-events grpc --no-prefix-cache", "kv_events: there are none without prefix_cache"),
+    ("--kv-events zmq --kv-events-endpoint 5557", "kv_events_endpoint: '5557' must be like tcp://"),
+    ("--kv-events zmq --kv-events-replay-endpoint http://x:1", "kv_events_replay_endpoint: 'http://x:1' must be like"),
+    ("--kv-events grpc --kv-events-replay-endpoint ipc://x", "kv_events_replay_endpoint: replays need kv_events zmq"),
+    ("--kv-events-buffer 3", r"kv_events_buffer: 3 is not in \[64, 1048576\]"),
+])
+def test_load_contradicting_kv_events_is_refused(flags: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load(flags)
+
+
+def test_load_kv_events_endpoints() -> None:
+    config = load("--kv-events zmq --kv-events-endpoint ipc:///run/kv --kv-events-replay-endpoint tcp://[::]:5558")
+    assert (config.kv_events_endpoint, config.kv_events_replay_endpoint) == ("ipc:///run/kv", "tcp://[::]:5558")
+    with pytest.raises(ConfigError, match="kv_events_endpoint: must not be empty with kv_events zmq"):
+        ServerConfig(kv_events="zmq", kv_events_endpoint="")

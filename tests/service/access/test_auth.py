@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from npuserve.service import metrics
+from npuserve.service.access.auth import KV_EVENTS, AuthInterceptor
+from npuserve.service.access.caller import Caller
 from npuserve.service.cli.main import main
 from npuserve.service.ipc.messages import Submit
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
@@ -122,6 +124,46 @@ async def test_auth_admin_service_needs_admin_right(folder: Path, keys: dict[str
         assert names == {"alice", "root"}
         # The scheme is case-insensitive, as in HTTP.
         await server.inference.Generate(ask(), metadata=(("authorization", f"bearer {keys['alice']}"),))
+
+
+def test_namespaces_of_different_owners_and_salts_differ() -> None:
+    callers = [Caller(name) for name in ("a", "a:b", "1:a", "")] + [Caller("ipv4:10.0.0.7", is_authenticated=False)]
+    salts = ("", "s", "a:", ":s", "0::")
+    found = {(caller.owner, salt): caller.namespace(salt, shared=False) for caller in callers for salt in salts}
+    assert len(set(found.values())) == len(found)
+    assert [key for key, namespace in found.items() if not namespace] == [("", "")]
+    assert {caller.namespace("", shared=True) for caller in callers} == {""}
+
+
+async def test_auth_kv_events_need_admin_right_of_callers_with_a_key() -> None:
+    """Without keys everyone may subscribe. The service is one of other people's protos, here without its messages."""
+    callers = {"a": Caller("alice"), "r": Caller("root", admin=True)}
+
+    async def subscribe(messages: object, context: Any) -> None:
+        await context.write(b"events")
+
+    async def outcome(find_key: Any, metadata: Any) -> str:
+        server = grpc.aio.server(interceptors=[AuthInterceptor(find_key)])
+        service, _, method = KV_EVENTS[1:].partition("/")
+        handlers = {method: grpc.stream_stream_rpc_method_handler(subscribe)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        server.add_registered_method_handlers(service, handlers)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                call = channel.unary_stream(KV_EVENTS)(b"", metadata=metadata)
+                assert [message async for message in call] == [b"events"]
+                return "OK"
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        finally:
+            await server.stop(None)
+
+    assert await outcome(None, None) == "OK"
+    assert await outcome(callers.get, bearer("r")) == "OK"
+    assert await outcome(callers.get, bearer("a")) == "PERMISSION_DENIED"
+    assert await outcome(callers.get, None) == "UNAUTHENTICATED"
 
 
 async def test_auth_without_keys_all_but_admin_is_served(folder: Path) -> None:

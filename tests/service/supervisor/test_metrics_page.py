@@ -43,6 +43,8 @@ metrics.queue_time_seconds.observe(0.3)
 if me == 2:
     metrics.engine_heartbeat.set(time.monotonic() - 1000)
     metrics.engine_heartbeat.set(time.monotonic())
+    metrics.kv_cache_config_info.labels("16", "512").set(1)
+    metrics.kv_cache_usage_ratio.set(0.25)
 print("written", flush=True)
 sys.stdin.read()
 '''
@@ -124,6 +126,15 @@ def samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
+PICKER = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+          "vllm:cache_config_info"}
+
+
+def vllm_kinds(page: str) -> dict[str, str]:
+    """Return name -> type of vLLM's metrics on a page."""
+    return {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE vllm:")}
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the page before any sample, with two children, and after the death of the second child."""
@@ -152,7 +163,7 @@ def test_metrics_page_uncounted_metric_is_zero(pages: list[str]) -> None:
 
 def test_metrics_page_names_every_metric_from_the_start(pages: list[str]) -> None:
     for page in pages:
-        named = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")}
+        named = {line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE npuserve_")}
         assert named == {name: kind for name, (kind, _) in documented().items()}
 
 
@@ -225,12 +236,12 @@ def test_metrics_page_alert_series_exist_before_first_event(pages: list[str]) ->
 
 
 def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[str]) -> None:
-    before, *_, last = run_server(tmp_path, "aliases")
+    before, both, last = run_server(tmp_path, "aliases")
     assert "vllm:" not in before, "vLLM has no page before its model is loaded"
-    assert not any("vllm:" in page for page in pages)
-    found = samples(last)
+    found = samples(both)
     named = (("engine", "0"), ("model_name", "teller"))
-    assert found["vllm:num_requests_running", named] == found["npuserve_requests_running", ()] == 1
+    assert found["vllm:num_requests_running", named] == found["npuserve_requests_running", ()] == 3
+    assert found["vllm:gpu_cache_usage_perc", named] == 0.25
     assert found["vllm:prompt_tokens_total", named] == 30
     assert found["vllm:request_queue_time_seconds_count", named] == 2
     assert found["vllm:request_queue_time_seconds_bucket", (named[0], ("le", "0.5"), named[1])] == 2
@@ -240,12 +251,25 @@ def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[
     assert reasons == {"stop": 5, "length": 0, "abort": 0}
     assert found["vllm:iteration_tokens_total_count", named] == 4
     assert found["vllm:iteration_tokens_total_sum", named] == 203
-    kinds = {line.split()[2]: line.split()[3] for line in last.splitlines() if line.startswith("# TYPE vllm:")}
+    kinds = vllm_kinds(both)
+    assert kinds.keys() - vllm_kinds(last).keys() == PICKER
     assert kinds["vllm:num_requests_waiting"] == kinds["vllm:kv_cache_usage_perc"] == "gauge"
     assert kinds["vllm:generation_tokens_total"] == "counter"
     assert kinds["vllm:e2e_request_latency_seconds"] == "histogram"
     described = set(re.findall(r"`(vllm:[a-z0-9_]+)`", DOCUMENT.read_text(encoding="utf-8")))
     assert {name for name in kinds if not name.startswith("vllm:gpu_prefix")} == described
+
+
+def test_metrics_page_of_a_live_engine_has_the_pickers_gauges(pages: list[str]) -> None:
+    """Without --metrics-vllm-aliases. A dead engine has none: zeros would look like an idle one."""
+    assert [vllm_kinds(page) for page in pages] == [{}, dict.fromkeys(PICKER, "gauge"), {}]
+    found = samples(pages[1])
+    named = (("engine", "0"), ("model_name", "teller"))
+    assert found["vllm:num_requests_running", named] == 3
+    assert found["vllm:num_requests_waiting", named] == 0
+    assert found["vllm:kv_cache_usage_perc", named] == 0.25
+    cache = (("block_size", "16"), named[0], named[1], ("num_gpu_blocks", "512"))
+    assert found["vllm:cache_config_info", cache] == 1
 
 
 def test_metrics_page_shows_heartbeat_age_only(pages: list[str]) -> None:
@@ -257,7 +281,8 @@ def test_metrics_page_promtool_finds_no_problem(pages: list[str]) -> None:
     if not promtool:
         pytest.skip("no promtool")
     for page in pages:
-        done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True)
+        ours = "".join(line for line in page.splitlines(keepends=True) if "vllm:" not in line)  # vLLM's have colons
+        done = subprocess.run([promtool, "check", "metrics"], input=ours, capture_output=True, text=True)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -313,8 +338,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
 page.forget(pids[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 left = len(list(folder.glob(f"*_{pids[1]}.db")))
-found = {name: metric.samples[0].value for metric in page.collect() if (name := metric.name) in (
-    "npuserve_prompt_tokens", "npuserve_metrics_files_skipped")}
+found = {name: float(value) for name, _, value in (line.partition(" ") for line in page.page().splitlines())
+         if name in ("npuserve_prompt_tokens_total", "npuserve_metrics_files_skipped_total")}
 print(json.dumps([left > 0, len(list(folder.glob(f"*_{pids[1]}.db"))), found]))
 os._exit(0)
 """
@@ -324,4 +349,5 @@ def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -
     """The files of a dead process are merged at the next scrape."""
     done = subprocess.run([sys.executable, "-c", NO_FILES, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, 0, {"npuserve_prompt_tokens": 20, "npuserve_metrics_files_skipped": 0}]
+    counts = {"npuserve_prompt_tokens_total": 20, "npuserve_metrics_files_skipped_total": 0}
+    assert json.loads(done.stdout) == [True, 0, counts]

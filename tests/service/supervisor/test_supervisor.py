@@ -133,7 +133,8 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert engine["arguments"].pop("shared_weights") is None
     assert engine["arguments"].pop("kernels") is None
     assert engine["arguments"] == {
-        "config": config, "folder": ".", "address": address, "epoch": 1, "heartbeat": True}
+        "config": config, "folder": ".", "address": address, "epoch": 1, "heartbeat": True,
+        "served_name": Path.cwd().name}
     assert front["mode"] == "0o40700"
     assert front["metrics"] == engine["metrics"]
     assert (front["spin"], engine["spin"]) == (None, "1000")

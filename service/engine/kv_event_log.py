@@ -1,0 +1,169 @@
+"""Log of what enters and leaves the prefix cache, recorded by the block manager.
+
+Blocks of requests with a cache salt are not logged. A salt separates callers: no other caller may learn what it has
+cached, and a router, which knows no salts, would take the block for one that others can share.
+
+The log holds parent and tokens of each block in the cache, since a snapshot needs them. Changes are held only while
+there is a subscriber (`is_recording`), until `take`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+from npuserve.service.ipc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+HASH_BYTES = 8
+"""Bytes of a digest that are published. The digests of further blocks cannot be computed without the other half."""
+
+Stored = tuple[bytes | None, bytes]
+"""Digest of the parent, None at the begin of a prompt, and the block's tokens as an array of unsigned integers."""
+
+
+class KvEventLog:
+    """Log of one block manager.
+
+    blocks: digest -> parent and tokens of each logged block in the cache, in the order of their last addition.
+    is_recording: changes are held for `take`.
+    num_recorded: changes held since the start.
+    """
+
+    def __init__(self, block_size: int):
+        self.blocks: dict[bytes, Stored] = {}
+        self.is_recording = False
+        self.num_recorded = 0
+        self._block_size = block_size
+        self._changes: deque[bytes | tuple[bytes, Stored] | None] = deque()  # removed, stored, all cleared
+
+    @property
+    def has_changes(self) -> bool:
+        """True if there are changes to take."""
+        return bool(self._changes)
+
+    def stored(self, digest: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
+        """Log that a full block was added to the cache."""
+        block = self.blocks[digest] = parent, array("I", token_ids).tobytes()
+        if self.is_recording:
+            self._record((digest, block))
+
+    def removed(self, digest: bytes) -> None:
+        """Log that a block was evicted. Nothing if it was not logged."""
+        if self.blocks.pop(digest, None) is not None and self.is_recording:
+            self._record(digest)
+
+    def cleared(self) -> None:
+        """Log that the cache is empty. Changes before it need not be sent."""
+        self.blocks.clear()
+        if self.is_recording:
+            self._changes.clear()
+            self._record(None)
+
+    def start(self) -> None:
+        """Record changes from now on."""
+        self.is_recording = True
+
+    def stop(self) -> None:
+        """Record no changes, and drop those that were not taken."""
+        self.is_recording = False
+        self._changes.clear()
+
+    def take(self, max_blocks: int) -> list[Event]:
+        """Return the oldest changes, of at most max_blocks blocks, and drop them. Call until there are none."""
+        events = _Events(self._block_size)
+        while self._changes and events.num_blocks < max_blocks:
+            match self._changes.popleft():
+                case None:
+                    events.add_cleared()
+                case (digest, block):
+                    events.add_stored(digest, block)
+                case digest:
+                    events.add_removed(digest)
+        return events.events
+
+    def snapshot(self, max_blocks: int) -> tuple[int, Iterator[list[Event]]]:
+        """Return the number of parts, and the parts: events that list the present blocks, at most max_blocks in each.
+
+        The first part begins with AllBlocksCleared. Changes after this call do not change the parts. Blocks follow
+        their parents. Blocks without a parent in the cache are left out: no request finds them.
+        """
+        blocks = list(self.blocks.items())
+        count = max(1, -(-len(blocks) // max_blocks))
+        return count, _snapshot_parts(blocks, max_blocks, count, self._block_size)
+
+    def _record(self, change: bytes | tuple[bytes, Stored] | None) -> None:
+        self.num_recorded += 1
+        self._changes.append(change)
+
+
+class _Events:
+    """Builder of events: consecutive changes of one kind are merged."""
+
+    def __init__(self, block_size: int):
+        self.events: list[Event] = []
+        self.num_blocks = 0
+        self._block_size = block_size
+        self._last: bytes | None = None  # digest of the last block of the last event, if that is BlockStored
+
+    def add_cleared(self) -> None:
+        self.events.append(AllBlocksCleared())
+        self._last = None
+
+    def add_stored(self, digest: bytes, block: Stored) -> None:
+        parent, data = block
+        event = self.events[-1] if self.events else None
+        if parent is None or parent != self._last or not isinstance(event, BlockStored):
+            event = BlockStored([], None if parent is None else to_hash(parent), [], self._block_size)
+            self.events.append(event)
+        event.block_hashes.append(to_hash(digest))
+        event.token_ids.extend(array("I", data))
+        self._last = digest
+        self.num_blocks += 1
+
+    def add_removed(self, digest: bytes) -> None:
+        event = self.events[-1] if self.events else None
+        if not isinstance(event, BlockRemoved):
+            event = BlockRemoved([])
+            self.events.append(event)
+        event.block_hashes.append(to_hash(digest))
+        self._last = None
+        self.num_blocks += 1
+
+
+def to_hash(digest: bytes) -> int:
+    """Return the published hash of a digest, an unsigned 64-bit integer."""
+    return int.from_bytes(digest[:HASH_BYTES], "big")
+
+
+def _snapshot_parts(
+    blocks: list[tuple[bytes, Stored]], max_blocks: int, count: int, block_size: int
+) -> Iterator[list[Event]]:
+    """Yield `count` parts that list the blocks, parents first."""
+    events, made = _Events(block_size), 1
+    events.add_cleared()
+    for digest, block in _parents_first(blocks):
+        if events.num_blocks == max_blocks:
+            yield events.events
+            events, made = _Events(block_size), made + 1
+        events.add_stored(digest, block)
+    yield events.events
+    for _ in range(made, count):  # blocks were left out
+        yield []
+
+
+def _parents_first(blocks: list[tuple[bytes, Stored]]) -> Iterator[tuple[bytes, Stored]]:
+    """Yield the blocks whose ancestors are all present, each after its parent. They almost are in this order."""
+    listed: set[bytes] = set()
+    waiting: defaultdict[bytes, list[tuple[bytes, Stored]]] = defaultdict(list)
+    for first in blocks:
+        ready = [first]
+        while ready:
+            digest, block = ready.pop()
+            parent = block[0]
+            if parent is None or parent in listed:
+                listed.add(digest)
+                yield digest, block
+                ready += waiting.pop(digest, [])
+            else:
+                waiting[parent].append((digest, block))

@@ -1,0 +1,185 @@
+"""Log of the prefix cache's changes: the events, replayed, give the cache."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.service.engine.kv_event_log import KvEventLog, to_hash
+from npuserve.service.ipc.kv_events import Event, encode_batch
+from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
+from tests.support.kv_model import CacheModel
+
+
+def hold(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
+    """Return a table of `tokens`, all of them computed and registered."""
+    table = BlockTable(salt)
+    assert blocks.allocate(table, len(tokens), blocks.find_prefix(table, tokens))
+    blocks.register(table, tokens, len(tokens))
+    return table
+
+
+def made(num_blocks: int, size: int) -> tuple[BlockManager, KvEventLog]:
+    log = KvEventLog(size)
+    return BlockManager(num_blocks, size, events=log), log
+
+
+def events(log: KvEventLog, max_blocks: int = 1000) -> list[list[object]]:
+    """Return the log's changes as a subscriber decodes them."""
+    return decoded(log.take(max_blocks))
+
+
+def decoded(found: list[Event]) -> list[list[object]]:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(found))
+
+
+def test_log_merges_the_blocks_of_a_chain() -> None:
+    blocks, log = made(8, 2)
+    log.start()
+    table = hold(blocks, [1, 2, 3, 4, 5])
+    first, second = map(to_hash, table._digests)
+    assert events(log) == [["BlockStored", [first, second], None, [1, 2, 3, 4], 2, None, "GPU", None]]
+    blocks.allocate(table, 7)
+    blocks.register(table, [1, 2, 3, 4, 5, 6, 7], 7)
+    third = to_hash(table._digests[2])
+    assert events(log) == [["BlockStored", [third], second, [5, 6], 2, None, "GPU", None]]
+    assert not log.has_changes
+
+
+def test_log_of_evicted_blocks_is_one_event() -> None:
+    blocks, log = made(3, 2)
+    log.start()
+    old = hold(blocks, [1, 2, 3, 4])
+    hashes = [to_hash(digest) for digest in old._digests]
+    blocks.free(old)
+    log.take(100)
+    hold(blocks, [7, 7, 8, 8, 9, 9])
+    removed, stored = events(log)
+    assert removed == ["BlockRemoved", hashes[::-1], "GPU"]  # the leaf first
+    assert stored[3] == [7, 7, 8, 8, 9, 9]
+
+
+def test_log_of_a_flush_is_cleared_or_removed() -> None:
+    blocks, log = made(8, 2)
+    log.start()
+    used = hold(blocks, [1, 2])
+    blocks.free(hold(blocks, [3, 4]))
+    log.take(100)
+    blocks.flush_prefix_cache()
+    assert [event[0] for event in events(log)] == ["BlockRemoved"]
+    assert len(log.blocks) == 1
+    blocks.free(used)
+    blocks.flush_prefix_cache()
+    assert events(log) == [["AllBlocksCleared"]]
+    assert log.blocks == {}
+    blocks.flush_prefix_cache()
+    assert not log.has_changes
+
+
+def test_log_holds_no_block_of_a_salted_request() -> None:
+    blocks, log = made(8, 2)
+    log.start()
+    private, public = hold(blocks, [1, 2, 3, 4], "tenant"), hold(blocks, [1, 2])
+    assert [event[1] for event in events(log)] == [[to_hash(public._digests[0])]]
+    for table in (private, public):
+        blocks.free(table)
+    hold(blocks, list(range(16)))  # evicts all
+    assert events(log)[0] == ["BlockRemoved", [to_hash(public._digests[0])], "GPU"]
+
+
+def test_log_without_a_subscriber_records_nothing() -> None:
+    blocks, log = made(4, 2)
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 9]):
+        blocks.free(hold(blocks, tokens))
+    blocks.flush_prefix_cache()
+    assert (log.num_recorded, log.has_changes) == (0, False)
+
+
+def test_log_takes_at_most_the_given_number_of_blocks() -> None:
+    blocks, log = made(8, 2)
+    log.start()
+    hold(blocks, list(range(10)))
+    sizes = []
+    while found := log.take(2):
+        sizes.append(sum(len(event.block_hashes) for event in found))  # type: ignore[union-attr]
+    assert sizes == [2, 2, 1]
+
+
+def test_snapshot_is_as_of_its_call() -> None:
+    blocks, log = made(8, 2)
+    hold(blocks, [1, 2, 3, 4])
+    count, parts = log.snapshot(1)
+    hold(blocks, [1, 2, 9, 9])
+    model = CacheModel()
+    found = list(parts)
+    assert count == len(found) == 2
+    for part in found:
+        model.apply(encode_batch((1e10, part, 0)))
+    assert model.prefixes() == {(1, 2), (1, 2, 3, 4)}
+    assert model.clears == 1
+
+
+def test_snapshot_of_an_empty_cache_is_one_part() -> None:
+    count, parts = KvEventLog(2).snapshot(10)
+    assert (count, decoded(next(parts))) == (1, [["AllBlocksCleared"]])
+
+
+def test_snapshot_puts_parents_first_and_leaves_out_orphans() -> None:
+    log = KvEventLog(1)
+    tree = {b"a": None, b"b": b"a", b"c": b"b", b"d": b"c", b"x": b"gone", b"y": b"x"}
+    for name in (b"d", b"y", b"b", b"c", b"x", b"a"):  # a was evicted and added again
+        log.stored(name, tree[name], [name[0]])
+    count, parts = log.snapshot(2)
+    found = [decoded(part) for part in parts]
+    assert count == len(found) == 3
+    chain = [one for part in found for event in part if event[0] == "BlockStored" for one in event[1]]  # type: ignore[attr-defined]
+    assert chain == [to_hash(name) for name in (b"a", b"b", b"c", b"d")]
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+actions = st.tuples(st.sampled_from("aaaaffxts"), prompts, st.sampled_from(["", "", "s"]), st.integers(0, 9))
+
+
+@given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), limit=st.integers(1, 4),
+       steps=st.lists(actions, max_size=40))
+def test_log_replayed_equals_the_cache_at_any_time(
+    num_blocks: int, size: int, limit: int, steps: list[tuple[str, list[int], str, int]]
+) -> None:
+    """Allocate, free, flush, take and take snapshots in any order. Compare with the manager's own table of digests."""
+    blocks, log = made(num_blocks, size)
+    log.start()
+    model, held = CacheModel(), list[BlockTable]()
+    public: dict[bytes, tuple[int, ...]] = {}  # digest of each block without a salt -> its prefix
+
+    def update() -> None:
+        while found := log.take(limit):
+            model.apply(encode_batch((1e10, found, 0)))
+
+    for what, tokens, salt, which in steps:
+        if what == "a":
+            table = BlockTable(salt)
+            if blocks.allocate(table, len(tokens), blocks.find_prefix(table, tokens)):
+                held.append(table)
+                blocks.register(table, tokens, len(tokens))
+                if not salt:
+                    public |= {digest: tuple(tokens[: (i + 1) * size]) for i, digest in enumerate(table._digests)}
+        elif what == "f" and held:
+            blocks.free(held.pop(which % len(held)))
+        elif what == "x":
+            blocks.flush_prefix_cache()
+        elif what == "t":
+            update()
+        elif what == "s":
+            fresh = CacheModel()
+            for part in log.snapshot(limit)[1]:
+                fresh.apply(encode_batch((1e10, part, 0)))
+            update()
+            assert fresh.prefixes() == model.prefixes()
+            assert len(fresh.prefixes()) == len(fresh.blocks)
+    update()
+    present = blocks._by_digest.keys() & public.keys()
+    assert model.blocks.keys() == {to_hash(digest) for digest in present}
+    for digest in present:
+        assert model.blocks[to_hash(digest)].token_ids == public[digest][-size:]
+    assert model.prefixes() <= set(public.values())

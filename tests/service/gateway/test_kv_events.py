@@ -1,0 +1,280 @@
+"""SubscribeKvEvents over a real gRPC server and the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine import kv_event_stream
+from npuserve.service.errors import Unavailable
+from npuserve.service.frontend import process
+from npuserve.service.gateway import kv_events
+from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.ipc.messages import Request
+from tests.service.engine.test_loop_kv_events import FIRST, RunningKv
+from tests.support.fake_engine import until
+
+
+class Servicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    def __init__(self, engine: EngineClient):
+        self._engine = engine
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
+        await kv_events.subscribe(self._engine, request, context)
+
+
+class Serving:
+    """Engine, its client in a front end, and a stub."""
+
+    def __init__(self, engine: RunningKv, client: EngineClient, stub: vllm_engine_pb2_grpc.VllmEngineStub):
+        self.engine = engine
+        self.client = client
+        self.stub = stub
+        self._key = 0
+
+    def subscribe(self, start: int = 0, **fields: Any) -> Any:
+        return self.stub.SubscribeKvEvents(
+            common_pb2.SubscribeKvEventsRequest(start_sequence_number=start, **fields))
+
+    async def generate(self, prompt: list[int], max_tokens: int) -> None:
+        self._key += 1
+        stream = self.client.submit(Request(f"r{self._key}", prompt, max_tokens, time.monotonic()))
+        async for _ in stream:
+            pass
+        stream.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path, blocks: int = 64, has_kv_events: bool = True) -> AsyncIterator[Serving]:
+    engine = RunningKv(tmp_path, 0.0, 64, blocks)
+    client = EngineClient(engine.address, has_kv_events=has_kv_events)
+    client.start()
+    server = grpc.aio.server()
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(Servicer(client), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await until(lambda: client.state == "ready")
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Serving(engine, client, vllm_engine_pb2_grpc.VllmEngineStub(channel))
+    finally:
+        await server.stop(None)
+        await client.close()
+        engine.stop()
+
+
+class View:
+    """What a gateway knows of one worker."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, list[int]]] = {}
+        self.last = 0
+        self.event_ids: list[int] = []
+        self.samples: list[int] = []
+
+    def apply(self, batch: Any) -> None:
+        assert batch.dp_rank == 0
+        assert batch.HasField("load")
+        self.samples.append(batch.load.sample)
+        if batch.load.load_only:
+            assert batch.sequence_number == self.last
+            assert not batch.events
+            return
+        assert not self.last or batch.sequence_number == self.last + 1
+        self.last = batch.sequence_number
+        for event in batch.events:
+            self.event_ids.append(event.event_id)
+            self._apply_event(event)
+
+    def _apply_event(self, event: Any) -> None:
+        match event.WhichOneof("data"):
+            case "cleared":
+                self.blocks.clear()
+            case "removed":
+                for one in event.removed.block_hashes:
+                    self.blocks.pop(one, None)
+            case "stored":
+                stored = event.stored
+                assert (stored.tier, stored.medium) == (common_pb2.KV_CACHE_TIER_DEVICE, "GPU")
+                parent = stored.parent_block_hash if stored.HasField("parent_block_hash") else None
+                for block in stored.blocks:
+                    assert block.block_size == len(block.token_ids) == 4
+                    self.blocks[block.block_hash] = parent, list(block.token_ids)
+                    parent = block.block_hash
+
+    async def follow(self, call: Any, number: int) -> None:
+        """Apply batches until one has this number."""
+        while self.last < number:
+            self.apply(await asyncio.wait_for(call.read(), 10))
+
+
+async def end_of(call: Any, view: View | None = None) -> tuple[grpc.StatusCode, str]:
+    """Read a stream to its end; return its status and details. view: to which its batches are applied."""
+    try:
+        while True:
+            batch = await asyncio.wait_for(call.read(), 10)
+            if view:
+                view.apply(batch)
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+
+
+def signed(one: int) -> int:
+    return int.from_bytes(one.to_bytes(8, "big"), "big", signed=True)
+
+
+async def test_subscribe_events_replayed_equal_the_cache(tmp_path: Path) -> None:
+    async with serving(tmp_path, blocks=16) as server:
+        await server.generate(list(range(10)), 4)
+        call, view = server.subscribe(), View()
+        first = await call.read()
+        assert first.sequence_number == FIRST
+        assert (first.snapshot.index, first.snapshot.count, first.snapshot.blocks) == (0, 1, 3)
+        assert [event.WhichOneof("data") for event in first.events] == ["cleared", "stored"]
+        view.apply(first)
+        assert view.event_ids == [0, 0]
+        assert [tokens for _, tokens in view.blocks.values()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        for key in range(8):
+            await server.generate([key * 100 + i for i in range(9)], 12)
+        await until(lambda: not server.engine.stream.has_work)
+        await view.follow(call, server.engine.stream._latest)
+        assert view.blocks.keys() == {signed(one) for one in server.engine.hashes()}
+        assert min(view.blocks) < 0 < max(view.blocks)
+        assert view.event_ids[2:] == list(range(1, len(view.event_ids) - 1))
+        last = view.last
+        await server.client.flush_prefix_cache()
+        await view.follow(call, last + 1)
+        assert view.blocks == {}
+        assert view.samples == list(range(1, len(view.samples) + 1))
+        call.cancel()
+        await until(lambda: server.engine.stream.num_subscribers == 0)
+
+
+async def test_subscribe_resumes_and_refuses_as_the_gateway_needs(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        call, view = server.subscribe(), View()
+        for key in range(3):
+            await server.generate([key * 100 + i for i in range(9)], 5)
+        await until(lambda: not server.engine.stream.has_work)
+        latest = server.engine.stream._latest
+        await view.follow(call, latest)
+        call.cancel()
+        resumed, again = server.subscribe(latest - 1), View()
+        again.last = latest - 2
+        await again.follow(resumed, latest)
+        for start in (FIRST - 1, latest + 2, 17):
+            refused = server.subscribe(start)
+            code, details = await end_of(refused)
+            assert code == grpc.StatusCode.OUT_OF_RANGE
+            assert f"start_sequence_number: {start} is not kept" in details
+            assert not await refused.initial_metadata()
+        resumed.cancel()
+
+
+async def test_subscribe_without_batches_sends_load_at_changes_and_as_a_heartbeat(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        call, view = server.subscribe(), View()
+        view.apply(await call.read())
+        began, heartbeats = time.monotonic(), []
+        for _ in range(2):
+            batch = await asyncio.wait_for(call.read(), 5)
+            view.apply(batch)
+            heartbeats.append(batch)
+        assert time.monotonic() - began > 1.5 * kv_events.HEARTBEAT_SECONDS
+        load = heartbeats[0].load
+        assert load.load_only
+        assert (load.running_requests, load.waiting_requests, load.token_usage) == (0, 0, 0)
+        assert load.max_running_requests == 4
+        assert (load.max_total_num_tokens, load.num_used_tokens, load.age_ms < 1000) == (512, 0, True)
+        await server.generate([1, 2, 3], 2)  # fills no block: its load alone is news
+        began = time.monotonic()
+        view.apply(await asyncio.wait_for(call.read(), 5))
+        call.cancel()
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_subscribe_resumed_at_the_end_sends_load_first_only_on_request(tmp_path: Path, early: bool) -> None:
+    async with serving(tmp_path) as server:
+        first = server.subscribe()
+        await first.read()
+        call = server.subscribe(FIRST + 1, load_records_before_first_batch=early)
+        await asyncio.wait_for(call.initial_metadata(), 5)
+        reading = asyncio.ensure_future(call.read())
+        done, _ = await asyncio.wait([reading], timeout=0.5)
+        assert bool(done) == early
+        if early:
+            assert (reading.result().sequence_number, reading.result().load.load_only) == (0, True)
+        else:
+            await server.generate(list(range(9)), 2)
+            assert (await asyncio.wait_for(reading, 5)).sequence_number == FIRST + 1
+        first.cancel()
+        call.cancel()
+
+
+async def test_subscribe_client_that_reads_nothing_ends_with_data_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_event_stream, "WINDOW_BYTES", 2000)
+    async with serving(tmp_path) as server:
+        server.engine.stream._max_batches = 8
+        call = server.subscribe()
+        blocked = asyncio.Event()
+        real = server.client.kv_events.receive
+        messages: list[Any] = []
+
+        def hold(message: Any) -> None:  # the client's reading is too slow: nothing is reported as read
+            (real if blocked.is_set() else messages.append)(message)
+
+        await call.read()
+        monkeypatch.setattr(server.client.kv_events, "receive", hold)
+        for key in range(60):
+            await server.generate([key * 10 + i for i in range(9)], 5)
+        assert 0 < len(messages) < 60
+        blocked.set()
+        for message in messages:
+            real(message)
+        view = View()
+        code, details = await end_of(call, view)
+        assert code == grpc.StatusCode.DATA_LOSS
+        assert f"the batches {view.last + 1} to" in details
+
+
+async def test_subscribe_ends_with_the_engine_and_with_a_drain(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        calls = [server.subscribe() for _ in range(2)]
+        for call in calls:
+            await call.read()
+        server.client._on_disconnect()
+        for call in calls:
+            assert (await end_of(call))[0] == grpc.StatusCode.DATA_LOSS
+    async with serving(tmp_path) as server:
+        call = server.subscribe()
+        await call.read()
+        server.client.kv_events.close(Unavailable("the server is draining"))
+        assert (await end_of(call))[0] == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_subscribe_on_a_server_without_kv_events_is_unimplemented(tmp_path: Path) -> None:
+    async with serving(tmp_path, has_kv_events=False) as server:
+        code, details = await end_of(server.subscribe())
+        assert code == grpc.StatusCode.UNIMPLEMENTED
+        assert "kv_events" in details
+
+
+def test_kv_events_over_grpc_without_the_stubs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    process._check_kv_events(ServerConfig(kv_events="grpc"))
+    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
+    for other in ("off", "zmq"):
+        process._check_kv_events(ServerConfig(kv_events=other))
+    with pytest.raises(ConfigError, match=r"kv_events: grpc needs smg-grpc-proto; pip install 'npuserve\[gateway\]'"):
+        process._check_kv_events(ServerConfig(kv_events="grpc"))

@@ -1,0 +1,133 @@
+"""Subscriptions of a front end to KV events, with the engine's messages given by the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from npuserve.service.errors import EventsExpired, EventsLost, QueueFull, TurnedOff, Unavailable
+from npuserve.service.ipc.kv_events import (
+    WINDOW_BYTES,
+    KvEvents,
+    KvEventsLost,
+    KvSubscribed,
+    ReadKvEvents,
+    SubscribeKvEvents,
+    ToEngineKv,
+    UnsubscribeKvEvents,
+)
+from npuserve.service.ipc.kv_subscription import MAX_SUBSCRIPTIONS, KvSubscription, KvSubscriptions
+
+
+class Front:
+    """Subscriptions, and what they sent."""
+
+    def __init__(self, is_on: bool = True):
+        self.sent: list[ToEngineKv] = []
+        self.is_connected = True
+        self.all = KvSubscriptions(is_on, self.send)
+
+    def send(self, message: ToEngineKv) -> bool:
+        self.sent.append(message)
+        return self.is_connected
+
+    async def subscribe(self, start: int = 0) -> KvSubscription:
+        """Subscribe; the engine accepts."""
+        waiting = asyncio.ensure_future(self.all.subscribe(start))
+        await asyncio.sleep(0)
+        message = self.sent[-1]
+        assert isinstance(message, SubscribeKvEvents)
+        self.all.receive(KvSubscribed(1, message.call, True, 1, 9))
+        return await waiting
+
+
+async def test_subscription_returns_batches_in_order_and_reports_what_was_read() -> None:
+    front = Front()
+    subscription = await front.subscribe(7)
+    assert front.sent == [SubscribeKvEvents(1, 7)]
+    payload = bytes(WINDOW_BYTES // 8)
+    batches = [KvEvents(1, 1, number, payload) for number in range(7, 12)]
+    for batch in batches:
+        front.all.receive(batch)
+    assert [await subscription.next(1) for _ in batches] == batches
+    assert front.sent[1:] == [ReadKvEvents(1, 2 * len(payload))] * 2
+    assert await subscription.next(0.01) is None
+    waiting = asyncio.ensure_future(subscription.next(10))
+    await asyncio.sleep(0.01)
+    front.all.receive(batches[0])
+    assert await waiting == batches[0]
+    front.all.unsubscribe(subscription)
+    front.all.unsubscribe(subscription)
+    assert front.sent[-1] == UnsubscribeKvEvents(1)
+    assert front.sent.count(UnsubscribeKvEvents(1)) == 1
+    front.all.receive(batches[0])  # was on its way
+
+
+async def test_subscription_that_is_refused_names_what_is_kept() -> None:
+    front = Front()
+    for oldest, latest, kept in ((5, 9, "5 to 9 are"), (10, 9, "none is")):
+        waiting = asyncio.ensure_future(front.all.subscribe(4))
+        await asyncio.sleep(0)
+        front.all.receive(KvSubscribed(1, front.sent[-1].call, False, oldest, latest))
+        with pytest.raises(EventsExpired, match=f"start_sequence_number: 4 is not kept; {kept}"):
+            await waiting
+
+
+async def test_subscription_that_is_too_slow_gets_its_batches_then_the_gap() -> None:
+    front = Front()
+    subscription = await front.subscribe()
+    front.all.receive(KvEvents(1, 1, 1, b""))
+    front.all.receive(KvEventsLost(1, 1, 2, 5))
+    assert await subscription.next(1) == KvEvents(1, 1, 1, b"")
+    for _ in range(2):
+        with pytest.raises(EventsLost, match="batches 2 to 4 are lost"):
+            await subscription.next(1)
+
+
+async def test_subscriptions_end_with_the_engine_and_continue_with_the_next() -> None:
+    front = Front()
+    subscription = await front.subscribe()
+    waiting = asyncio.ensure_future(front.all.subscribe(0))
+    await asyncio.sleep(0)
+    front.all.on_disconnect()
+    for call in (subscription.next(1), waiting):
+        with pytest.raises(EventsLost, match="the engine restarts"):
+            await call
+    front.is_connected = False
+    with pytest.raises(Unavailable, match="not connected"):
+        await front.all.subscribe(0)
+    front.is_connected = True
+    await front.subscribe()
+
+
+async def test_subscriptions_are_bounded_and_end_with_a_drain() -> None:
+    front = Front()
+    live = [await front.subscribe() for _ in range(MAX_SUBSCRIPTIONS)]
+    with pytest.raises(QueueFull, match=f"{MAX_SUBSCRIPTIONS} subscriptions"):
+        await front.all.subscribe(0)
+    front.all.unsubscribe(live.pop())
+    live.append(await front.subscribe())
+    front.all.close(Unavailable("the server is draining"))
+    for subscription in live:
+        with pytest.raises(Unavailable, match="draining"):
+            await subscription.next(1)
+    with pytest.raises(Unavailable, match="draining"):
+        await front.all.subscribe(0)
+
+
+async def test_subscriptions_of_a_server_without_kv_events_are_refused() -> None:
+    front = Front(is_on=False)
+    with pytest.raises(TurnedOff, match="kv_events"):
+        await front.all.subscribe(0)
+    assert front.sent == []
+
+
+async def test_subscription_whose_caller_leaves_is_ended() -> None:
+    front = Front()
+    waiting = asyncio.ensure_future(front.all.subscribe(0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert front.sent == [SubscribeKvEvents(1, 0), UnsubscribeKvEvents(1)]
