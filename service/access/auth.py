@@ -4,8 +4,8 @@ With `api_keys`, every call needs `authorization: Bearer KEY` in its metadata, e
 call without a valid key gets UNAUTHENTICATED, whatever its method. Without `api_keys`, every call is accepted.
 
 AdminService, and the methods of VllmEngine that administer the server, need an API key with the admin right, or a
-client certificate that `admin_certificates` names. They are off where neither is configured. SubscribeKvEvents shows the
-prompts of all callers, so that a caller with a key or a certificate needs the same for it.
+client certificate that `admin_certificates` names. They are off where neither is configured. SubscribeKvEvents shows
+the prompts of all callers, so that a caller with a key or a certificate needs the same for it.
 
 An authenticated caller is a tenant: its request ids, cached prefixes and resume tokens are its own.
 
