@@ -1,9 +1,9 @@
 """SubscribeKvEvents: the changes of the prefix cache, and the load of the engine, for a gateway that routes by them.
 
 A stream without a cursor begins with a snapshot of the cache (`KvEventBatch.snapshot`). Numbers have no gap within a
-stream. Where batches are lost the stream ends: with OUT_OF_RANGE if `start_sequence_number` is not kept, before any
-message; with DATA_LOSS if the client reads too slowly, or the engine dies and its cache with it. The client then
-subscribes from 0.
+stream. If `start_sequence_number` is not kept, the stream ends with OUT_OF_RANGE before any message. If the client
+reads too slowly, or the engine dies and its cache with it, the stream ends with DATA_LOSS. The client then subscribes
+from 0.
 
 Each batch has the engine's load. While there are none, batches with `load_only` repeat the last number: when the load
 changes, at most every LOAD_SECONDS, and as a heartbeat every HEARTBEAT_SECONDS.

@@ -89,7 +89,7 @@ class SubscribeKvEvents(KvWire, frozen=True):
 
 
 class ReadKvEvents(KvWire, frozen=True):
-    """The subscriber has processed so many further bytes of payload."""
+    """The subscriber has processed `size` further bytes of payload."""
 
     call: int
     size: int
@@ -107,9 +107,9 @@ class UnsubscribeKvEvents(KvWire, frozen=True):
 class KvSubscribed(KvWire, frozen=True):
     """Reply to a subscription.
 
-    accepted: False if `start` is neither kept nor the next number. Nothing follows then.
-    oldest, latest: numbers of the first batch that is kept, and of the last one so far, with those of a snapshot that
-        is being sent. oldest is latest + 1 if none is kept.
+    accepted: False if `start` is neither kept nor the next number. A refusal ends the subscription.
+    oldest: number of the first batch that is kept; latest + 1 if none is kept.
+    latest: number of the last batch so far. It includes the parts of a snapshot that are still to be made.
     """
 
     epoch: int

@@ -1,7 +1,7 @@
 """Subscriptions of a front end to the engine's KV events.
 
-The engine sends a subscription at most WINDOW_BYTES ahead of what its reader has processed, so what waits here is
-bounded. A slow reader's next batch may be dropped by the engine: its subscription then ends with KvEventsLost.
+The engine sends a subscription at most WINDOW_BYTES ahead of its reader, so the buffer here is bounded. The engine may
+drop the next batch of a slow reader: the subscription then ends with KvEventsLost.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An endpoint picker may scrape twenty times a second, and prometheus_client parses every key of every file for each page.
 Here each key is parsed once. A page reads the files, compares them with what was read before, and formats the groups
-that have changed: a group is the samples of one metric with the same labels. So the values are those of the scrape.
+that have changed: a group is the samples of one metric with the same labels. A page shows the values at its scrape.
 
 A file holds the number of its used bytes, and entries. An entry is the length of its key, the key (a JSON list: metric,
 sample, labels, help), padding, and two doubles: the value and a timestamp, which is not used here. Entries never move.

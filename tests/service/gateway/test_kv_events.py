@@ -163,6 +163,7 @@ async def test_subscribe_events_replayed_equal_the_cache(tmp_path: Path) -> None
 async def test_subscribe_resumes_and_refuses_as_the_gateway_needs(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         call, view = server.subscribe(), View()
+        view.apply(await call.read())  # the engine records from now on
         for key in range(3):
             await server.generate([key * 100 + i for i in range(9)], 5)
         await until(lambda: not server.engine.stream.has_work)
