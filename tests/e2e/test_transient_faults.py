@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.access import api_keys as keys
+from npuserve.service.cli import keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
 from tests.e2e.processes import children, descendants, engine_of, until
