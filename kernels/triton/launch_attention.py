@@ -79,14 +79,17 @@ CONFIGS = {
 
 
 def _check(
-    q: Tensor, keys: Tensor, values: Tensor, k_scale: Tensor | None, block_tables: Tensor, context_lens: Tensor,
-    cu_seqlens_q: Tensor,
-) -> None:
-    """Raise ValueError for a shape, dtype or device that the kernel `paged_attention` does not take."""
+    q: Tensor, k_cache: Cache, v_cache: Cache, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return keys, their scales, values, and their scales; None for scales of caches that are not int8.
+
+    Raises ValueError for a shape, dtype or device that the kernel `paged_attention` does not take.
+    """
     if q.dim() != 3:
         raise ValueError(f"q: {list(q.shape)} is not [tokens, query heads, head_dim]")
     tokens, q_heads, dim = q.shape
     check("q", q, q.shape, FLOATS, q.device)
+    (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, q), _parts("v_cache", v_cache, q)
     if values.shape != keys.shape or values.dtype != keys.dtype:
         raise ValueError(f"v_cache: {list(values.shape)} {values.dtype} is not {list(keys.shape)} {keys.dtype}")
     size, kv_heads, cached_dim = keys.shape[1:]
@@ -109,6 +112,7 @@ def _check(
             or (block_tables.shape[1] > 1 and block_tables.stride(1) != 1) or block_tables.device != q.device):
         raise ValueError(f"block_tables: not {rows} rows of int32 on {q.device}, each contiguous: "
                          f"{list(block_tables.shape)} {block_tables.dtype} on {block_tables.device}")
+    return keys, k_scale, values, v_scale
 
 
 def paged_attention(
@@ -122,8 +126,7 @@ def paged_attention(
 
     Raises ValueError.
     """
-    (keys, k_scale), (values, v_scale) = _parts("k_cache", k_cache, q), _parts("v_cache", v_cache, q)
-    _check(q, keys, values, k_scale, block_tables, context_lens, cu_seqlens_q)
+    keys, k_scale, values, v_scale = _check(q, k_cache, v_cache, block_tables, context_lens, cu_seqlens_q)
     (tokens, q_heads, dim), rows = q.shape, len(context_lens)
     size, kv_heads = keys.shape[1:3]
     group = q_heads // kv_heads
