@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
+from npuserve.kernels.linear import linear_argmax
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.cpu import CpuBackend
@@ -101,7 +102,8 @@ def test_parts_before_the_server_need_no_grpc(tmp_path: Path) -> None:
 def test_emulated(tmp_path: Path) -> None:
     # The interpreter takes minutes on a busy machine.
     budgets = ("--budget", "tokens=500", "--budget", "candidates=300", "--seconds", "850")
-    code, report, said = run(tmp_path, "--emulate", "--parts", "machine,tokens,candidates", *budgets)
+    code, report, said = run(
+        tmp_path, "--emulate", "--seed", "676005688", "--parts", "machine,tokens,candidates", *budgets)
     assert (code, report["wrong"]) == (0, []), said
     (tokens,) = [row for row in report["rows"] if row["part"] == "tokens"]
     assert tokens["captured decodes"] > 0
@@ -170,6 +172,18 @@ def test_a_wrong_kernel_is_found(
     assert [row["ok"] for row in rows] == [ok] * 3
     report = part("supervisor").Report(tmp_path, {"seed": 3, "shape": "toy"}, [{"part": "", **row} for row in rows])
     assert len(report.wrong) == (0 if ok else 3)
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_another_argmax_is_judged_by_its_value(
+    part: Callable[[str], ModuleType], is_best: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = (lambda ids: ids) if is_best else (lambda ids: 1 - ids.clamp(max=1))
+    monkeypatch.setitem(
+        linear_argmax.implementations, "made", Implementation(lambda *args: other(linear_argmax.golden(*args))))
+    oracle = part("numbers").Chosen(linear_argmax, linear_argmax.cases[1], torch.float32, seed=3)
+    assert oracle.chooses
+    assert oracle.as_good("made", torch.device("cpu")) is is_best
 
 
 # The supervisor

@@ -112,13 +112,13 @@ class Chosen(Oracle):
 
     @property
     def chooses(self) -> bool:
-        return self._kernel.name == "linear_argmax"
+        return self.kernel.name == "linear_argmax"
 
     def as_good(self, label: str, device: torch.device) -> bool:
-        x, weight, bias, vocabulary = (widened(arg) for arg in moved(self._args, str(device)))
+        x, weight, bias, vocabulary = (widened(arg) for arg in moved(self.args, str(device)))
         logits = linear.golden(x, weight, bias)[:, :vocabulary].double()
-        made = self._implementation(label)
-        ids: Tensor = made.function(*made.adapt(self._args)).to(logits.device)
+        made = self.implementation(label)
+        ids: Tensor = made.function(*made.adapt(self.args)).to(logits.device)
         best = logits.amax(dim=1)
         inside = bool(((ids >= 0) & (ids < vocabulary)).all())
         return inside and bool((best - logits.gather(1, ids[:, :1])[:, 0] <= self._tolerance * (1 + best.abs())).all())
