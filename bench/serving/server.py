@@ -92,6 +92,11 @@ def children(supervisor: int) -> dict[int, str]:
         re.MULTILINE)}
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of all living threads of a process."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
 def engine_of(supervisor: int) -> int:
     """Return the process id of the engine, 0 while there is none."""
     return next((pid for pid, kind in children(supervisor).items() if kind == "engine"), 0)

@@ -58,7 +58,7 @@ from npuserve.v1 import generate_pb2 as pb
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.server import children
+from bench.serving.server import children, cpu_seconds
 from tests.support.counting_runner import FakeRunner
 
 METHOD = "/npuserve.v1.InferenceService/StreamGenerate"
@@ -260,11 +260,6 @@ def said(running: subprocess.Popen[str]) -> str:
     if text := running.stdout.readline().strip():
         return text
     raise SystemExit("a process of the benchmark died")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all living threads of a process."""
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def window(role: str, target: str, streams: int, seconds: float, pids: dict[str, int]) -> dict[str, float]:

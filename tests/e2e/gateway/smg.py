@@ -28,10 +28,15 @@ READY_SECONDS = 60
 HEALTH_SECONDS = 5
 
 
+def find_program() -> str | None:
+    """Return the path of smg, None without it."""
+    beside_python = str(Path(sys.executable).parent)
+    return os.environ.get(PROGRAM) or shutil.which("smg", path=beside_python) or shutil.which("smg")
+
+
 def program() -> str:
     """Return the path of smg; skip the test without it."""
-    found = os.environ.get(PROGRAM) or shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which("smg")
-    if not found:
+    if not (found := find_program()):
         pytest.skip("smg is not installed: pip install smg")
     return found
 
