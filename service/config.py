@@ -15,6 +15,8 @@ import msgspec
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a gRPC message in either direction, for the server and for our clients."""
 MAX_DRAIN_SECONDS = 86400
+MAX_SAMPLES = 16
+"""Maximum of GenerateRequest.n."""
 PRIORITY_RANGE = (-100, 100)
 """Allowed range of a request's priority. Lower values run earlier."""
 

@@ -16,14 +16,12 @@ from npuserve.client.answer import Answer, sample_count
 from npuserve.client.request_builder import Options, build_request
 from npuserve.service.arguments import number, target
 from npuserve.service.cli import connection
-from npuserve.service.config import ConfigError
+from npuserve.service.config import MAX_SAMPLES, ConfigError
 from npuserve.v1 import generate_pb2
 
 TARGET = "127.0.0.1:50051"
 MAX_SECONDS = 1_000_000
 """Maximum of --wait and --timeout."""
-MAX_SAMPLES = 16
-"""Maximum of --n, from generate.proto."""
 
 # Flags of the client's options with the same names: flag, type, help.
 FLAGS = (

@@ -93,8 +93,7 @@ class Generation:
     @property
     def max_model_len(self) -> int:
         """Context length in tokens, known also while the engine restarts. Raises Unavailable before the first start."""
-        info = self._engine.model_info or self._engine.require()
-        return info.max_model_len
+        return self._engine.require_model_info().max_model_len
 
     def require_folder(self) -> ModelFolder:
         """Return the model's folder. Raises Unavailable during a drain and until the tokenizer is loaded."""

@@ -59,7 +59,7 @@ def loads(engine: EngineClient, info: ModelInfo, dp_rank: int | None) -> vllm.Ge
     Blocks that hold only reusable prefixes count as free, also in `token_usage`: they cost a new request nothing.
     """
     load = engine.load
-    usage = min(max(0.0, 1.0 - load.free_kv_ratio), 1.0)
+    usage = load.used_kv_ratio
     rank = vllm.SchedulerLoad(
         dp_rank=0, num_running_reqs=load.running, num_waiting_reqs=load.waiting,
         num_total_reqs=load.running + load.waiting, num_used_tokens=round(usage * info.kv_cache_tokens),

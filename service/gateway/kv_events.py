@@ -70,7 +70,7 @@ class _LoadRecords:
         with_sizes = alone or self._sent is None
         self._sample += 1
         self._sent, self._sent_at = load, now
-        info, usage = engine.model_info, max(0.0, 1.0 - load.free_kv_ratio)  # reusable prefixes count as free
+        info, usage = engine.model_info, load.used_kv_ratio
         record = common_pb2.EngineLoad(
             running_requests=load.running, waiting_requests=load.waiting, token_usage=usage, active_token_usage=usage,
             gen_throughput=load.tokens_per_second, max_running_requests=info.max_num_seqs if info else 0,

@@ -140,8 +140,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         async with call(context, _rpc("GetModelInfo")):
-            known = self._engine.model_info or self._engine.require()  # also while the engine restarts
-            response = info.model_info(self._generation.require_folder(), known)
+            response = info.model_info(self._generation.require_folder(), self._engine.require_model_info())
         return response
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:

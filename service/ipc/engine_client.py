@@ -117,6 +117,10 @@ class EngineClient:
                 await task
         self.fail_all(Unavailable("the server is leaving"))
 
+    def require_model_info(self) -> ModelInfo:
+        """Return the model's properties, also while the engine restarts. Raises Unavailable before the first start."""
+        return self.model_info or self.require()
+
     def require(self) -> ModelInfo:
         """Return the model's properties. Raises Unavailable if the engine accepts no requests."""
         if self.state != "ready" or self.model_info is None:

@@ -121,6 +121,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     free_kv_ratio: float = 1.0
     tokens_per_second: float = 0.0
 
+    @property
+    def used_kv_ratio(self) -> float:
+        """Share of the cache that requests use, in [0, 1]."""
+        return min(max(0.0, 1.0 - self.free_kv_ratio), 1.0)
+
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     """End of a request in the engine. cached_tokens: prompt tokens found in the prefix cache at the first admission."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service.config import MAX_SAMPLES
 from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo, Request
 from npuserve.service.requests.fields import check_number, check_token_ids, quoted
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
 PRIORITY = Range(-100, 100)
-MAX_SAMPLES = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 """Default of Policy.max_request_id_characters."""
 MAX_CACHE_SALT_CHARACTERS = 128

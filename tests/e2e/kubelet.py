@@ -23,6 +23,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.processes import MOUNT_NAMESPACE
+
 Object = dict[str, Any]
 # Each mount under / has flags of its own and is made read-only, except for the one mount of the volumes.
 READ_ONLY = """
@@ -71,7 +73,7 @@ class Container:
     def start(self, read_only: bool = False) -> None:
         """Start the container. read_only: only the volumes are writable, as with readOnlyRootFilesystem."""
         if read_only:
-            self._command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, str(self._root),
+            self._command = [*MOUNT_NAMESPACE, "sh", "-c", READ_ONLY, str(self._root),
                              *self._command]
         self.process = subprocess.Popen(self._command, env=self._environment, stdin=subprocess.DEVNULL,
                                         stdout=self._log, stderr=subprocess.STDOUT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from bench.serving.server import engine_of
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
+from tests.support.processes import require_mount_namespaces
 
 STREAMS = 32
 """Number of streams at SIGTERM."""
@@ -170,9 +170,7 @@ def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel
 
 def test_it_writes_to_its_volumes_alone(container: Container, channel: grpc.Channel):
     """Its threads are the CPUs that the pod requests."""
-    allowed = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True)
-    if allowed.returncode:
-        pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")
+    require_mount_namespaces()
     container.start(read_only=True)
     container.succeed("startup", 0.1)
     environment = dict(entry.split("=", 1) for entry in

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+MOUNT_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
+"""Prefix of a command that runs with mounts of its own."""
 
 
 def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda: "", seconds: float = 30) -> Any:
@@ -18,6 +24,13 @@ def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda:
         assert time.monotonic() < deadline, describe()
         time.sleep(0.01)
     return found
+
+
+def require_mount_namespaces() -> None:
+    """Skip the test where MOUNT_NAMESPACE is not allowed."""
+    allowed = subprocess.run([*MOUNT_NAMESPACE, "true"], capture_output=True)
+    if allowed.returncode:
+        pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")
 
 
 def is_running(pid: int) -> bool:

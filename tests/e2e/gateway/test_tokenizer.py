@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
-
-import pytest
 
 from npuserve.npu import storyteller
 from npuserve.v1 import tokenize_pb2
 from tests.e2e.gateway.smg import gateway
 from tests.e2e.server import serving
+from tests.support.processes import MOUNT_NAMESPACE, require_mount_namespaces
 
-NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
-HIDE = (*NAMESPACE, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
+HIDE = (*MOUNT_NAMESPACE, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
 TEXTS = ("Once upon a time", " é 中 \U0001f600", "<|endoftext|>")
 
 
 def test_gateway_without_the_folder_gets_the_tokenizer_from_its_worker(tmp_path: Path) -> None:
-    allowed = subprocess.run([*NAMESPACE, "true"], capture_output=True)
-    if allowed.returncode:
-        pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")
+    require_mount_namespaces()
     folder = shutil.copytree(storyteller.FOLDER, tmp_path / "hidden" / "model")
     with serving(str(folder), "--served-name", "mine") as server, gateway(
         [server.target], before=(*HIDE, str(folder.parent))
