@@ -15,10 +15,8 @@ files:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -39,13 +37,10 @@ PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
 
 
 def serve(arguments: list[str]) -> int:
-    from npuserve.service import logs, settings
     from npuserve.service.supervisor import supervisor, watchdog
+    from tests.support.altered_server import load_config
 
-    parser = argparse.ArgumentParser()
-    supervisor.add_arguments(parser)
-    config = settings.load(parser.parse_args(arguments), os.environ)
-    logs.setup(config, "supervisor")
+    config = load_config(arguments)
     if limit := os.environ.get(LOAD_LIMIT):
         watchdog.MIN_LOAD_SECONDS = watchdog.LOADING_LOG_SECONDS = float(limit)
     restarts = supervisor.Restarts(start_pause=0.01, max_start_pause=0.01, crash_pause=0.01, max_crash_pause=0.01)
@@ -103,8 +98,7 @@ def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     if kind == "engine":
-        code = engine()
-        sys.stdout.flush()
-        logging.shutdown()
-        os._exit(code)
+        from tests.support.altered_server import exit_as_engine
+
+        exit_as_engine(engine())
     sys.exit(serve(rest))

@@ -10,11 +10,8 @@ before it loads the model, it makes the calls in FOLDER/start, one JSON object p
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import logging
-import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -41,14 +38,11 @@ def at_start(folder: Path, *calls: Sequence[Any]) -> None:
 
 
 def serve(folder: str, arguments: list[str]) -> int:
-    from npuserve.service import logs, settings
     from npuserve.service.config import ConfigError
     from npuserve.service.supervisor import supervisor
+    from tests.support.altered_server import load_config
 
-    parser = argparse.ArgumentParser()
-    supervisor.add_arguments(parser)
-    config = settings.load(parser.parse_args(arguments), os.environ)
-    logs.setup(config, "supervisor")
+    config = load_config(arguments)
     try:
         return asyncio.run(supervisor.Supervisor(
             config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
@@ -91,8 +85,7 @@ def frontend() -> int:
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     if kind == "engine":
-        code = engine(Path(rest[0]))
-        sys.stdout.flush()
-        logging.shutdown()
-        os._exit(code)  # as in the engine process
+        from tests.support.altered_server import exit_as_engine
+
+        exit_as_engine(engine(Path(rest[0])))
     sys.exit(serve(rest[0], rest[1:]) if kind == "serve" else frontend())

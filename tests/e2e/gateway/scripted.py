@@ -9,11 +9,8 @@ next answers, as JSON. It is read at the begin of each answer. After its ids fol
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import logging
-import os
 import sys
 from pathlib import Path
 
@@ -24,13 +21,10 @@ BLOCKS = 4096
 
 
 def serve(arguments: list[str]) -> int:
-    from npuserve.service import logs, settings
     from npuserve.service.supervisor import supervisor
+    from tests.support.altered_server import load_config
 
-    parser = argparse.ArgumentParser()
-    supervisor.add_arguments(parser)
-    config = settings.load(parser.parse_args(arguments), os.environ)
-    logs.setup(config, "supervisor")
+    config = load_config(arguments)
     return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, "engine")).run())
 
 
@@ -89,8 +83,7 @@ def engine() -> int:
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     if kind == "engine":
-        code = engine()
-        sys.stdout.flush()
-        logging.shutdown()
-        os._exit(code)
+        from tests.support.altered_server import exit_as_engine
+
+        exit_as_engine(engine())
     sys.exit(serve(rest))
