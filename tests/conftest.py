@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +22,23 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # As in npuserve.npu: torch must not import an installed torch_npu without CANN.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
+# Workers import the same tests, and servers the same modules: without cached bytecode each start compiles them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # In CI the examples are the same in each run, so that a failure is caused by the change.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.register_profile("full", settings.get_profile("default"), max_examples=150)
+
+
+# Collection makes many objects and hardly any garbage: passes of the collector would be a fifth of its time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector run again, without the objects of the collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

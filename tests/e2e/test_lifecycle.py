@@ -231,8 +231,12 @@ def test_sigterm_lets_streams_end(two_front_ends: Server) -> None:
     assert server.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("stalls", ["api", "files"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("stalls", "number"), [
+    ("api", signal.SIGINT),
+    ("files", signal.SIGTERM),
+    pytest.param("api", signal.SIGTERM, marks=pytest.mark.full),
+    pytest.param("files", signal.SIGINT, marks=pytest.mark.full),
+])
 def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
     stalls: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,12 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def ours(server: Server) -> dict[str, pb.GenerateResponse]:
+    """Name -> answer of InferenceService to each of ASKS."""
+    return {name: server.stub.Generate(ask, timeout=100) for name, ask in ASKS.items()}
+
+
 @contextlib.contextmanager
 def connection(target: str) -> Iterator[grpc.Channel]:
     """Yield a channel with a connection of its own, which any front end may have accepted."""
@@ -78,35 +84,36 @@ def joined(parts: list[vllm.OutputLogProbs]) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", ASKS)
-def test_answers_equal_those_of_inference_service(server: Server, name: str, stream: bool) -> None:
-    ask = ASKS[name]
+def test_answers_equal_those_of_inference_service(
+    server: Server, ours: dict[str, pb.GenerateResponse], name: str, stream: bool
+) -> None:
+    ask, expected = ASKS[name], ours[name]
     converted = counterpart(ask)
     assert converted is not None
     converted.stream = stream
-    ours = server.stub.Generate(ask, timeout=100)
     theirs = answer(server, converted)
-    assert theirs.token_ids == list(ours.token_ids)
+    assert theirs.token_ids == list(expected.token_ids)
     assert theirs.complete
-    assert theirs.reason == FINISH_REASONS[ours.finish.reason]
-    assert theirs.complete.prompt_tokens == ours.finish.usage.prompt_tokens
-    if ours.finish.reason == pb.FINISH_REASON_STOP_STRING:
-        assert theirs.complete.matched_stop_str == ours.finish.matched_stop
-    if ours.finish.reason == pb.FINISH_REASON_STOP_TOKEN:
-        assert theirs.complete.matched_token_id == ours.finish.matched_stop_token_id
+    assert theirs.reason == FINISH_REASONS[expected.finish.reason]
+    assert theirs.complete.prompt_tokens == expected.finish.usage.prompt_tokens
+    if expected.finish.reason == pb.FINISH_REASON_STOP_STRING:
+        assert theirs.complete.matched_stop_str == expected.finish.matched_stop
+    if expected.finish.reason == pb.FINISH_REASON_STOP_TOKEN:
+        assert theirs.complete.matched_token_id == expected.finish.matched_stop_token_id
     if ask.output.HasField("logprobs"):
         parts = [chunk.output_logprobs for chunk in theirs.chunks] or [theirs.complete.output_logprobs]
-        assert joined(parts) == logprobs(list(ours.logprobs), bool(ask.output.logprobs))
+        assert joined(parts) == logprobs(list(expected.logprobs), bool(ask.output.logprobs))
         prompt = theirs.chunks[0].input_logprobs if stream else theirs.complete.input_logprobs
-        assert [one.value for one in prompt.token_logprobs] == [p.chosen.logprob for p in ours.prompt_logprobs]
+        assert [one.value for one in prompt.token_logprobs] == [p.chosen.logprob for p in expected.prompt_logprobs]
         assert not prompt.token_logprobs[0].HasField("value")
         tops = [list(top.token_ids) for top in prompt.top_logprobs]
-        expected = [[one.token_id for one in p.top] for p in ours.prompt_logprobs]
-        assert tops == (expected if ask.output.prompt_logprobs else [])
+        most = [[one.token_id for one in p.top] for p in expected.prompt_logprobs]
+        assert tops == (most if ask.output.prompt_logprobs else [])
 
 
-def test_asks_cover_the_reasons(server: Server) -> None:
+def test_asks_cover_the_reasons(ours: dict[str, pb.GenerateResponse]) -> None:
     """The comparison above covers several finish reasons."""
-    reasons = {server.stub.Generate(ask, timeout=100).finish.reason for ask in ASKS.values()}
+    reasons = {answer.finish.reason for answer in ours.values()}
     assert reasons >= {pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP_STRING, pb.FINISH_REASON_STOP_TOKEN}
 
 

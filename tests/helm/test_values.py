@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-import jsonschema
 import msgspec
 import pytest
 import yaml
@@ -252,6 +251,8 @@ def test_schema_refuses_invalid_values_by_field(field: str, values: Object):
 
 def refused_by_schema(values: Object) -> set[str]:
     """Return the dotted paths of the values that the schema's errors name."""
+    import jsonschema  # slow where its checks of formats are installed, and few workers need it
+
     found: set[str] = set()
     for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(merged(DEFAULTS, values)):
         path = ".".join(map(str, error.absolute_path))

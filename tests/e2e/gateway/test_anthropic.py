@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.gateway.sdk import anthropic
 from tests.e2e.gateway.smg import Gateway
 from tests.e2e.gateway.worker import Worker
-
-anthropic = pytest.importorskip("anthropic")
 
 ASK: dict[str, Any] = {
     "model": "storyteller", "extra_body": {"temperature": 0},
@@ -20,7 +19,7 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture
 def client(gate: Gateway) -> Any:
-    return anthropic.Anthropic(base_url=gate.url, api_key="none", max_retries=0, timeout=60)
+    return anthropic().Anthropic(base_url=gate.url, api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -11,13 +11,12 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from tests.e2e import brittle
+from tests.e2e.gateway.sdk import openai
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.processes import until
 from tests.e2e.server import serving
 from tests.support.vllm_engine import engine_stub, vllm_request
-
-openai = pytest.importorskip("openai")
 
 MODEL = "storyteller"
 TRIES = 5
@@ -26,7 +25,7 @@ PROMPT = "Once upon a time"
 
 
 def connect(gate: Gateway) -> Any:
-    return openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def complete(gate: Gateway, text: str = PROMPT, **fields: Any) -> Any:
@@ -58,18 +57,18 @@ def active(worker: Worker) -> int:
 
 
 def test_too_long_a_prompt_is_400(gate: Gateway) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai().BadRequestError) as refused:
         complete(gate, PROMPT * 300)
     assert refused.value.status_code == 400
 
 
 def test_too_many_tokens_beside_the_prompt_are_400_with_the_workers_text(gate: Gateway) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"sampling_params.max_tokens: must be in \[1, "):
+    with pytest.raises(openai().BadRequestError, match=r"sampling_params.max_tokens: must be in \[1, "):
         complete(gate, max_tokens=511)
 
 
 def test_a_constraint_is_501(gate: Gateway) -> None:
-    with pytest.raises(openai.APIStatusError, match=r"sampling_params.regex: reserved") as refused:
+    with pytest.raises(openai().APIStatusError, match=r"sampling_params.regex: reserved") as refused:
         complete(gate, extra_body={"regex": "a*"})
     assert refused.value.status_code == 501
 
@@ -80,7 +79,7 @@ def test_a_full_queue_is_429_after_retries(slow: Worker, slow_gate: Gateway) -> 
     try:
         until(lambda: active(slow) == 2, slow.server)
         count = len(slow.requests())
-        with pytest.raises(openai.RateLimitError):
+        with pytest.raises(openai().RateLimitError):
             complete(slow_gate)
         slow.wait_for(count + TRIES)
         assert {line["code"] for line in slow.requests()[count:]} == {"RESOURCE_EXHAUSTED"}

@@ -15,13 +15,12 @@ import pytest
 import tokenizers
 
 from tests.e2e.gateway import scripted
+from tests.e2e.gateway.sdk import anthropic, openai
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.server import serving
 from tests.support.real_models import model_folder
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.model
 
 END = 151645
@@ -78,7 +77,7 @@ def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, 
 
 
 def chat(gate: Gateway, **fields: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
     return client.chat.completions.create(**fields)
 
 
@@ -127,7 +126,7 @@ def test_chat_streams_tool_calls(served: tuple[str, Worker, Gateway], script: Ca
 def test_messages_have_tool_use_blocks(served: tuple[str, Worker, Gateway], script: Callable[[str], None]) -> None:
     name, _, gate = served
     script(ANSWER)
-    client = anthropic.Anthropic(base_url=gate.url, api_key="none", max_retries=0, timeout=60)
+    client = anthropic().Anthropic(base_url=gate.url, api_key="none", max_retries=0, timeout=60)
     tool = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": PARAMETERS}
     found = client.messages.create(model=name, max_tokens=500, messages=[QUESTION], tools=[tool])
     assert [(block.name, block.input) for block in found.content if block.type == "tool_use"] == CALLS
@@ -137,7 +136,7 @@ def test_messages_have_tool_use_blocks(served: tuple[str, Worker, Gateway], scri
 def test_responses_have_function_calls(served: tuple[str, Worker, Gateway], script: Callable[[str], None]) -> None:
     name, _, gate = served
     script(ANSWER)
-    client = openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
     found = client.responses.create(model=name, input=QUESTION["content"], tools=[{"type": "function", **TOOL}])
     calls = [(item.name, json.loads(item.arguments)) for item in found.output if item.type == "function_call"]
     assert calls == CALLS
@@ -148,6 +147,6 @@ def test_forced_tool_choice_is_501(served: tuple[str, Worker, Gateway], script: 
     name, _, gate = served
     script(ANSWER)
     tools = [{"type": "function", "function": TOOL}]
-    with pytest.raises(openai.APIStatusError, match=r"sampling_params.json_schema: reserved") as refused:
+    with pytest.raises(openai().APIStatusError, match=r"sampling_params.json_schema: reserved") as refused:
         chat(gate, model=name, messages=[QUESTION], tools=tools, tool_choice="required")
     assert refused.value.status_code == 501

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tests.e2e import brittle
+from tests.e2e.gateway.sdk import openai
 from tests.e2e.gateway.smg import HEALTH_SECONDS, Gateway, free_port, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.processes import engine_of
 from tests.e2e.server import Server
 
-openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORKERS, STREAMS = 3, 32
@@ -95,13 +95,13 @@ async def stream(client: Any, number: int, tokens: int = TOKENS) -> Seen:
             for choice in part.choices:
                 seen.text += choice.delta.content or ""
                 seen.reason = choice.finish_reason or seen.reason
-    except openai.OpenAIError as error:
+    except openai().OpenAIError as error:
         seen.error = f"{type(error).__name__}: {error}"
     return seen
 
 
 def client_of(gate: Gateway) -> Any:
-    return openai.AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai().AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 async def under_load(gate: Gateway, fault: Any) -> tuple[list[Seen], list[Seen]]:

@@ -236,7 +236,8 @@ async def test_subscribe_client_that_reads_nothing_ends_with_data_loss(
         def hold(message: Any) -> None:  # the client's reading is too slow: nothing is reported as read
             (real if blocked.is_set() else messages.append)(message)
 
-        await call.read()
+        view = View()
+        view.last = (await call.read()).sequence_number
         monkeypatch.setattr(server.client.kv_events, "receive", hold)
         for key in range(60):
             await server.generate([key * 10 + i for i in range(9)], 5)
@@ -244,7 +245,6 @@ async def test_subscribe_client_that_reads_nothing_ends_with_data_loss(
         blocked.set()
         for message in messages:
             real(message)
-        view = View()
         code, details = await end_of(call, view)
         assert code == grpc.StatusCode.DATA_LOSS
         assert f"the batches {view.last + 1} to" in details
