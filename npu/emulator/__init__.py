@@ -16,6 +16,7 @@ torch_npu logs to stderr. Imports of `npu`: `backends`.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import re
@@ -31,7 +32,8 @@ from npuserve.npu.emulator.backend import EmulatedAscend
 from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
 
 __all__ = ["Call", "EmulatorError", "Memory", "activate", "active", "calls", "clear_calls", "emulate", "fail", "faults",
-           "hang", "heal", "lose_device", "mark", "memory", "pending", "relaxations"]
+           "hang", "heal", "lose_device", "mark", "memory", "pending", "preload",
+           "relaxations"]
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ def activate(
     Raises EmulatorError if torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
     imported before. A second call with the same options has no effect; with other options it raises.
     """
-    global _library, _options
+    global _options
     if not memory:
         named = os.environ.get("EMULATED_NPU_GIB", "4")
         if not re.fullmatch(r"[1-9]\d{0,3}", named):
@@ -116,6 +118,32 @@ def activate(
         if _options != options:
             raise EmulatorError("emulated NPU: it is active with other options; a process has one")
         return
+    library = _load()
+    library.emu_memory(ctypes.c_uint64(memory), int(poison))
+    library.emu_order(_ORDERS.index(order), ctypes.c_uint64(seed), ctypes.c_uint64(depth))
+    for name in options.relax:
+        library.emu_relax(name.encode())
+    _options = options
+    EmulatedAscend.relaxations = options.relax
+    register_emulated(EmulatedAscend)
+    relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""
+    log.warning("emulated NPU: proves calls and numbers, not speed (%d MiB, %s order%s)", memory >> 20, order, relaxed)
+
+
+def preload() -> None:
+    """Load the emulated CANN and torch_npu, so that processes forked from this one only need to `activate`.
+
+    This process itself must not use the device, whose threads do not survive a fork. Raises as `activate`.
+    """
+    _load()
+    importlib.import_module("torch_npu")
+
+
+def _load() -> ctypes.CDLL:
+    """Load the libraries, building them if necessary; once per process."""
+    global _library
+    if _library is not None:
+        return _library
     if "torch_npu" in sys.modules:
         raise EmulatorError("emulated NPU: torch_npu was imported before; activate the emulator first")
     folder = libraries()
@@ -124,20 +152,13 @@ def activate(
     import torch  # noqa: F401  the operators are linked against it
 
     library = ctypes.CDLL(str(folder / "libascendcl.so"), ctypes.RTLD_GLOBAL)
-    library.emu_memory(ctypes.c_uint64(memory), int(poison))
-    library.emu_order(_ORDERS.index(order), ctypes.c_uint64(seed), ctypes.c_uint64(depth))
-    for name in options.relax:
-        library.emu_relax(name.encode())
     for name in ("libopapi", *STUBS):
         ctypes.CDLL(str(folder / f"{name}.so"), ctypes.RTLD_GLOBAL)
     for function in ("calls", "calls_kept", "memory_used", "memory_peak", "pinned", "pending"):
         getattr(library, f"emu_{function}").restype = ctypes.c_uint64
     library.emu_inject.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
-    _library, _options = library, options
-    EmulatedAscend.relaxations = options.relax
-    register_emulated(EmulatedAscend)
-    relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""
-    log.warning("emulated NPU: proves calls and numbers, not speed (%d MiB, %s order%s)", memory >> 20, order, relaxed)
+    _library = library
+    return library
 
 
 def emulate(relax: Sequence[str] = ()) -> None:
@@ -149,8 +170,8 @@ def emulate(relax: Sequence[str] = ()) -> None:
 
 
 def active() -> bool:
-    """Return True once `activate` has loaded the libraries."""
-    return _library is not None
+    """Return True after `activate`."""
+    return _options is not None
 
 
 def relaxations() -> frozenset[str]:
@@ -159,7 +180,7 @@ def relaxations() -> frozenset[str]:
 
 
 def _lib() -> ctypes.CDLL:
-    if _library is None:
+    if _library is None or _options is None:
         raise EmulatorError("emulated NPU: not active in this process; call activate first")
     return _library
 

@@ -97,7 +97,7 @@ def test_parts_before_the_server_need_no_grpc(tmp_path: Path) -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_emulated(tmp_path: Path) -> None:
     # The interpreter takes minutes on a busy machine.

@@ -1,4 +1,4 @@
-"""A server with prefill on the host's CPU and decode on an emulated NPU."""
+"""A server on an emulated NPU in float32, alone and with prefill on the host's CPU: tokens equal the CPU's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ NPU = ("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--decode-buck
 
 
 def test_tokens_are_those_of_both_devices_alone() -> None:
-    """Concurrent requests, and a second turn that continues a generated text and hits the prefix cache."""
+    """Concurrent requests with chunked prefill between decode steps, and a second turn that continues a generated text
+    and hits the prefix cache."""
     if reason := missing():
         pytest.skip(reason)
     seen = []
     for arguments in (NPU, (*NPU, "--prefill-device", "cpu"), ("--device", "cpu", "--block-size", "128", *LIMITS)):
         with serving(*arguments) as server:
             first = list(tokens(server))
-            turn = "Once upon a time, there was a little girl named Lily. " * 4
-            text, ids, _ = streamed(server.stub, request(turn, 150))
-            _, more, finish = streamed(server.stub, request(turn + text + " The next day,", 30))
-            assert finish.usage.cached_tokens >= 128
+            if arguments is NPU:
+                assert "emulated NPU: proves calls and numbers, not speed" in server.log
+                assert "captured decode steps of 1, 4 rows" in server.log
+                assert server.metric("npuserve_decode_tokens_total", mode="captured") > 60
+            turn = "Once upon a time, there was a little girl named Lily. " * 8
+            text, ids, opening = streamed(server.stub, request(turn, 24))
+            _, more, finish = streamed(server.stub, request(turn + text + " The next day,", 12))
+            assert finish.usage.cached_tokens >= 128 > opening.usage.prompt_tokens
             seen.append((first, ids, more))
             assert server.stop() == 0
     assert seen[0] == seen[1] == seen[2]

@@ -37,10 +37,8 @@ std::atomic<bool> armed{false};
 std::set<std::string> relaxed, names;
 thread_local std::string recent;
 
-int64_t thread_id() {
-  thread_local int64_t id = syscall(SYS_gettid);
-  return id;
-}
+// Not kept per thread, since it changes in a forked process.
+int64_t thread_id() { return syscall(SYS_gettid); }
 
 void log(const char *name) {
   std::lock_guard<std::mutex> guard(lock);

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.server import serving
 from tests.npu.emulator.child import missing
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 REQUESTS = 40
 LEAST = 0.95

@@ -20,6 +20,7 @@ from tests.support.benches import bench
 from tests.support.real_models import model_folder
 
 ROOT = Path(__file__).parents[3]
+REQUESTS, ANSWER = 6, 64
 
 needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -39,11 +40,12 @@ def findings(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [
     "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
 def test_tokens_are_those_of_the_cpu(name: str) -> None:
-    overlapped, plain = findings(str(model_folder(name)), "--parts", "tokens", "--requests", "9")
+    overlapped, plain = findings(str(model_folder(name)), "--parts", "tokens", "--requests", str(REQUESTS),
+                                 "--answer", str(ANSWER), "--blocks", "8")
     assert (overlapped["way"], plain["way"]) == ("overlapped", "one step in flight")
     for found in (overlapped, plain):
         assert found["passed"]
-        assert found["equal"] == found["tokens"] == 9 * 150
+        assert found["equal"] == found["tokens"] == REQUESTS * ANSWER
         # These events must have occurred.
         assert found["preemptions"] > 0
         assert found["prefix_hits"] > 0
@@ -52,7 +54,7 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
 
 
 @needs_npu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [
     "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
@@ -65,7 +67,7 @@ def test_logits_in_bfloat16_are_near(name: str) -> None:
 
 
 @needs_npu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [
     "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])

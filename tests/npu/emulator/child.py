@@ -3,30 +3,39 @@
 The emulator cannot be unloaded, so no test activates it in pytest's process. A child serves further tests with the same
 options; between two of them faults are healed, the device is synchronized, and the call log is cleared. The test's
 arguments are pickled, so other fixtures are not supported.
+
+    pytest ── starts once ──► template: imports torch, torch_npu, the tests' modules ── forks ──► child, one at a time
+
+A start from nothing takes seconds, most of them imports; a fork takes milliseconds.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
-import io
 import os
 import pickle
+import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import pytest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROOT = Path(__file__).parents[3]
+END_SECONDS = 20
+"""Time for a process to end before it is killed."""
 
 
 def missing() -> str | None:
@@ -55,31 +64,76 @@ def _read(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(struct.unpack("<Q", head)[0]))
 
 
-class Child:
-    """Process with the emulated NPU. options: of `emulator.activate`."""
+def _environment() -> dict[str, str]:
+    """Return the environment of children, which the template needs from its start."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
-    def __init__(self, options: dict[str, Any]):
+
+class Template:
+    """Process that has loaded the emulator but not used it, and forks children.
+
+    Its socket takes one message at a time: (options, module) with the child's three standard files starts a child and
+    returns its process id; a process id returns the exit code of that child when it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.environment = _environment()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve_forks; serve_forks({theirs.fileno()})"],
+                cwd=ROOT, pass_fds=[theirs.fileno()], env={**self.environment, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL)
+
+    def start(self, options: dict[str, Any], module: str, files: list[int]) -> int:
+        socket.send_fds(self._socket, [pickle.dumps((options, module))], files)
+        return self._answer()
+
+    def wait(self, pid: int) -> int:
+        self._socket.send(pickle.dumps(pid))
+        return self._answer()
+
+    def _answer(self) -> int:
+        if not (data := self._socket.recv(1 << 16)):
+            raise AssertionError(f"the process that loads the emulated NPU ended with {self._process.wait()}")
+        answer: int = pickle.loads(data)
+        return answer
+
+    def close(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._process.kill()
+        self._process.wait()
+
+
+class Child:
+    """Process with the emulated NPU. options: of `emulator.activate`. module: of its first test."""
+
+    def __init__(self, template: Template, options: dict[str, Any], module: str):
         self.options = options
+        self._template = template
         self._said = tempfile.TemporaryFile("w+b")  # noqa: SIM115  closed in `close`
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve()"], cwd=ROOT, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._said, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-        assert self._process.stdin is not None
-        _write(self._process.stdin, options)
+        (asked, asks), (answers, answered) = os.pipe(), os.pipe()
+        try:
+            self._pid = template.start(options, module, [asked, answered, self._said.fileno()])
+        finally:
+            os.close(asked)
+            os.close(answered)
+        self._asks, self._answers = os.fdopen(asks, "wb"), os.fdopen(answers, "rb")
+        self._code: int | None = None
 
     def run(self, function: Callable[..., Any], arguments: dict[str, Any], fresh: bool) -> Any:
         """Return the function's result. Raises AssertionError with its traceback, or with the output of a process that
         ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            _write(self._process.stdin, (function.__module__, function.__qualname__, arguments, fresh))
-            kind, result = _read(self._process.stdout)
+            _write(self._asks, (function.__module__, function.__qualname__, arguments, fresh))
+            kind, result = _read(self._answers)
         except (EOFError, BrokenPipeError):
-            code = self._process.wait()
+            self._code = self._template.wait(self._pid)
             self._said.seek(0)
             said = self._said.read().decode(errors="replace")[-4000:]
-            raise AssertionError(f"the process with the emulated NPU ended with {code}:\n{said}") from None
+            raise AssertionError(f"the process with the emulated NPU ended with {self._code}:\n{said}") from None
         if kind == "skipped":
             pytest.skip(result)
         if kind == "failed":
@@ -89,25 +143,38 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._code is None
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(20)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+        """End the process: it exits at the end of its input, and is killed if it does not."""
+        with contextlib.suppress(BrokenPipeError):
+            self._asks.close()
+        if self._code is None:
+            # The process id stays valid until the template waits for it.
+            killer = threading.Timer(END_SECONDS, os.kill, (self._pid, signal.SIGKILL))
+            killer.start()
+            self._answers.read()  # until the process has closed its output
+            killer.cancel()
+            self._code = self._template.wait(self._pid)
+        self._answers.close()
         self._said.close()
 
 
+_template: Template | None = None
 _child: Child | None = None
 
 
 @atexit.register
 def close() -> None:
-    """End the child that is kept."""
+    """End the processes."""
+    global _template
+    _close_child()
+    if _template is not None:
+        _template.close()
+    _template = None
+
+
+def _close_child() -> None:
     global _child
     if _child is not None:
         _child.close()
@@ -118,15 +185,18 @@ def run(
     function: Callable[..., Any], arguments: dict[str, Any], options: dict[str, Any], *, fresh: bool = False
 ) -> Any:
     """Call `function`, which a module must name, in a child with these options. A fresh child is not used again."""
-    global _child
+    global _child, _template
     if _child is None or _child.options != options or not _child.alive or fresh:
-        close()
-        _child = Child(options)
+        _close_child()
+        if _template is None or _template.environment != _environment():
+            close()
+            _template = Template()
+        _child = Child(_template, options, function.__module__)
     try:
         return _child.run(function, arguments, fresh)
     finally:
         if fresh or not _child.alive:
-            close()
+            _close_child()
 
 
 def emulated(*, fresh: bool = False, **options: Any) -> Callable[[F], F]:
@@ -148,20 +218,58 @@ def emulated(*, fresh: bool = False, **options: Any) -> Callable[[F], F]:
     return mark
 
 
-def serve() -> None:
+def serve_forks(descriptor: int) -> NoReturn:
+    """Run the template's loop until its socket is closed, and exit without torch_npu's clean-up of a device."""
+    from npuserve.npu import emulator
+
+    emulator.preload()
+    importlib.import_module("npuserve.npu.execution.load")
+    with socket.socket(fileno=descriptor) as requests:
+        while True:
+            data, files, _, _ = socket.recv_fds(requests, 1 << 16, 3, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                os._exit(0)
+            message = pickle.loads(data)
+            if isinstance(message, int):
+                answer = os.waitstatus_to_exitcode(os.waitpid(message, 0)[1])
+            else:
+                options, module = message
+                with contextlib.suppress(Exception):  # the child reports it
+                    importlib.import_module(module)
+                answer = os.fork()
+                if not answer:
+                    requests.close()
+                    _become_child(files, options)
+                for file in files:
+                    os.close(file)
+            requests.send(pickle.dumps(answer))
+
+
+def _become_child(files: list[int], options: dict[str, Any]) -> NoReturn:
+    """Run the tests that arrive in the first file, and exit. A hanging device cannot prevent the exit."""
+    code = 1
+    try:
+        requests, answers, said = files
+        for standard in (1, 2):  # a test's output
+            os.dup2(said, standard)
+        with os.fdopen(requests, "rb") as asked, os.fdopen(answers, "wb") as answered:
+            _serve(asked, answered, options)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO, options: dict[str, Any]) -> None:
     """Run the child's loop."""
-    # A test's output goes to stderr: stdout carries the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-    requests = sys.stdin.buffer
+    import torch
 
     from npuserve.npu import emulator
 
-    emulator.activate(**_read(requests))
-    import torch
-    import torch_npu  # noqa: F401
-
+    emulator.activate(**options)
     while True:
         try:
             module, name, arguments, fresh = _read(requests)
