@@ -244,7 +244,8 @@ class Engine:
             started[frontend].append(Started(key, sequence.cached_tokens))
         for frontend, requests in started.items():
             # The loss of a front end is handled with its next message: its requests are in the step now.
-            self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], requests))
+            accepted = self._accepted.pop(frontend, [])  # the load counts them
+            self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], requests, accepted))
 
     def _add_outputs(self, done: AppliedStep) -> int:
         """Add a step's output to the messages for the front ends. Return the number of its tokens."""

@@ -13,7 +13,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
-"""Maximum age of the load that is sent to front ends, and of the KV cache's gauges, while there is work."""
+"""Maximum age of the KV cache's use in the load that is sent to front ends and in the gauges, while there is work."""
 PAGE_SECONDS = 0.1
 """Minimum time between two updates of the metrics page while steps run."""
 
@@ -60,6 +60,7 @@ class EngineMetrics:
             self._requests = requests
             metrics.requests_running.set(requests[0])
             metrics.requests_waiting.set(requests[1])
+            self.load = Load(*requests, self.load.free_kv_ratio, self.load.tokens_per_second)
         if now - self._updated >= LOAD_SECONDS:
             self._update(now)
 

@@ -18,6 +18,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+import msgspec
+
 from npuserve.service import logs, metrics
 from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
@@ -58,13 +60,16 @@ RETRY_SECONDS = 1.0
 """Pause before a background task that failed by a bug restarts."""
 PUBLISH_SECONDS = 0.1
 """Minimum time between updates of per-token metrics while tokens arrive."""
+UNANSWERED_SECONDS = 1.0
+"""Time without the engine's answer after which the gauge counts a request as waiting. An engine answers within
+milliseconds, but reads no messages late in an unexpectedly long step. A shorter time would count requests twice."""
 
 
 class EngineClient:
     """Connection to the engine at `address`, kept up from `start` to `close`, on one event loop.
 
     on_state: called with each new state.
-    model_info, epoch, load: last values from the engine; None, 0 and an idle load before the first Ready.
+    model_info, epoch: last values from the engine; None and 0 before the first Ready.
     load_time: when the load arrived, time.monotonic() seconds.
     kv_events: subscriptions to KV events.
     stall_seconds: time without a message after which the engine counts as stalled.
@@ -84,7 +89,6 @@ class EngineClient:
         self.state: State = "starting"
         self.model_info: ModelInfo | None = None
         self.epoch = 0
-        self.load = Load()
         self.load_time = time.monotonic()
         self.kv_events = KvSubscriptions(has_kv_events, self.send)
         self._address = address
@@ -97,6 +101,8 @@ class EngineClient:
         self._resuming: dict[int, asyncio.Future[Stream]] = {}
         self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}
+        self._last_load = Load()
+        self._unanswered: dict[int, float] = {}  # key of a request -> when it was sent, time.monotonic() seconds
         self._last_key = 0
         self._silent_seconds = 0
         self._published = 0.0
@@ -127,6 +133,15 @@ class EngineClient:
             raise Unavailable(REFUSALS[self.state])
         return self.model_info
 
+    @property
+    def load(self) -> Load:
+        """Load of the engine as it sent it last; idle before. The requests of this front end that the engine has not
+        answered are added to the waiting ones."""
+        load = self._last_load
+        if not self._unanswered:
+            return load
+        return msgspec.structs.replace(load, waiting=load.waiting + len(self._unanswered))
+
     def submit(self, request: Request) -> Stream:
         """Send a request to the engine and return its stream.
 
@@ -136,6 +151,7 @@ class EngineClient:
         self._check_capacity()
         stream = Stream(self, self._next_key(), Record(request))
         self._streams[stream.key] = stream
+        self._unanswered[stream.key] = time.monotonic()
         self.send(messages.Submit(stream.key, request))
         return stream
 
@@ -197,6 +213,7 @@ class EngineClient:
 
     def remove(self, stream: Stream) -> None:
         """Remove a stream that nobody reads any more."""
+        self._unanswered.pop(stream.key, None)
         if self._streams.pop(stream.key, None) and stream.is_resumable:
             self._records.end(stream.record, time.monotonic())
 
@@ -267,6 +284,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(1)
             self._silent_seconds += 1
+            self._publish(time.monotonic())
             if self._silent_seconds >= self._stall_seconds and self.state == "ready":
                 self._set_state("stalled")
 
@@ -297,8 +315,9 @@ class EngineClient:
 
     def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
-        self.load, self.load_time = message.load, now
+        self._last_load, self.load_time = message.load, now
         for key in message.accepted:
+            self._unanswered.pop(key, None)
             if stream := self._streams.get(key):
                 stream.accept()
         for started in message.started:
@@ -306,6 +325,8 @@ class EngineClient:
             if stream:
                 stream.started(started, now)
         for output in message.outputs:
+            if output.error:
+                self._unanswered.pop(output.key, None)
             stream = self._streams.get(output.key)
             if stream:
                 stream.push(output, now)
@@ -318,6 +339,7 @@ class EngineClient:
         """Update the metrics of this process."""
         self._published = now
         metrics.stream_buffered_tokens.set(sum(stream.buffered for stream in self._streams.values()))
+        metrics.requests_waiting.set(sum(now - sent >= UNANSWERED_SECONDS for sent in self._unanswered.values()))
         metrics.flush()
 
     def _on_resumed(self, key: int, record: Record) -> None:
@@ -334,6 +356,7 @@ class EngineClient:
         """Send the state from before this connection to the engine, then the deferred messages."""
         for stream in waiting:
             stream.resubmit()
+        self._unanswered.update((stream.key, time.monotonic()) for stream in waiting if stream.is_live)
         if count := sum(stream.is_live for stream in waiting):
             metrics.streams_continued_total.labels("engine").inc(count)
             logs.event(log, "streams continue", level=logging.WARNING, streams=count, epoch=self.epoch)
@@ -357,7 +380,9 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_exception(Unavailable("the engine died before it replied"))
         self.kv_events.on_disconnect()
-        self.load = Load()
+        self._last_load = Load()
+        self._unanswered.clear()
+        metrics.requests_waiting.set(0)
         metrics.stream_buffered_tokens.set(0)
         metrics.flush()
         if self.state in ("ready", "stalled"):

@@ -44,7 +44,7 @@ with open(journal) as file:
 behaviour, _, argument = behaviours[min(runs, len(behaviours) - 1)].partition(":")
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else stop)
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
-note("started", pid=os.getpid(), session=os.getsid(0), arguments=arguments, metrics=folder,
+note("started", pid=os.getpid(), group=os.getpgrp(), session=os.getsid(0), arguments=arguments, metrics=folder,
      spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
 if behaviour == "killer":
     print(json.dumps({"event": "killer"}), flush=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -13,10 +16,12 @@ from npuserve.service import metrics
 from npuserve.service.engine import loop
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.ipc import messages as m
+from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.service.engine.test_loop import Peer, running, until
 from tests.support.counting_runner import FakeRunner
+from tests.support.fake_engine import until as async_until
 
 
 class HeldRunner(FakeRunner):
@@ -63,6 +68,43 @@ def test_gauges_follow_the_queue_during_a_step_that_does_not_end(
         runner.released.set()
         peer.until_end(*range(1, 6))
         until(lambda: counts() == (0, 0))
+
+
+async def test_load_of_a_front_end_counts_requests_that_a_late_step_keeps_from_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards each is counted once."""
+    monkeypatch.setattr(loop, "LATE_SECONDS", 0.2)
+    runner = HeldRunner()
+    with running(tmp_path, runner=runner) as engine:
+        client = EngineClient(engine.address)
+        client.start()
+        try:
+            await async_until(lambda: client.state == "ready")
+            streams = [client.submit(m.Request("0", [5, 6], 3, 0.0))]
+            await async_until(lambda: runner.steps > 0)
+            await asyncio.sleep(0.5)  # the engine reads nothing any more
+            streams += [client.submit(m.Request(str(number), [5, 6], 3, 0.0)) for number in range(1, 6)]
+            await asyncio.sleep(0.1)
+            assert client.load.running + client.load.waiting == 6
+            assert engine.scheduler.num_running + engine.scheduler.num_waiting == 1
+            runner.released.set()
+            for stream in streams:
+                assert sum([len(output.token_ids) async for part in stream for output in part]) == 3
+            await async_until(lambda: client.load == m.Load(free_kv_ratio=1.0, tokens_per_second=ANY))
+        finally:
+            await client.close()
+
+
+def test_load_has_the_current_counts_between_two_updates_of_the_cache() -> None:
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=4, aging_seconds=10)
+    made = EngineMetrics(scheduler)
+    now = time.monotonic()
+    for number in range(3):
+        scheduler.add(m.Request(str(number), [1, 2], 3, 0.0), (b"f", number), 0.0)
+        made.refresh(now)
+        assert (made.load.running, made.load.waiting) == (0, number + 1)
 
 
 def test_gauges_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

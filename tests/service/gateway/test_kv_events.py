@@ -74,9 +74,13 @@ async def serving(tmp_path: Path, blocks: int = 64, has_kv_events: bool = True) 
 
 
 class View:
-    """What a gateway knows of one worker."""
+    """What a gateway knows of one worker. It checks that the numbers of the batches have no gap.
 
-    def __init__(self) -> None:
+    block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int = 4) -> None:
+        self.block_size = block_size
         self.blocks: dict[int, tuple[int | None, list[int]]] = {}
         self.last = 0
         self.event_ids: list[int] = []
@@ -108,7 +112,7 @@ class View:
                 assert (stored.tier, stored.medium) == (common_pb2.KV_CACHE_TIER_DEVICE, "GPU")
                 parent = stored.parent_block_hash if stored.HasField("parent_block_hash") else None
                 for block in stored.blocks:
-                    assert block.block_size == len(block.token_ids) == 4
+                    assert block.block_size == len(block.token_ids) == self.block_size
                     self.blocks[block.block_hash] = parent, list(block.token_ids)
                     parent = block.block_hash
 

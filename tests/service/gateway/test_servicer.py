@@ -220,14 +220,14 @@ async def test_flush_cache_waits_for_running_requests(folder: Path) -> None:
         flushed = await stub.FlushCache(common_pb2.FlushCacheRequest())
         assert (flushed.success, flushed.message) == (True, "11 blocks freed")
         client = server.frontend._engine
-        client.load = Load(running=1, waiting=2)
+        client._last_load = Load(running=1, waiting=2)
         flushed = await stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=0.1))
         assert (flushed.success, flushed.message) == (
             False, "11 blocks freed; the blocks of 3 requests in progress stay")
         call = asyncio.ensure_future(stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=60)))
         await asyncio.sleep(0.1)
         assert not call.done()
-        client.load = Load()
+        client._last_load = Load()
         assert (await call).success
         for seconds in (-1.0, 601.0, float("nan")):
             with pytest.raises(grpc.aio.AioRpcError, match=r"timeout_s: must be in \[0, 600\] seconds"):
@@ -297,7 +297,7 @@ async def test_get_server_info(folder: Path) -> None:
         before = await stub.GetServerInfo(vllm.GetServerInfoRequest())
         assert (before.last_receive_timestamp, before.active_requests) == (0, 0)
         await answer(server, vllm_request("a", 1))
-        server.frontend._engine.load = Load(running=2, waiting=3)
+        server.frontend._engine._last_load = Load(running=2, waiting=3)
         found = await stub.GetServerInfo(vllm.GetServerInfoRequest())
     assert (found.active_requests, found.server_type, found.data_parallel_size) == (5, "npuserve", 1)
     assert (found.max_num_seqs, found.kv_cache_dtype, found.model_dtype) == (4, "float32", "torch.float32")
@@ -312,7 +312,7 @@ async def test_get_loads(folder: Path) -> None:
         server.engine.hold.clear()
         call = stub.Generate(vllm_request([1, 2, 3], 2))
         await call.initial_metadata()
-        server.frontend._engine.load = Load(running=1, waiting=2, free_kv_ratio=0.75, tokens_per_second=12.5)
+        server.frontend._engine._last_load = Load(running=1, waiting=2, free_kv_ratio=0.75, tokens_per_second=12.5)
         found = await stub.GetLoads(vllm.GetLoadsRequest(include=["core"]))
         assert abs((datetime.fromisoformat(found.timestamp) - datetime.now(timezone.utc)).total_seconds()) < 60
         assert (found.version, found.dp_rank_count) == ("0.1.0", 1)

@@ -160,6 +160,58 @@ async def test_engine_client_message_of_earlier_epoch_is_dropped() -> None:
         assert await ids_of(stream) == [1, 2, 3, 4, 5]
 
 
+async def test_engine_client_load_counts_unanswered_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNANSWERED_SECONDS", 0.0)
+    gauge = metrics.requests_waiting._value
+    async with connected() as (client, engine):
+        assert engine._task
+        first = client.submit(request(name="a"))
+        assert client.load.waiting == 1
+        await ids_of(first)
+        (name, _), = engine._requests
+        assert client.load.waiting == 0
+        engine._task.cancel()  # it reads nothing any more, but keeps the connection
+        await asyncio.sleep(0.02)
+        streams = [client.submit(request(name=letter)) for letter in "bcde"]
+        assert client.load.waiting == 4
+        await until(lambda: gauge.get() == 4)
+        # The engine has queued two of them and refused one.
+        keys = [stream.key for stream in streams]
+        refusal = [Output(keys[2], error=("QueueFull", "full", 0.0))]
+        await engine.send(name, Outputs(1, Load(running=1, waiting=2), refusal, [], keys[:2]))
+        await until(lambda: client.load == Load(running=1, waiting=3))
+        streams[3].close()
+        assert client.load == Load(running=1, waiting=2)
+        await until(lambda: gauge.get() == 0)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        assert client.load == Load()
+
+
+async def test_engine_client_restored_requests_wait_until_the_next_engine_answers() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        stream = client.submit(request())
+        await until(lambda: engine.live == 1)
+        await engine.die()
+        await until(lambda: client.state == "down")
+        loads: list[Load] = []
+        accept = engine._accept
+
+        async def accept_late(frontend: bytes, keys: list[int]) -> None:
+            await asyncio.sleep(0.05)
+            loads.append(client.load)
+            await accept(frontend, keys)
+
+        engine._accept = accept_late  # type: ignore[method-assign]
+        engine.epoch = 2
+        engine.start()
+        await until(lambda: engine.live == 1 and client.load.waiting == 0)
+        assert loads == [Load(waiting=1)]
+        engine.hold.set()
+        assert await ids_of(stream) == [1, 2, 3, 4, 5]
+
+
 async def test_stream_close_cancels_once() -> None:
     async with connected(delay=0.005) as (client, engine):
         stream = client.submit(request(1000))

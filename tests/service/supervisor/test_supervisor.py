@@ -138,8 +138,9 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert front["mode"] == "0o40700"
     assert front["metrics"] == engine["metrics"]
     assert (front["spin"], engine["spin"]) == (None, "1000")
-    # The terminal's Ctrl-C reaches only the supervisor's session.
-    assert all(facts["session"] == facts["pid"] for facts in (front, engine))
+    # The terminal's Ctrl-C reaches only the supervisor's process group. One session is one scheduling group.
+    assert all(facts["group"] == facts["pid"] for facts in (front, engine))
+    assert all(facts["session"] == os.getsid(0) for facts in (front, engine))
     assert run.said("listening on 127.0.0.1:4242$")
     assert run.said(r"ready in \d+\.\d s")[0]["kv_cache_tokens"] == 77
     assert run.said("engine said")[0]["text"] == "output of a library"
