@@ -6,8 +6,9 @@
         for delta in client.stream("Once upon a time", max_tokens=64, temperature=0):
             print(delta.text, end="")
 
-`AsyncClient` is the asyncio version. Both need grpcio, protobuf, googleapis-common-protos and the generated code, but
-neither torch nor a tokenizer. `attempts` holds the rules for retrying and resuming; docs/clients.md is the guide.
+`AsyncClient` is the asyncio version. `parsed` returns the object in an answer that a JSON schema constrains. The
+package needs grpcio, protobuf, googleapis-common-protos and the generated code, but neither torch nor a tokenizer.
+`attempts` holds the rules for retrying and resuming; docs/clients.md is the guide.
 """
 
 from npuserve.client.aio import AsyncClient, AsyncStream
@@ -26,10 +27,11 @@ from npuserve.client.errors import (
     Unavailable,
     Unsupported,
 )
+from npuserve.client.structured import IncompleteAnswer, parsed
 from npuserve.client.sync import Client, Stream
 
 __all__ = [
     "AsyncClient", "AsyncStream", "Cancelled", "Client", "ClientError", "Conflict", "DeadlineExceeded", "Denied",
-    "InvalidRequest", "NotFound", "Overloaded", "ServerError", "Stream", "StreamLost", "Tls", "Unavailable",
-    "Unsupported",
+    "IncompleteAnswer", "InvalidRequest", "NotFound", "Overloaded", "ServerError", "Stream", "StreamLost", "Tls",
+    "Unavailable", "Unsupported", "parsed",
 ]

@@ -20,11 +20,20 @@ class Answer:
         self._response = pb.GenerateResponse()
         self._answers: dict[int, pb.GenerateResponse | pb.Sample] = {0: self._response} if samples == 1 else {}
         self._texts: dict[int, list[str]] = {}
+        self._reasoning: dict[int, list[str]] = {}
+        self._arguments: dict[int, list[list[str]]] = {}  # by sample and call
 
     def add(self, delta: pb.StreamGenerateResponse) -> None:
         """Add a message, which `Attempts.accept` has checked."""
         answer = self._answers.setdefault(delta.index, pb.Sample(index=delta.index))
         self._texts.setdefault(delta.index, []).append(delta.text)
+        self._reasoning.setdefault(delta.index, []).append(delta.reasoning)
+        arguments = self._arguments.setdefault(delta.index, [])
+        for call in delta.tool_calls:
+            if call.index == len(answer.tool_calls):
+                answer.tool_calls.add(id=call.id, name=call.name)
+                arguments.append([])
+            arguments[call.index].append(call.arguments)
         answer.token_ids.extend(delta.token_ids)
         answer.logprobs.extend(delta.logprobs)
         self._response.prompt_logprobs.extend(delta.prompt_logprobs)
@@ -36,6 +45,9 @@ class Answer:
         for index in sorted(self._texts):
             answer = self._answers[index]
             answer.text = "".join(self._texts[index])
+            answer.reasoning = "".join(self._reasoning[index])
+            for call, arguments in zip(answer.tool_calls, self._arguments[index], strict=True):
+                call.arguments = "".join(arguments)
             if isinstance(answer, pb.Sample):
                 self._response.samples.append(answer)
         return self._response

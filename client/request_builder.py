@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
+from npuserve.client.structured import CONSTRAINTS, set_constraint
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2, tokenize_pb2
 
@@ -14,15 +16,22 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.GenerateRequest
 
 - A text.
 - Token ids.
-- A chat: its messages, each {"role": ..., "content": ...} with the other fields of npuserve.v1.Message.
+- A chat: its messages, each {"role": ..., "content": ...} with the other fields of npuserve.v1.Message. An item of
+  `tool_calls` is a call of an answer, a mapping as in the OpenAI API, or its JSON text.
 - A whole request, to which the options are added.
 """
+
+
+ToolChoice = str | Mapping[str, Any] | prompt_pb2.ToolChoice
+"""Tool choice: "auto", "none", "required", or a function as {"name": ...} or as in the OpenAI API."""
+CHAT_OPTIONS = ("template_args", "tools", "tool_choice")
 
 
 class Options(TypedDict, total=False):
     """Fields of GenerateRequest and its nested messages, by name.
 
-    generate.proto documents ranges and defaults. The server's default replaces an absent option.
+    generate.proto documents ranges and defaults. The server's default replaces an absent option. A `json_schema` is a
+    text, a dict, or a model class, such as a subclass of pydantic.BaseModel; `structured.parsed` returns its instance.
     """
 
     request_id: str
@@ -47,18 +56,27 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop: bool
+    # constraint, at most one of them
+    json_schema: str | Mapping[str, Any] | type
+    regex: str
+    grammar: str
+    choices: Sequence[str]
+    json_object: bool
+    structural_tag: str | Mapping[str, Any]
     # output
     logprobs: int
     prompt_logprobs: int
     skip_special_tokens: bool
     return_token_ids: bool
+    parse_output: bool
     # scheduling
     priority: int
     bypass_prefix_cache: bool
     cache_salt: str
     # chat prompts only
     template_args: Mapping[str, Any]
-    tools: Sequence[str]
+    tools: Sequence[str | Mapping[str, Any]]
+    tool_choice: ToolChoice
 
 
 def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -73,12 +91,18 @@ def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     parts = [request, request.sampling, request.stopping, request.output, request.scheduling]
     if request.HasField("chat"):
         parts.append(request.chat)  # type: ignore[arg-type]
+    constraints = [name for name in options if name in CONSTRAINTS]
+    if len(constraints) > 1:
+        raise TypeError(f"{constraints[1]}: cannot be combined with {constraints[0]}")
     for name, value in options.items():
         part = next((part for part in parts if name in part.DESCRIPTOR.fields_by_name), None)
         if part is None or name not in Options.__annotations__:
-            raise TypeError(f"{name}: is no option" + (" without a chat" if name in ("template_args", "tools") else ""))
+            raise TypeError(f"{name}: is no option" + (" without a chat" if name in CHAT_OPTIONS else ""))
         with _named_errors(name):
-            _set_field(part, name, value)
+            if name in CONSTRAINTS:
+                set_constraint(request, name, value)
+            else:
+                _set_field(part, name, value)
     return request
 
 
@@ -125,7 +149,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     elif isinstance(prompt, str):
         request.text = prompt
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        request.chat.messages.extend(prompt_pb2.Message(**message) for message in prompt)  # type: ignore[arg-type]
+        request.chat.messages.extend(_message(message) for message in prompt)  # type: ignore[arg-type]
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         request.token_ids.SetInParent()
@@ -133,8 +157,42 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         raise TypeError(f"must be a text, token ids, a chat or a request, got {type(prompt).__name__}")
 
 
-def _set_field(part: Any, name: str, value: Any) -> None:
+def _message(fields: Mapping[str, Any]) -> prompt_pb2.Message:
+    """Return a message of a chat, with its tool calls as JSON text."""
+    calls = fields.get("tool_calls")
+    if calls is None:
+        return prompt_pb2.Message(**fields)
+    return prompt_pb2.Message(**{**fields, "tool_calls": [_tool_call(call) for call in calls]})
+
+
+def _tool_call(call: pb.ToolCall | Mapping[str, Any] | str) -> str:
+    """Return a tool call as the JSON text of the OpenAI API."""
+    if isinstance(call, pb.ToolCall):
+        call = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return call if isinstance(call, str) else json.dumps(call, ensure_ascii=False)
+
+
+def _tool_choice(value: ToolChoice) -> prompt_pb2.ToolChoice:
+    if isinstance(value, prompt_pb2.ToolChoice):
+        return value
     if isinstance(value, Mapping):
+        function = value.get("function", value)
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            raise ValueError(f"must have the name of a function, got {value!r}")
+        return prompt_pb2.ToolChoice(name=function["name"])
+    known = prompt_pb2.ToolChoiceMode.keys()
+    mode = f"TOOL_CHOICE_MODE_{value.upper()}" if isinstance(value, str) else ""
+    if mode not in known:
+        raise ValueError(f"must be auto, none, required, or a mapping with the name of a function, got {value!r}")
+    return prompt_pb2.ToolChoice(mode=prompt_pb2.ToolChoiceMode.Value(mode))
+
+
+def _set_field(part: Any, name: str, value: Any) -> None:
+    if name == "tool_choice":
+        part.tool_choice.CopyFrom(_tool_choice(value))
+    elif name == "tools":
+        part.tools.extend(tool if isinstance(tool, str) else json.dumps(tool, ensure_ascii=False) for tool in value)
+    elif isinstance(value, Mapping):
         getattr(part, name).update(value)
     elif name == "stop" and isinstance(value, str):
         part.stop.append(value)

@@ -246,6 +246,18 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
         Panel("Cancel to free", quantiles("cancel_to_free_seconds", 0.5, 0.99), "s",
               "From a cancel's arrival until its blocks are free."),
     ]),
+    Row("Constraints", [
+        Panel("Grammar compilation", quantiles("grammar_compile_seconds", 0.5, 0.99), "s",
+              "Arrival of a constrained request until its grammar is ready; other requests do not wait for it."),
+        Panel("Waiting for grammars", {"{{instance}}": total("requests_compiling", "instance")}, "short",
+              "Requests whose constraints are being compiled."),
+        Panel("Token masks", quantiles("mask_seconds", 0.5, 0.99), "s",
+              "Time to fill the masks of a step with constrained rows, while the device computes."),
+        Panel("Constrained tokens", {"{{instance}}": rate("constrained_tokens_total", "instance")}, "tokens/s",
+              "Tokens sampled under a mask."),
+        Panel("Failed constraints", {"{{when}}": rate("grammar_errors_total", "when")}, "reqps",
+              "Requests that failed because of their constraint: at its compilation, or in the answer."),
+    ]),
     Row("KV cache", [
         *MEMORY,
         Panel("Preemptions", {"{{instance}}": rate("preemptions_total", "instance")}, "ops",

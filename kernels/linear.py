@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
+from npuserve.kernels.mask_logits import mask_logits, random_masks
 from npuserve.kernels.native.packed import PackedWeight, dense
 from npuserve.kernels.quantize import (
     ascend_fuses,
@@ -124,9 +126,9 @@ def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme:
 
 
 def _argmax_case(
-    rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False, int8: str = ""
+    rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False, int8: str = "", masked: bool = False
 ) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Weight, Tensor | None, int]:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x, weight, _ = _case(rows, k, vocabulary + padding, int8=int8).make(generator, dtype)
         if isinstance(weight, Int8Weight):
             for part in (dense(weight.values), weight.scale, weight.sums):
@@ -134,37 +136,52 @@ def _argmax_case(
             weight.scale[vocabulary:] *= 3
         else:
             dense(weight)[vocabulary:] = 3 * dense(weight)[0]
-        return x, weight, None, vocabulary
+        return x, weight, None, vocabulary, *(random_masks(generator, rows, vocabulary) if masked else ())
 
-    return Case(f"{rows}x{k}x{vocabulary}+{padding}{int8 and ' int8'}", make, benchmark)
+    name = f"{rows}x{k}x{vocabulary}+{padding}{int8 and ' int8'}"
+    return Case(name + (" masked" if masked else ""), make, benchmark)
 
 
 @kernel(
     "linear_argmax",
     cases=[
-        *(_argmax_case(*shape, int8=int8) for int8 in ("", "made")
+        *(_argmax_case(*shape, int8=int8, masked=masked) for masked in (False, True) for int8 in ("", "made")
           for shape in ((1, 8, 7, 0), (5, 32, 101, 27), (40, 64, 300, 20))),
         *(_argmax_case(rows, 1024, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")
           for rows in (1, 8, 32)),
+        _argmax_case(32, 1024, 151936, 0, benchmark=True, masked=True),
     ],
 )
-def linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
+def linear_argmax(
+    x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, bits: Tensor | None = None,
+    mask_of_row: Tensor | None = None,
+) -> Tensor:
     """Return the argmax of `linear`: ids [R, 1] int64 below `vocabulary`; x [R, K], weight [Vp, K], bias [Vp] or None.
 
-    The result equals `greedy` over the logits of `linear`. Some backends do not store the logits in memory.
+    bits, mask_of_row: as for `mask_logits`; None if no row has a mask.
+
+    The result equals `greedy` over the logits of `linear`, after `mask_logits`. Some backends do not store the logits
+    in memory.
     """
-    return greedy(linear(x, weight, bias), vocabulary)
+    logits = linear(x, weight, bias)
+    if bits is not None and mask_of_row is not None:
+        mask_logits(logits, vocabulary, bits, mask_of_row)
+    return greedy(logits, vocabulary)
 
 
-def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int
-             ) -> list[native.Call]:
-    """Return the calls of a native product whose results go to `out`. sizes: further sizes after T, K, N."""
+def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int,
+             more: Sequence[Tensor | None] = ()) -> list[native.Call]:
+    """Return the calls of a native product whose results go to `out`.
+
+    sizes: further sizes after T, K, N.
+    more: further tensors after those of the product.
+    """
     n, k = weight.shape
     p: list[Tensor | None] = [bias, *out, *[None] * (2 - len(out))]
     shape = [len(x), k, n, *sizes]
     if not isinstance(weight, Int8Weight):
         assert isinstance(weight, PackedWeight)
-        return [(weight.op(name), weight.dtype, [_floats(x), weight.words, *p], shape)]
+        return [(weight.op(name), weight.dtype, [_floats(x), weight.words, *p, *more], shape)]
     assert isinstance(weight.values, PackedWeight)
     calls: list[native.Call] = []
     if not isinstance(x, Int8):
@@ -175,7 +192,7 @@ def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, o
         row_sums = native.empty(len(x), dtype=torch.int32)
         calls.append(("row_sums", torch.int8, [x.values, row_sums], [len(x), k]))
     p += [x.scale, weight.scale, weight.sums, x.zero, weight.zero, row_sums]
-    return [*calls, (f"{name}_int8", weight.dtype, [x.values, weight.values.words, *p], shape)]
+    return [*calls, (f"{name}_int8", weight.dtype, [x.values, weight.values.words, *p, *more], shape)]
 
 
 @native.implementation(linear, adapt=packed)
@@ -204,16 +221,20 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | No
 
 
 @native.implementation(linear_argmax, adapt=packed)
-def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
+def _(
+    x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, bits: Tensor | None = None,
+    mask_of_row: Tensor | None = None,
+) -> Tensor:
     ids = native.empty(len(x), 1, dtype=torch.int64)
     n, k = weight.shape
     panels = -(-n // native.LANES)
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
+    words = 0 if bits is None else bits.shape[1]
     merge = "argmax_of_units_int8" if isinstance(weight, Int8Weight) else "argmax_of_units"
     native.call(
         "linear_argmax",
-        *_product("linear_argmax", x, weight, bias, [best, places], vocabulary),
+        *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=(bits, mask_of_row)),
         (merge, weight.dtype, [best, places, ids], [len(x), k, n]))
     return ids
 
@@ -264,9 +285,21 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | No
 
 
 @ascend.implementation(linear_argmax, adapt=to_nz, restore=from_nz)
-def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
+def _(
+    x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, bits: Tensor | None = None,
+    mask_of_row: Tensor | None = None,
+) -> Tensor:
     """Multiply the padding rows of the weight too, since the padded size suits the cube unit; argmax ignores them."""
-    return greedy.implementations[ascend.LABEL].function(_ascend_linear(x, weight, bias), vocabulary)
+    return _argmax_of(ascend.LABEL, _ascend_linear(x, weight, bias), vocabulary, bits, mask_of_row)
+
+
+def _argmax_of(
+    backend: str, logits: Tensor, vocabulary: int, bits: Tensor | None, mask_of_row: Tensor | None
+) -> Tensor:
+    """Call `mask_logits` and `greedy`."""
+    if bits is not None and mask_of_row is not None:
+        mask_logits.implementations[backend].function(logits, vocabulary, bits, mask_of_row)
+    return greedy.implementations[backend].function(logits, vocabulary)
 
 
 def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
@@ -297,11 +330,15 @@ def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | No
 
 
 @triton.implementation(linear_argmax)
-def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Tensor:
+def _(
+    x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, bits: Tensor | None = None,
+    mask_of_row: Tensor | None = None,
+) -> Tensor:
+    """Store the logits if rows have masks: the fused epilogue applies none."""
     from npuserve.kernels.triton import launch_linear
 
     given = _given(x, weight)
-    ids = launch_linear.linear_argmax(given, weight, bias, vocabulary)
+    ids = launch_linear.linear_argmax(given, weight, bias, vocabulary) if bits is None else None
     if ids is None:
-        return greedy.implementations[triton.LABEL].function(_cuda_linear(given, weight, bias), vocabulary)
+        return _argmax_of(triton.LABEL, _cuda_linear(given, weight, bias), vocabulary, bits, mask_of_row)
     return ids

@@ -219,6 +219,7 @@ class KernelSet:
     paged_attention: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     greedy: Callable[..., Tensor]
+    mask_logits: Callable[..., None]
     penalize: Callable[..., None]
     sample: Callable[..., Tensor]
     logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]

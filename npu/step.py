@@ -64,6 +64,7 @@ class Row(msgspec.Struct, frozen=True):
     token_ids: [PENDING] alone stands for the token that the request's row of the previous step samples.
     block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
     samples: the step samples the next token. `token_ids` then end with the request's last token so far.
+    is_constrained: the next token is sampled under a mask, which `Runner.sample` gets.
     block_version: version of block_ids; 0 if unknown. Rows with the same version differ only in the length of
         block_ids. A runner may reuse the block ids that it has copied.
     """
@@ -74,6 +75,7 @@ class Row(msgspec.Struct, frozen=True):
     block_ids: list[int]
     samples: bool
     block_version: int = 0
+    is_constrained: bool = False
 
     @property
     def is_decode(self) -> bool:

@@ -17,6 +17,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_DRAIN_SECONDS = 86400
 MAX_SAMPLES = 16
 """Maximum of GenerateRequest.n."""
+MAX_CONSTRAINT_BYTES = 65536
+"""Maximum size of a constraint: a schema, a regular expression, a grammar, a structural tag or all choices."""
 PRIORITY_RANGE = (-100, 100)
 """Allowed range of a request's priority. Lower values run earlier."""
 

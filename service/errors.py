@@ -186,6 +186,12 @@ class NoChatTemplate(ServeError):
     code = code_pb2.FAILED_PRECONDITION
 
 
+class UnknownAnswerFormat(ServeError):
+    """The request needs the format of the model's reasoning and tool calls, and the server does not know it."""
+
+    code = code_pb2.FAILED_PRECONDITION
+
+
 class Reserved(ServeError):
     """The field or call is reserved and not implemented in this version."""
 
@@ -304,7 +310,8 @@ def from_wire(wire: WireError) -> ServeError:
         if name == retryable.__name__:
             return retryable(message, retry_seconds)
     plain: dict[str, type[ServeError]] = {
-        kind.__name__: kind for kind in (DuplicateRequest, DeadlineExceeded, EngineKiller, StreamNotFound, TakenOver)}
+        kind.__name__: kind for kind in (
+            DuplicateRequest, DeadlineExceeded, EngineKiller, NoTokenizer, StreamNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
 
 

@@ -22,6 +22,7 @@ LATENCY = (.001, .002, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 
 GAP = (.0005, .001, .002, .005, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5)
 STEP = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, 1, 2, 5)
 KERNEL = tuple(1e-6 * m * 10**e for e in range(6) for m in (1, 2, 5))
+MASK = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01, .02, .05, .1)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -83,6 +84,12 @@ kv_cache_config_info = _gauge(
     "num_blocks", mode="livemax")
 step_seconds = _histogram(
     "step_seconds", "Launch of a step, or the end of the one before it, to its collected result", STEP, "phase", "mode")
+grammar_compile_seconds = _histogram(
+    "grammar_compile_seconds", "Arrival of a constrained request in the engine until its grammar is ready", LATENCY)
+requests_compiling = _gauge("requests_compiling", "Requests that wait for the grammar of their constraint")
+grammar_errors_total = _counter("grammar_errors_total", "Constrained requests that failed, by when", "when")
+mask_seconds = _histogram("mask_seconds", "Filling the token masks of a step with constrained rows", MASK)
+constrained_tokens_total = _counter("constrained_tokens_total", "Tokens sampled under a mask of allowed tokens")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
 decode_tokens_total = _counter("decode_tokens_total", "Tokens of decode rows, by how they were computed", "mode")
 step_host_gap_seconds = _histogram("step_host_gap_seconds", "Device idle between steps, waiting for the host", STEP)
@@ -135,6 +142,7 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
         ("front_end",)),
     process_failures_total: tuple(
         (process, why) for process in ("engine", "frontend") for why in ("died", "hung", "unusable", "not_started")),
+    grammar_errors_total: (("compile",), ("answer",)),
     settings_not_read_total: (("api_keys",), ("tls_cert",)),
     preparation_rejections_total: (
         ("read", "too_large"),

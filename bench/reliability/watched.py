@@ -5,8 +5,8 @@
 
 Starts `npuserve serve` with two front ends, and a Prometheus (Debian's package, or --prometheus) that scrapes it and
 evaluates the chart's alert rules. The load is a trace's arrivals (`npuserve bench serve --trace`), or a Poisson process
-without a trace. Some clients disconnect in the middle, send invalid requests, reuse an id, or arrive in a burst. At
-half time the engine is killed. Exit code 1 if one of these does not hold:
+without a trace. Some clients disconnect in the middle, send invalid requests, reuse an id, constrain the answer, or
+arrive in a burst. At half time the engine is killed. Exit code 1 if one of these does not hold:
 
   - `promtool check metrics` accepts the live page, apart from the colons in vLLM's names;
   - every query of every panel of every dashboard has a number over the run, except queries that need TLS or a gateway;
@@ -149,6 +149,7 @@ async def misbehave(target: str, engine: int, seconds: float) -> None:
             await asyncio.gather(*(leave() for _ in range(3)))
             await quietly(wanted(5, sampling=pb.SamplingParams(top_p=7.0)))
             await asyncio.gather(*(quietly(wanted(50, request_id=f"twice-{turn}")) for _ in range(2)))
+            await quietly(wanted(20, regex=rf"[a-z ]{{{100 + turn},}}"))
             if turn % 3 == 1:
                 await asyncio.gather(*(quietly(wanted(20)) for _ in range(80)))
             if turn == turns // 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -99,8 +99,9 @@ def _linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme
     return _product(x, weight, bias, out)
 
 
-def _linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int) -> Cost:
-    return _product(x, weight, bias, 8 * len(x))
+def _linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, *masks: Tensor | None) -> Cost:
+    made = _product(x, weight, bias, 8 * len(x))
+    return replace(made, nbytes=made.nbytes + nbytes(*masks))
 
 
 def _qk_norm_rope_kv_write(qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, eps: float, cos_sin: Tensor,
@@ -138,6 +139,11 @@ def _greedy(logits: Tensor, vocabulary: int) -> Cost:
     return Cost(len(logits) * (vocabulary * logits.itemsize + 8), len(logits) * vocabulary, "fp32")
 
 
+def _mask_logits(logits: Tensor, vocabulary: int, bits: Tensor, mask_of_row: Tensor) -> Cost:
+    """Count writes of all logits of the rows, as if every row had a mask that allows nothing."""
+    return Cost(len(logits) * vocabulary * logits.itemsize + nbytes(bits, mask_of_row), 0, "fp32")
+
+
 def _penalize(logits: Tensor, in_prompt: Tensor, output_counts: Tensor, *penalties: Tensor) -> Cost:
     return Cost(2 * logits.nbytes + nbytes(in_prompt, output_counts, *penalties), 5 * logits.numel(), "fp32")
 
@@ -167,6 +173,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "paged_attention": _paged_attention,
     "swiglu": _swiglu,
     "greedy": _greedy,
+    "mask_logits": _mask_logits,
     "penalize": _penalize,
     "sample": _sample,
     "logprobs": _logprobs,

@@ -69,6 +69,8 @@ _INT8_SCALES: Signature = (
 _LINEAR: Signature = (Argument("out", None, lambda n: n[0] * n[2]), None)
 _SWIGLU: Signature = (Argument("out", None, lambda n: n[0] * (n[2] // 2)), None)
 _BEST: Signature = (Argument("best", FLOAT32), Argument("places", INT32))
+_MASKS: Signature = (
+    Argument("bits", INT32, lambda n: n[4], optional=True), Argument("mask_of_row", INT32, _rows, optional=True))
 _MERGED: Signature = (*_BEST, Argument("out", INT64, _rows))
 _PACK: Signature = (Argument("dense", None, _matrix), _PACKED, Argument("failed", INT32, _one))
 _UNPACK: Signature = (_PACKED, Argument("dense", None, _matrix), _IDS)
@@ -143,9 +145,9 @@ SIGNATURES: dict[str, Signature] = {
     "linear_swiglu": _product(_SWIGLU),
     "linear_swiglu_int8": _product_int8(_SWIGLU),
     "linear_swiglu_compact": _product(_SWIGLU),
-    "linear_argmax": _product(_BEST),
-    "linear_argmax_int8": _product_int8(_BEST),
-    "linear_argmax_compact": _product(_BEST),
+    "linear_argmax": (*_product(_BEST), *_MASKS),
+    "linear_argmax_int8": (*_product_int8(_BEST), *_MASKS),
+    "linear_argmax_compact": (*_product(_BEST), *_MASKS),
     "argmax_of_units": _MERGED,
     "argmax_of_units_int8": _MERGED,
     "pack": _PACK,
@@ -179,6 +181,9 @@ SIGNATURES: dict[str, Signature] = {
         Argument("logits", FLOAT32, _matrix), Argument("in_prompt", BOOL, _matrix),
         Argument("output_counts", INT32, _matrix), Argument("repetition", FLOAT32, _rows),
         Argument("presence", FLOAT32, _rows), Argument("frequency", FLOAT32, _rows)),
+    "mask_logits": (
+        Argument("logits", None, _matrix), Argument("bits", INT32, lambda n: n[3]),
+        Argument("mask_of_row", INT32, _rows)),
     "logprobs": _LOGPROBS,
     "logprobs_merge": (
         *_LOGPROBS, Argument("logprob", FLOAT32, _rows), Argument("rank", INT64, _rows),

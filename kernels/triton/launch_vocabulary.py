@@ -1,4 +1,5 @@
-"""Calls of the kernels in sampling.py, logprobs.py and penalize.py: checks of arguments, and division into parts.
+"""Calls of the kernels in sampling.py, logprobs.py, penalize.py and mask_logits.py: checks of arguments, and division
+into parts.
 
 Estimates for an H200 and 151,936 ids in bf16:
 - A pass reads 304 KB a row, 19 MB for 64 rows: 4.5 us. Some 12 instructions a number take as much time again. Data
@@ -18,6 +19,7 @@ from torch import Tensor
 from npuserve.kernels.triton.common import INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.logprobs import report_kernel, report_parts_kernel
+from npuserve.kernels.triton.mask_logits import mask_logits_kernel
 from npuserve.kernels.triton.penalize import penalize_kernel
 from npuserve.kernels.triton.sampling import (
     PROBES,
@@ -109,6 +111,19 @@ def sample(
     weigh_kernel[(rows, parts)](**part, **kept)
     draw_kernel[(rows,)](**part, **kept, uniform=uniform, ids=ids)
     return ids
+
+
+def mask_logits(logits: Tensor, vocabulary: int, bits: Tensor, mask_of_row: Tensor) -> None:
+    """Launch the kernel `mask_logits`. Raises ValueError."""
+    parts = _parts(logits, vocabulary)
+    rows, words = len(logits), -(-vocabulary // 32)
+    within("masks", len(bits), 0, INT32)
+    check("bits", bits, (len(bits), words), (torch.int32,), logits.device)
+    check("mask_of_row", mask_of_row, (rows,), (torch.int32,), logits.device)
+    if rows:
+        mask_logits_kernel[(rows, parts)](
+            logits=logits, bits=bits, mask_of_row=mask_of_row, vocabulary=vocabulary, words=words,
+            stride=logits.stride(0), PART=PART, num_warps=8, **dependent(logits))
 
 
 def penalize(

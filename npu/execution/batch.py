@@ -60,6 +60,7 @@ class Part:
     decodes: number of decode rows.
     samples: (request_id, index of the next token in prompt + output) of the rows that sample.
     cu_seqlens, context_lens: host values of `padded` rows. The padding rows follow the step's own.
+    constrained: index in `samples` of each row whose token is sampled under a mask.
     """
 
     rows: Sequence[Row]
@@ -69,6 +70,7 @@ class Part:
     samples: list[tuple[int, int]]
     cu_seqlens: list[int]
     context_lens: list[int]
+    constrained: list[int]
 
     @property
     def padded(self) -> int:
@@ -249,9 +251,10 @@ class BatchBuffers:
         if size > count:
             self._pad(at, first, count, size)
         samples = [(row.request_id, context) for row, context in zip(rows, contexts, strict=True) if row.samples]
+        constrained = [i for i, row in enumerate(row for row in rows if row.samples) if row.is_constrained]
         return Part(
             rows, first, total, sum(row.is_decode for row in rows), samples, cu_seqlens[: size + 1].tolist(),
-            at["contexts"][first : first + size].tolist()), width
+            at["contexts"][first : first + size].tolist(), constrained), width
 
     @staticmethod
     def _ids(rows: Sequence[Row], ends: Sequence[int], sampled: Mapping[int, int]) -> list[int]:

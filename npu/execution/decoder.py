@@ -10,6 +10,7 @@ from torch import Tensor
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.execution.masks import RowMasks
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.weights import ModelWeights
 
@@ -50,7 +51,10 @@ class Model:
         """Return logits [R, Vp] of hidden [R, H] over the padded vocabulary, in the model's dtype."""
         return self.kernels.linear(hidden, self.weights.lm_head.weight, self.weights.lm_head.bias)
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Return argmax ids [R, W] int64 of hidden [R, H]; the first column equals `greedy` of the logits."""
+    def argmax(self, hidden: Tensor, masks: RowMasks | None = None) -> Tensor:
+        """Return argmax ids [R, W] int64 of hidden [R, H] under the rows' masks.
+
+        The first column equals `greedy` of the logits, after `mask_logits`.
+        """
         head = self.weights.lm_head
-        return self.kernels.linear_argmax(hidden, head.weight, head.bias, self.config.vocab_size)
+        return self.kernels.linear_argmax(hidden, head.weight, head.bias, self.config.vocab_size, *(masks or ()))

@@ -18,7 +18,8 @@ Rows = Sequence[Row]
 class Dispatch:
     """Selection among the captured steps of a runner.
 
-    greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps.
+    greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps. It does
+        not serve constrained rows, whose masks arrive after the forward pass is queued.
     decode: decode rows up to the final norm; `mixed` if decode steps need no padding.
     mixed: any rows up to the final norm.
 

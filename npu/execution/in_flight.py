@@ -10,6 +10,7 @@ from npuserve.kernels.registry import Span, Timings
 from npuserve.npu.backends.base import Captured, Event, Pending
 from npuserve.npu.execution.batch import Part, Phase
 from npuserve.npu.execution.host_prefill import Chunk
+from npuserve.npu.execution.masks import Constrained, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan
 
 
@@ -46,14 +47,16 @@ class Work:
 class Ran:
     """Results of a step whose work is queued.
 
-    span: device time of its kernels.
+    spans: device times of its kernels. The device may wait for the host between them.
+    unsampled: parts whose sampling is not queued yet, with their hidden states.
     reports: reports of sampled tokens, with their requests.
     prompt: reports of prompt tokens by request, in the order of their positions.
 
     Both kinds of reports are on the host once `fetched` is complete. The other fields are as in `StepResult`.
     """
 
-    span: Span
+    spans: list[Span]
+    unsampled: list[tuple[Work, Tensor]] = field(default_factory=list)
     reports: list[tuple[list[int], Logprobs]] = field(default_factory=list)
     prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
     captured: bool = False
@@ -76,13 +79,20 @@ class Launched:
     ran: Pending[Ran] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
-    """Step whose decode rows are queued and whose chunks the host computes. work: remaining work for the device."""
+    """Step of which the device's queue has only the beginning, since the rest needs results of the host.
+
+    begun: the queued part. It has the forward pass of `Ran.unsampled` if masks are needed.
+    constrained: rows whose masks are not given yet.
+    hosted: part whose hidden states the host computes; None if the device computes all.
+    masks: of the constrained rows; None if they have none.
+    """
 
     launched: Launched
     begun: Pending[Ran]
-    chunk: Pending[Chunk]
-    work: Work
+    constrained: list[Constrained]
     last: Tensor
     phase: Phase | None
+    hosted: tuple[Work, Pending[Chunk]] | None = None
+    masks: StagedMasks | None = None

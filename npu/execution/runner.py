@@ -14,8 +14,12 @@
 
 Two steps may be in flight: step n + 1 may be launched before step n is collected.
 
-If prompts are computed on the host (`prefill`), the device computes a step's decode rows while the host computes its
-chunks. The rest of the step is queued before the next step is launched, or when the step is collected.
+The rest of a step is queued later if it needs results of the host (`Waiting`):
+
+- If prompts are computed on the host (`prefill`), the device computes a step's decode rows while the host computes its
+  chunks. The rest is queued before the next step is launched, or when the step is collected.
+- If tokens are constrained, the forward pass is queued without LM head and sampler, which follow when `sample` receives
+  the masks. They are not part of the dispatch then, but the decoder still is.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from npuserve.npu.execution.dispatch import Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Waiting, Work
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
+from npuserve.npu.execution.masks import Constrained, MaskBuffers, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Sampler
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
@@ -102,6 +107,7 @@ class Runner:
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
         self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend)
+        self._masks = MaskBuffers(min(max_num_seqs, max_num_batched_tokens), config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary))
         self._kernel_sampling = kernel_sampling
@@ -136,8 +142,11 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         """Start a step. `step` and its objects are read only until this returns.
 
+        If a row is constrained, only the forward pass is queued. `sample` must then be called for the step, before the
+        next `launch` and before `collect` of the step.
+
         At most two steps may be in flight. Raises ValueError for more rows or tokens than the buffers hold, KeyError
-        for unknown requests.
+        for unknown requests, and RuntimeError if the previous step lacks its masks.
         """
         self._complete()
         for request_id in step.ended:
@@ -152,8 +161,11 @@ class Runner:
         staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
         works: list[Work] = []
         requests: list[int] = []
+        constrained: list[Constrained] = []
+        is_constrained = any(part.constrained for part in staged.parts)
         for part in staged.parts:
-            works.append(self._plan(part, len(requests), staged))
+            works.append(self._plan(part, len(requests), staged, is_constrained))
+            constrained += [Constrained(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
         timed = self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
@@ -166,25 +178,49 @@ class Runner:
         if prefill:
             for work in works:
                 prefill.written(work.part.rows)
-        if prefill and hosted:
-            begun = self._backend.enqueue(partial(self._begin, staged, works, phase))
-            chunk = prefill.launch(hosted.part.rows, all_hidden=bool(hosted.prompt), phase=phase)
-            self._waiting = Waiting(launched, begun, chunk, hosted, last, phase)
+        if hosted or constrained:
+            begun = self._backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
+            self._waiting = Waiting(launched, begun, constrained, last, phase)
+            if prefill and hosted:
+                chunk = prefill.launch(hosted.part.rows, all_hidden=bool(hosted.prompt), phase=phase)
+                self._waiting.hosted = hosted, chunk
         else:
             launched.ran = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
         return launched
 
+    def sample(self, launched: Launched, masks: Mapping[int, np.ndarray[Any, Any]]) -> None:
+        """Queue the sampling of a step that was launched with constrained rows. Call it once.
+
+        masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. They are read only until
+            this returns. A constrained row without a mask is sampled as if it were not constrained. Masks of other
+            requests are ignored.
+
+        allowed_token_ids and min_tokens restrict a mask, unless no id would remain. Raises ValueError for a mask of
+        another form, or one that allows no id of the vocabulary; nothing is queued then. Raises RuntimeError for a step
+        that needs no masks or has them.
+        """
+        waiting = self._waiting
+        if waiting is None or waiting.launched is not launched or not waiting.constrained:
+            raise RuntimeError("the step needs no masks, or has them already")
+        waiting.masks = self._masks.fill(waiting.constrained, masks, self._sampler.restrict)
+        waiting.constrained = []
+        if waiting.hosted is None:
+            self._complete()
+
     def ready(self, launched: Launched) -> bool:
         """Return True if `collect` would not block on the step."""
         if (waiting := self._waiting) and waiting.launched is launched:
-            if not (waiting.chunk.done() and waiting.begun.done()):
+            if waiting.constrained or (waiting.hosted and not waiting.hosted[1].done()):
                 return False
             self._complete()
         ran = launched.ran
         return ran is None or (ran.done() and (fetched := ran.wait().fetched) is not None and fetched.done())
 
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step and return its result. Steps are collected in the order of their launch."""
+        """Wait for a step and return its result. Steps are collected in the order of their launch.
+
+        Raises RuntimeError if the step lacks its masks.
+        """
         if self._waiting and self._waiting.launched is launched:
             self._complete()
         if launched.ran is None:
@@ -193,8 +229,8 @@ class Runner:
         assert ran.fetched
         ran.fetched.wait()
         result = StepResult(
-            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {}, ran.span.read(), ran.captured,
-            ran.captured_decodes, bool(ran.timings))
+            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {},
+            sum(span.read() for span in ran.spans), ran.captured, ran.captured_decodes, bool(ran.timings))
         for requests, logprobs in ran.reports:
             result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
         for request_id, logprobs in ran.prompt:
@@ -204,21 +240,27 @@ class Runner:
         return result
 
     def _complete(self) -> None:
-        """Queue the rest of the step whose chunks the host computes, after waiting for them."""
+        """Queue the rest of a step, after waiting for chunks that the host computes.
+
+        Raises RuntimeError if the step lacks its masks.
+        """
         if (waiting := self._waiting) is None:
             return
+        if waiting.constrained:
+            requests = ", ".join(str(row.request_id) for row in waiting.constrained)
+            raise RuntimeError(f"`sample` was not called for the step with constrained requests {requests}")
         self._waiting = None
-        chunk, ran = waiting.chunk.wait(), waiting.begun.wait()
-        waiting.launched.ran = self._backend.enqueue(partial(self._finish, waiting, chunk, ran))
+        chunk = waiting.hosted[1].wait() if waiting.hosted else None
+        waiting.launched.ran = self._backend.enqueue(partial(self._finish, waiting, chunk))
 
     # Planning on the host
 
-    def _plan(self, part: Part, first: int, staged: Staged) -> Work:
-        plan = self._sampler.plan(part.samples, staged.put)
+    def _plan(self, part: Part, first: int, staged: Staged, is_constrained: bool) -> Work:
+        """Plan a part. is_constrained: the step's sampling is queued later."""
+        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained))
         prompt = self._prompt_rows(part, staged) if self._prompts else []
-        captured = self._dispatch.select(part, argmax=plan.argmax)
+        captured = self._dispatch.select(part, argmax=plan.argmax and not is_constrained)
         return Work(part, first, plan, captured, prompt)
-
 
     def _prompt_rows(self, part: Part, staged: Staged) -> list[PromptRows]:
         """Return the rows that predict prompt tokens of requests with prompt_logprobs.
@@ -248,26 +290,40 @@ class Runner:
         """
         return self._end(self._begin(staged, works, phase), last, ids)
 
-    def _begin(self, staged: Staged, works: list[Work], phase: Phase | None) -> Ran:
+    def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> Ran:
+        """Compute a step's parts. samples: sample them too; otherwise they are `unsampled`."""
         staged.upload()
-        ran = Ran(self._backend.span())
+        ran = Ran([self._backend.span()])
         with self._timed(phase, ran) as timings:
             for work in works:
-                self._compute(work, ran, timings)
+                hidden = self._compute(work, ran, timings)
+                if hidden is not None and samples:
+                    self._sample(work, hidden, ran)
+                elif hidden is not None:
+                    ran.unsampled.append((work, hidden))
+        ran.spans[-1].stop()
         return ran
 
-    def _finish(self, waiting: Waiting, chunk: Chunk, ran: Ran) -> Ran:
-        """Compute the rest of a step whose chunks the host has computed."""
-        hidden = chunk.upload()
+    def _finish(self, waiting: Waiting, chunk: Chunk | None) -> Ran:
+        """Compute the rest of a step. chunk: of the host, if it computed any."""
+        span = self._backend.span()  # first, since a queue may release `begun` only then
+        ran = waiting.begun.wait()
+        ran.spans.append(span)
+        if waiting.masks:
+            waiting.masks.upload()
+        if waiting.hosted and chunk:
+            ran.unsampled.append((waiting.hosted[0], chunk.upload()))
+            ran.timings += chunk.timings
         with self._timed(waiting.phase, ran):
-            self._sample(waiting.work, hidden, ran)
-        ran.timings += chunk.timings
+            for work, hidden in ran.unsampled:
+                self._sample(work, hidden, ran, waiting.masks)
+        ran.unsampled.clear()
+        span.stop()
         return self._end(ran, waiting.last, waiting.launched.ids)
 
     def _end(self, ran: Ran, last: Tensor, ids: Tensor) -> Ran:
         ran.reports = [(requests, logprobs.fetch(self._backend)) for requests, logprobs in ran.reports]
         ran.prompt = [(request_id, logprobs.fetch(self._backend)) for request_id, logprobs in ran.prompt]
-        ran.span.stop()
         ran.fetched = self._backend.fetch(last, ids)
         return ran
 
@@ -281,29 +337,34 @@ class Runner:
             ran.timings.append(timings)
             yield timings
 
-    def _compute(self, work: Work, ran: Ran, timings: Timings | None) -> None:
-        """Compute a part; its sampled ids are then in `_last`."""
+    def _compute(self, work: Work, ran: Ran, timings: Timings | None) -> Tensor | None:
+        """Return the hidden states of a part; None if its sampled ids are in `_last`."""
         part = work.part
         hidden = replay(work.captured, part, timings) if work.captured else None
         if hidden is not None:
             ran.captured = True
             ran.captured_decodes += part.decodes
             if work.captured is self._dispatch.greedy:
-                return
-        self._sample(work, self._hidden(self._buffers.batch(part)) if hidden is None else hidden, ran)
+                return None
+        return self._hidden(self._buffers.batch(part)) if hidden is None else hidden
 
-    def _sample(self, work: Work, hidden: Tensor, ran: Ran) -> None:
-        """Sample a part. hidden: of all its tokens, or of the sampling tokens."""
+    def _sample(self, work: Work, hidden: Tensor, ran: Ran, staged: StagedMasks | None = None) -> None:
+        """Sample a part; its sampled ids are then in `_last`.
+
+        hidden: of all its tokens, or of the sampling tokens.
+        staged: masks of the step's rows.
+        """
         part = work.part
         ran.prompt += self._prompt_logprobs(hidden, work.prompt)
         count = len(part.samples)
         if not count:
             return
         sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
+        masks = staged.of(work.first, count) if staged and part.constrained else None
         if work.plan.argmax:
-            ids = self._model.argmax(sampling)
+            ids = self._model.argmax(sampling, masks)
         else:
-            sampled = self._sampler.sample(self._model.logits(sampling), work.plan)
+            sampled = self._sampler.sample(self._model.logits(sampling), work.plan, masks)
             ids = sampled.ids
             if sampled.logprobs:
                 ran.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.backends.base import Backend, Event
+from npuserve.npu.execution.masks import BITS, Array, RowMasks, mask_of, restrict
 from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
 
 Put = Callable[["np.ndarray[Any, Any]"], Tensor]
@@ -81,8 +82,10 @@ class _State:
 
     allowed_ids, bias, ending_ids: restricted to the vocabulary; empty if the request does not use them.
     edited: its logits are always edited.
+    biased: its logits are edited by more than masks.
     next_position: position after the tokens counted so far, for a request with penalties.
     on_device: tensors, created when first needed.
+    masks: `mask_of` the allowed ids and of all ids that are not ending ids, created when first needed.
     """
 
     request: NewRequest
@@ -90,8 +93,10 @@ class _State:
     bias: dict[int, float]
     ending_ids: list[int]
     edited: bool
+    biased: bool
     next_position: int
     on_device: _OnDevice | None = None
+    masks: tuple[Array | None, Array | None] | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -100,9 +105,12 @@ class _State:
     def withholds_ending(self, position: int) -> bool:
         return bool(self.ending_ids) and position - len(self.request.prompt_ids) < self.sampling.min_tokens
 
-    def edits(self, position: int) -> bool:
-        """Return True if the logits at `position` are edited."""
-        return self.edited or self.withholds_ending(position)
+    def edits(self, position: int, constrained: bool) -> bool:
+        """Return True if the logits at `position` are edited on the device.
+
+        constrained: the row has a mask, from which allowed_ids and ending_ids are removed on the host.
+        """
+        return self.biased if constrained else self.edited or self.withholds_ending(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +129,21 @@ class _OnDevice:
     sources: list[Tensor]
 
 
+class Edit(NamedTuple):
+    """Row whose logits are edited. allowed, ending: its allowed_ids and ending_ids are among the edits."""
+
+    row: int
+    allowed: bool
+    ending: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Plan for sampling R tokens. Row numbers on the host are lists; tensors are on the device when the step runs.
 
-    argmax: every row takes its argmax token and nothing else is requested; the other fields are empty then.
-    edited: (row, True if ending ids are masked) of the rows whose logits are edited.
+    argmax: every row takes the argmax of its allowed tokens and nothing else is requested; the other fields are empty
+        then.
+    edited: rows whose logits are edited, other than by the masks of constrained rows.
     penalized: rows with penalties; penalties: (rows, repetition, presence, frequency).
     chance: temperature, top_k, top_p, min_p and random numbers, as `sample` takes them, of the rows with a temperature
         above 0; cut: its last argument.
@@ -136,7 +153,7 @@ class Plan:
 
     argmax: bool
     states: Sequence[_State] = ()
-    edited: Sequence[tuple[int, bool]] = ()
+    edited: Sequence[Edit] = ()
     penalized: Sequence[int] = ()
     penalties: tuple[Tensor, ...] = ()
     chance: tuple[Tensor, ...] = ()
@@ -153,10 +170,13 @@ class Sampler:
     kernels: of the backend.
     vocabulary: size without padding; ids at or above it are never sampled.
 
-    A row's token depends only on its own logits, parameters, tokens so far and position, not on other rows. The logits
-    of a row pass through, in this order: allowed_token_ids, logit_bias, min_tokens (masks the ending ids), penalties;
-    then argmax at temperature 0, else `sample` with the random number of (seed, position). Reports use the unedited
-    logits.
+    A row's token depends only on its own logits, parameters, tokens so far, position and mask, not on other rows. The
+    logits of a row pass through, in this order: mask and allowed_token_ids, logit_bias, min_tokens (masks the ending
+    ids), penalties; then argmax at temperature 0, else `sample` with the random number of (seed, position). Reports use
+    the unedited logits.
+
+    The mask of a constrained row wins: allowed_token_ids or min_tokens are ignored in a step where they would leave no
+    id of the mask. This is decided on the host (`restrict`), which applies both to the mask.
 
     `plan` runs on the host, `sample` in the device's queue, possibly while the next step is planned: it changes nothing
     that `plan` reads.
@@ -185,6 +205,7 @@ class Sampler:
             bias=bias,
             ending_ids=sorted(ending),
             edited=bool(allowed or bias or sampling.penalized),
+            biased=bool(bias or sampling.penalized),
             next_position=len(request.prompt_ids) + len(request.output_ids),
         )
 
@@ -192,26 +213,46 @@ class Sampler:
         """Remove a request. Raises KeyError if it does not exist."""
         del self._states[request_id]
 
-    def plan(self, rows: Sequence[tuple[int, int]], put: Put) -> Plan:
+    def restrict(self, request_id: int, position: int, mask: Array) -> None:
+        """Remove ids from the mask of a constrained row in place, by allowed_token_ids and min_tokens.
+
+        mask: [ceil(vocabulary / 32)] int32 that allows at least one id. Neither removes the last one.
+        """
+        state = self._states[request_id]
+        if not (state.allowed_ids or state.ending_ids):
+            return
+        if state.masks is None:
+            words = len(mask)
+            state.masks = (mask_of(state.allowed_ids, words) if state.allowed_ids else None,
+                           ~mask_of(state.ending_ids, words) if state.ending_ids else None)
+        allowed, others = state.masks
+        if allowed is not None:
+            restrict(mask, allowed)
+        if others is not None and state.withholds_ending(position):
+            restrict(mask, others)
+
+    def plan(self, rows: Sequence[tuple[int, int]], put: Put, constrained: Container[int] = ()) -> Plan:
         """Plan the sampling of a step.
 
         rows: (request id, position in prompt + output) of each token to sample.
         put: copies host values to the device.
+        constrained: numbers of the rows for which `sample` gets masks.
 
         Raises KeyError for an unknown request, and ValueError if a request with penalties skips or repeats a position,
         since its counts cover the tokens sampled here.
         """
         states = [self._states[request_id] for request_id, _ in rows]
-        if all(s.sampling.temperature == 0 and s.sampling.logprobs is None and not s.edits(position)
-               for s, (_, position) in zip(states, rows, strict=True)):
+        edited = [r for r, s in enumerate(states) if s.edits(rows[r][1], r in constrained)]
+        if not edited and all(s.sampling.temperature == 0 and s.sampling.logprobs is None for s in states):
             return Plan(True)
         for state, (request_id, position) in zip(states, rows, strict=True):
             if state.sampling.penalized:
                 if position != state.next_position:
                     raise ValueError(f"request {request_id}: position {position} instead of {state.next_position}")
                 state.next_position += 1
-        plan = Plan(False, states, [(r, s.withholds_ending(rows[r][1])) for r, s in enumerate(states)
-                                    if s.edits(rows[r][1])])
+        plan = Plan(False, states, [
+            Edit(r, r not in constrained, r not in constrained and states[r].withholds_ending(rows[r][1]))
+            for r in edited])
         sampling = [state.sampling for state in states]
 
         if penalized := [r for r, p in enumerate(sampling) if p.penalized]:
@@ -239,19 +280,21 @@ class Sampler:
             plan = replace(plan, reported=reported, report_counts=counts, report_rows=put(np.array(reported)))
         return plan
 
-    def sample(self, logits: Tensor, plan: Plan) -> SampledIds:
-        """Sample one token per row of logits [R, Vp], which are not modified.
+    def sample(self, logits: Tensor, plan: Plan, masks: RowMasks | None = None) -> SampledIds:
+        """Sample one token per row of logits [R, Vp], of which only those are modified that `masks` masks.
 
         Call it within enqueued work, in the order in which the plans were made, and not for an `argmax` plan.
         """
+        reported = None if plan.report_rows is None else logits[plan.report_rows]
+        if masks is not None:
+            self._k.mask_logits(logits, self._vocabulary, *masks)
         ids = self._choose(self._edit(logits, plan) if plan.edited else logits, plan)
         for row in plan.penalized:
             _, output_counts = self._counts(plan.states[row])
             output_counts[ids[row, :1]] += 1
-        if plan.report_rows is None:
+        if reported is None:
             return SampledIds(ids)
-        where = plan.report_rows
-        return SampledIds(ids, self._logprobs(logits[where], ids[where, 0], list(plan.report_counts)))
+        return SampledIds(ids, self._logprobs(reported, ids[plan.report_rows, 0], list(plan.report_counts)))
 
     def warm_up(self, logits: Tensor) -> None:
         """Call each kernel that `sample` may call for logits [R, Vp], so that it is compiled."""
@@ -267,6 +310,8 @@ class Sampler:
                 self._k.sample(choices, self._vocabulary, *shaping, cut)
         for n in (0, 1, 20):
             self._logprobs(logits, ids[:, 0], [n])
+        self._k.mask_logits(logits, self._vocabulary, made(-1, torch.int32, -(-self._vocabulary // BITS)),
+                            made(0, torch.int32))
         width = edited.shape[1]
         self._k.penalize(edited, made(0, torch.bool, width), made(0, torch.int32, width), *shaping[:1] * 3)
 
@@ -289,15 +334,15 @@ class Sampler:
     def _edit(self, logits: Tensor, plan: Plan) -> Tensor:
         """Return a copy of the logits with all edits: [R, vocabulary] float32."""
         result = logits[:, : self._vocabulary].to(torch.float32, copy=True)
-        for row, withholds_ending in plan.edited:
+        for row, allowed, ending in plan.edited:
             own, line = self._on_device(plan.states[row]), result[row]
-            if own.allowed_ids is not None:
+            if own.allowed_ids is not None and allowed:
                 masked = torch.full_like(line, -torch.inf)
                 masked[own.allowed_ids] = line[own.allowed_ids]
                 line.copy_(masked)
             if own.bias is not None:
                 line[own.bias[0]] += own.bias[1]
-            if own.ending_ids is not None and withholds_ending:
+            if own.ending_ids is not None and ending:
                 line[own.ending_ids] = -torch.inf
         if plan.penalized:
             where, *penalties = plan.penalties

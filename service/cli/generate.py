@@ -6,17 +6,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Collection
-from typing import Protocol, cast
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from npuserve.client import Client, ClientError
 from npuserve.client.answer import Answer, sample_count
 from npuserve.client.request_builder import Options, build_request
+from npuserve.client.structured import CONSTRAINTS
 from npuserve.service.arguments import number, target
 from npuserve.service.cli import connection
-from npuserve.service.config import MAX_SAMPLES, ConfigError
+from npuserve.service.config import MAX_CONSTRAINT_BYTES, MAX_SAMPLES, ConfigError
 from npuserve.v1 import generate_pb2
 
 TARGET = "127.0.0.1:50051"
@@ -44,12 +46,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     parser.add_argument("--chat", action="store_true", help="send PROMPT as a user message of a chat")
     parser.add_argument("--system", metavar="TEXT", help="system message; needs --chat")
+    parser.add_argument("--tools", metavar="FILE",
+                        help="JSON list of the functions that the model may call; needs --chat")
+    parser.add_argument("--tool-choice", metavar="CHOICE",
+                        help="auto, none, required, or the name of a function; needs --tools")
+    parser.add_argument("--parse", action="store_true",
+                        help="print reasoning and tool calls apart from the text; needs --chat")
     parser.add_argument("--n", type=number(int, 1, MAX_SAMPLES), default=1, metavar="N",
                         help="number of samples, independent answers (default: %(default)s)")
     parser.add_argument("--json", action="store_true",
                         help="print each message as one JSON object; with --n above 1, each sample")
     parser.add_argument("--stats", action="store_true", help="print tokens, tokens/s and time to first token on stderr")
+    _add_constraint_arguments(parser)
     add_sampling_arguments(parser)
+
+
+def _add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "constraint (at most one kind)", "If the answer ends before it satisfies the constraint, the exit status is 1.")
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the schema in this file accepts")
+    kinds.add_argument("--json-object", action="store_true", default=None, help="the answer is any JSON object")
+    kinds.add_argument("--regex", metavar="REGEX", help="the whole answer matches this regular expression")
+    kinds.add_argument("--choice", dest="choices", action="append", metavar="TEXT",
+                       help="the answer is this text; repeat it for each allowed text")
+    kinds.add_argument("--grammar", metavar="FILE", help="the answer matches the grammar in this file (GBNF or Lark)")
+    kinds.add_argument(
+        "--structural-tag", metavar="FILE", help="the answer follows the structural tag in this JSON file")
+
+
+def _constraint_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the option of the constraint, if any. Raise ConfigError for a file that is unusable."""
+    return {name: _read_constraint(name, value) if name in ("json_schema", "grammar", "structural_tag") else value
+            for name in CONSTRAINTS if (value := getattr(args, name)) is not None}
+
+
+def _read_constraint(name: str, file: str) -> str:
+    """Return the text of a file with a constraint. Raise ConfigError if it is unusable."""
+    place = f"--{name.replace('_', '-')}: {file}"
+    try:
+        with Path(file).open("rb") as opened:
+            data = opened.read(MAX_CONSTRAINT_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise ConfigError(f"{place}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{place}: is not UTF-8") from None
+    if len(data) > MAX_CONSTRAINT_BYTES:
+        raise ConfigError(f"{place}: has more than {MAX_CONSTRAINT_BYTES} bytes")
+    if name != "grammar":
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{place}: is not JSON: {error}") from None
+    return text
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,22 +134,55 @@ def sampling_options(args: argparse.Namespace) -> Options:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 for a complete answer, 1 after an error, which is printed. Raise ConfigError for invalid arguments."""
+    """Return 0 for a complete answer, 1 after an error, which is printed. Raise ConfigError for invalid arguments.
+
+    A constraint that an answer does not satisfy is an error.
+    """
     options = sampling_options(args)
+    options.update(_constraint_options(args))  # type: ignore[typeddict-item]
     if args.n > 1:
         options["n"] = args.n
     if args.system is not None and not args.chat:
         raise ConfigError("--system: is for --chat only")
+    options.update(_chat_options(args))
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompt = [*system, {"role": "user", "content": prompt}]
     try:
         with connection.open_client(args) as client:
-            _stream(client, build_request(prompt, options), args)
+            finishes = _stream(client, build_request(prompt, options), args)
     except (ClientError, connection.ConnectionFailed) as error:
         return connection.print_error(error, args)
+    if any(name in options for name in CONSTRAINTS):
+        cut = [finish for finish in finishes if not finish.grammar_completed]
+        if cut:
+            sentence = f"the answer does not satisfy the constraint; it ended with {_reasons(cut)}"
+            print(f"npuserve: {sentence}", file=sys.stderr)
+            return 1
     return 0
+
+
+def _chat_options(args: argparse.Namespace) -> Options:
+    """Return the options of tools. Raise ConfigError for a flag without --chat, and for a malformed file."""
+    for name in ("tools", "tool_choice", "parse"):
+        if getattr(args, name) and not args.chat:
+            raise ConfigError(f"--{name.replace('_', '-')}: is for --chat only")
+    options = Options()
+    if args.tools:
+        try:
+            tools = json.loads(Path(args.tools).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tools: {args.tools} cannot be read: {error}") from None
+        if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise ConfigError(f"--tools: {args.tools} must be a JSON list of objects")
+        options["tools"] = tools
+    if args.tool_choice:
+        modes = ("auto", "none", "required")
+        options["tool_choice"] = args.tool_choice if args.tool_choice in modes else {"name": args.tool_choice}
+    if args.parse:
+        options["parse_output"] = True
+    return options
 
 
 def _read_stdin() -> str:
@@ -122,7 +205,7 @@ class Printer(Protocol):
 
 
 class TextPrinter:
-    """Printer of the text of an answer as it arrives.
+    """Printer of the text of an answer as it arrives, with its reasoning before it and its tool calls a line each.
 
     Samples are printed in order of index, each after a heading: the first one that has not ended as it arrives, the
     others when their turn comes.
@@ -134,9 +217,10 @@ class TextPrinter:
         self._is_line_open = False
         self._waiting: dict[int, list[str]] = {}  # text that is not printed, by index
         self._ended: set[int] = set()
+        self._reasoning: set[int] = set()  # samples whose last part was reasoning
 
     def add(self, message: generate_pb2.StreamGenerateResponse) -> None:
-        self._waiting.setdefault(message.index, []).append(message.text)
+        self._waiting.setdefault(message.index, []).extend(self._parts(message))
         if message.HasField("finish"):
             self._ended.add(message.index)
         self._print(self._current)
@@ -147,6 +231,19 @@ class TextPrinter:
         for index in sorted(self._waiting):  # samples that an error has cut
             self._begin(index)
         self._end_line()
+
+    def _parts(self, message: generate_pb2.StreamGenerateResponse) -> Iterator[str]:
+        """Yield the texts of a message."""
+        if message.reasoning:
+            self._reasoning.add(message.index)
+            yield message.reasoning
+        if message.text:
+            if message.index in self._reasoning:
+                self._reasoning.remove(message.index)
+                yield "\n\n"
+            yield message.text
+        for call in message.tool_calls:
+            yield f"\n{call.name} {call.arguments}" if call.name else call.arguments
 
     def _begin(self, index: int) -> None:
         self._end_line()
@@ -187,8 +284,10 @@ class JsonPrinter:
         return
 
 
-def _stream(client: Client, request: generate_pb2.GenerateRequest, args: argparse.Namespace) -> None:
-    """Print the answer, and --stats after it. Raise ClientError."""
+def _stream(
+    client: Client, request: generate_pb2.GenerateRequest, args: argparse.Namespace
+) -> Collection[generate_pb2.Finish]:
+    """Print the answer, and --stats after it. Return the finish of each sample. Raise ClientError."""
     began, first = time.monotonic(), None
     stream = client.stream(request, timeout=args.timeout)
     printer: Printer = (JsonPrinter if args.json else TextPrinter)(sample_count(request))
@@ -201,6 +300,7 @@ def _stream(client: Client, request: generate_pb2.GenerateRequest, args: argpars
         printer.close()
     if args.stats and stream.attempts.is_complete and first:
         print(summary(stream.attempts.finishes.values(), began, first, time.monotonic()), file=sys.stderr)
+    return stream.attempts.finishes.values()
 
 
 def summary(finishes: Collection[generate_pb2.Finish], began: float, first: float, ended: float) -> str:
@@ -212,5 +312,10 @@ def summary(finishes: Collection[generate_pb2.Finish], began: float, first: floa
     tokens = sum(finish.usage.generated_tokens for finish in finishes)
     count = f"{tokens} token{'s' * (tokens != 1)}" + (f" in {len(finishes)} samples" if len(finishes) > 1 else "")
     rate = f", {(tokens - 1) / (ended - first):.0f} tokens/s" if tokens > 1 and ended > first else ""
-    names = sorted({generate_pb2.FinishReason.Name(f.reason).removeprefix("FINISH_REASON_") for f in finishes})
-    return f"{count}{rate}, first after {(first - began) * 1e3:.0f} ms ({', '.join(names)})"
+    return f"{count}{rate}, first after {(first - began) * 1e3:.0f} ms ({_reasons(finishes)})"
+
+
+def _reasons(finishes: Collection[generate_pb2.Finish]) -> str:
+    """Return the different finish reasons: `EOS, LENGTH`."""
+    return ", ".join(sorted({
+        generate_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_") for finish in finishes}))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError
-from npuserve.service.ipc import messages
+from npuserve.service.ipc import framing, messages
 from npuserve.service.ipc.kv_events import (
     WINDOW_BYTES,
     KvEvents,
@@ -114,7 +114,7 @@ class KvEventPublisher:
         self._replays: dict[int, _Replay] = {}  # by call
         self._last_call = 0
         self._engine: socket.socket | None = None
-        self._received = messages.Splitter()
+        self._received = framing.Splitter()
         self._is_closing = False
 
     def start(self, first: int) -> None:
@@ -179,7 +179,7 @@ class KvEventPublisher:
         if self._engine:
             self._engine.close()
         self._engine, self._live, self._live_read = None, None, 0
-        self._received = messages.Splitter()
+        self._received = framing.Splitter()
         self._replays.clear()
 
     def _send(self, message: ToEngineKv) -> None:

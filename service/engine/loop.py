@@ -25,14 +25,17 @@ import logging
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from npuserve.npu.step import Step
 from npuserve.service.engine.crash_tracker import CrashTracker
+from npuserve.service.engine.grammars import IDLE_SECONDS, BuiltCompiler, Grammars
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
-from npuserve.service.engine.pipeline import AppliedStep, Runner, StepPipeline
+from npuserve.service.engine.outbox import Outbox
+from npuserve.service.engine.pipeline import Runner, StepPipeline
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
-from npuserve.service.errors import EngineKiller, QueueFull, ServeError, TakenOver, to_wire
+from npuserve.service.errors import EngineKiller, QueueFull, ServeError
 from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.kv_events import ReadKvEvents, SubscribeKvEvents, UnsubscribeKvEvents
@@ -43,7 +46,6 @@ from npuserve.service.ipc.messages import (
     FlushPrefixCache,
     Hello,
     ModelInfo,
-    Output,
     Outputs,
     Pause,
     Ready,
@@ -60,7 +62,7 @@ from npuserve.service.ipc.messages import (
 )
 from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Dropped, Sequence
+from npuserve.service.scheduling.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -86,30 +88,33 @@ class Engine:
     frontends: number of front ends that restore the requests of an earlier engine.
     crashes: requests of the steps that crashed earlier engines; None for no search.
     kv_events: stream of the prefix cache's changes; None for none.
+    build_compiler: see Grammars; None refuses constraints.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
         double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
         frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
+        build_compiler: Callable[[], BuiltCompiler] | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
         self._socket = socket
         self.model = model
         self._epoch = epoch
-        self._pipeline = StepPipeline(scheduler, runner, 2 if double_buffering else 1, time.monotonic)
+        self._pipeline = StepPipeline(
+            scheduler, runner, 2 if double_buffering else 1, time.monotonic, model.vocabulary_size)
         self._pulse = pulse or Heartbeat(is_enabled=False)
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()
         self._kv_events = kv_events
-        self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes)
+        self.grammars = Grammars(scheduler, build_compiler)
+        self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.grammars)
+        self._outbox = Outbox(self.registry, self._metrics, epoch, self._send)
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
         self._restore_until = math.inf
         self._early: list[tuple[bytes, Resume | Abort]] = []  # arrived before all requests that they may name
-        self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
-        self._accepted: defaultdict[bytes, list[int]] = defaultdict(list)
         self._last_collected = 0.0
         self._last_heartbeat = -math.inf
         self._next_audit = -math.inf
@@ -168,20 +173,22 @@ class Engine:
         self._receive_during_step()
         done = self._pipeline.collect()
         self._last_collected = done.collected
-        tokens = self._add_outputs(done)
-        self._send_outputs()
+        tokens = self._outbox.add(done.progress, done.collected)
+        self._outbox.flush()
         self._metrics.stepped(done.step, done.result, tokens, done.launched, done.collected)
 
     def receive(self, timeout: float) -> None:
         """Handle all messages that have arrived, after waiting at most `timeout` seconds for the first. Then drop the
-        requests that expire."""
+        requests that expire, and accept or refuse those whose constraint is compiled."""
         for frontend, message in self._socket.receive(timeout):
             if message is None:
                 self._lose(frontend)
             else:
                 self._handle(frontend, message)
+        if self.grammars:
+            self._report_compiled()
         now = time.monotonic()
-        self._report_dropped(self._scheduler.expire(now))
+        self._outbox.drop(self._scheduler.expire(now), now)
         self._metrics.refresh(now)
 
     def send(self) -> None:
@@ -190,20 +197,20 @@ class Engine:
         if now - self._last_heartbeat >= HEARTBEAT_SECONDS:
             self._last_heartbeat = now
             self._metrics.heartbeat()
-            for frontend in self._frontends:
-                self._outputs[frontend]  # an entry without outputs is a heartbeat
-        self._send_outputs()
+            self._outbox.add_heartbeats(self._frontends)
+        self._outbox.flush()
 
     def _launch_next(self) -> None:
         """Plan the next step. Unless it is empty, report it and launch it."""
-        step, dropped = self._pipeline.plan()
-        self._report_dropped(dropped)
+        plan = self._pipeline.plan()
+        step = plan.step
+        self._outbox.drop(plan.dropped, time.monotonic())
         if step.rows:
             self._send_started(step)
             self._crashes.before_launch(step, self._scheduler.sequence, is_first=not self._pipeline)
             self._metrics.launched(step, self._pipeline.launch(step).launched)
             self._is_idle = False
-            self._send_outputs()  # acceptances and refusals do not wait for the step
+            self._outbox.flush()  # acceptances and refusals do not wait for the step
 
     def _become_idle(self) -> None:
         """Report to all front ends that nothing runs, with a heartbeat in the next `send`. Nothing if idle already."""
@@ -226,14 +233,15 @@ class Engine:
         late = -max(LATE_SECONDS, expected)
         while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > late:
             self.receive(min(max(left - 0.001, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
-            self._send_outputs()
+            self._outbox.flush()
 
     def _idle_timeout(self) -> float:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
         if self._kv_events and self._kv_events.has_work:
             return 0.0
-        deadline = self._scheduler.next_deadline
-        return HEARTBEAT_SECONDS if deadline is None else min(max(0.0, deadline - time.monotonic()), HEARTBEAT_SECONDS)
+        most = IDLE_SECONDS if self.grammars else HEARTBEAT_SECONDS
+        deadline = self._scheduler.deadlines.next
+        return most if deadline is None else min(max(0.0, deadline - time.monotonic()), most)
 
     def _send_started(self, step: Step) -> None:
         """Report the requests that a step runs first to their front ends."""
@@ -244,27 +252,8 @@ class Engine:
             started[frontend].append(Started(key, sequence.cached_tokens))
         for frontend, requests in started.items():
             # The loss of a front end is handled with its next message: its requests are in the step now.
-            accepted = self._accepted.pop(frontend, [])  # the load counts them
+            accepted = self._outbox.take_accepted(frontend)  # the load counts them
             self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], requests, accepted))
-
-    def _add_outputs(self, done: AppliedStep) -> int:
-        """Add a step's output to the messages for the front ends. Return the number of its tokens."""
-        tokens = 0
-        for progress in done.progress:
-            tokens += len(progress.token_ids)
-            sequence = progress.sequence
-            frontend, key = sequence.origin
-            finish = sequence.finish(progress.reason) if progress.reason else None
-            output = Output(key, progress.token_ids, finish, None, progress.logprobs, progress.prompt_logprobs)
-            self._outputs[frontend].append(output)
-            self.registry.record_output(sequence, output, done.collected)
-        return tokens
-
-    def _send_outputs(self) -> None:
-        outputs, self._outputs = self._outputs, defaultdict(list)
-        for frontend, made in outputs.items():
-            accepted = self._accepted.pop(frontend, [])
-            self._send(frontend, Outputs(self._epoch, self._metrics.load, made, [], accepted))
 
     def _handle(self, frontend: bytes, message: ToEngine) -> None:
         match message:
@@ -305,11 +294,11 @@ class Engine:
         try:
             displaced = self.registry.add(request, origin, time.monotonic())
         except ServeError as error:
-            self._refuse(origin, error)
+            self._outbox.refuse(origin, error)
         else:
-            self._accept(origin)
+            self._accept_compiled(origin)
             if displaced:
-                self._report_dropped([displaced])
+                self._outbox.drop([displaced], time.monotonic())
 
     def _restore(self, frontend: bytes, message: Restore) -> None:
         now = time.monotonic()
@@ -318,11 +307,11 @@ class Engine:
         for key, record in message.live:
             origin = frontend, key
             try:
-                self._report_taken_over(self.registry.restore(record, origin, now))
+                self._outbox.take_over(self.registry.restore(record, origin, now))
             except ServeError as error:
-                self._refuse(origin, error, count=not isinstance(error, EngineKiller))
+                self._outbox.refuse(origin, error, count=not isinstance(error, EngineKiller))
             else:
-                self._accept(origin)
+                self._accept_compiled(origin)
         self._restore_until = now + RESTORE_SECONDS  # a front end may send many messages
         self._restoring -= message.is_last
         if self._restoring <= 0:
@@ -333,53 +322,39 @@ class Engine:
         try:
             record, previous, displaced = self.registry.resume(message, origin, time.monotonic())
         except ServeError as error:
-            self._refuse(origin, error, count=isinstance(error, QueueFull))
+            self._outbox.refuse(origin, error, count=isinstance(error, QueueFull))
         else:
             if displaced:
-                self._report_dropped([displaced])
+                self._outbox.drop([displaced], time.monotonic())
             self._crashes.save()
-            self._report_taken_over(previous)
+            self._outbox.take_over(previous)
             self._send(frontend, Resumed(self._epoch, message.key, record))
             sequence = self.registry.live.get(origin)
             if sequence and sequence.holds_blocks:
                 started = [Started(message.key, sequence.cached_tokens)]
                 self._send(frontend, Outputs(self._epoch, self._metrics.load, [], started))
 
-    def _report_dropped(self, dropped: list[Dropped]) -> None:
-        """Reply to the requests that the scheduler dropped."""
-        for sequence, error in dropped:
-            now = time.monotonic()
+    def _report_compiled(self) -> None:
+        """Reply to the requests whose constraints were compiled or refused."""
+        for sequence, error in self.grammars.poll():
             if error:
-                self.registry.discard(sequence, now)
-                self._refuse(sequence.origin, error)
+                self._scheduler.cancel(sequence.id)
+                self._outbox.fail(sequence, error, time.monotonic())
                 continue
-            frontend, key = sequence.origin
-            output = Output(key, finish=sequence.finish("deadline"))
-            self.registry.record_output(sequence, output, now)
-            self._outputs[frontend].append(output)
+            self._outbox.accept(sequence.origin)
+            if sequence.matcher and sequence.matcher.has_ended:  # in an earlier engine
+                self._end(sequence, sequence.finish("eos"))
 
-    def _report_taken_over(self, previous: Origin | None) -> None:
-        """Send an error to the previous reader of a stream, if there is one."""
-        if previous:
-            error = TakenOver("the stream was resumed by another call")
-            self._outputs[previous[0]].append(Output(previous[1], error=to_wire(error)))
-
-    def _accept(self, origin: Origin) -> None:
-        frontend, key = origin
-        self._outputs[frontend]  # an entry, so that a message is sent
-        self._accepted[frontend].append(key)
-
-    def _refuse(self, origin: Origin, error: ServeError, count: bool = True) -> None:
-        if count:
-            self._metrics.rejected(error)
-        self._outputs[origin[0]].append(Output(origin[1], error=to_wire(error)))
+    def _accept_compiled(self, origin: Origin) -> None:
+        """Accept a new request, unless it waits for its grammar."""
+        if not self.registry.live[origin].needs_matcher:
+            self._outbox.accept(origin)
 
     def _end(self, sequence: Sequence, finish: Finish | None) -> None:
         """End a live request. finish: to send to its front end; None if no reader waits for it."""
         self.registry.end(sequence, time.monotonic(), finish)
         if finish:
-            frontend, key = sequence.origin
-            self._outputs[frontend].append(Output(key, finish=finish))
+            self._outbox.finish(sequence, finish)
 
     def _send(self, frontend: bytes, message: ToFrontend) -> None:
         """Send a message. If that fails, the front end is lost."""
@@ -389,8 +364,7 @@ class Engine:
     def _lose(self, frontend: bytes) -> None:
         """End the requests of a front end that has disconnected."""
         self._frontends.discard(frontend)
-        self._outputs.pop(frontend, None)
-        self._accepted.pop(frontend, None)
+        self._outbox.lose(frontend)
         if self._kv_events:
             self._kv_events.lose(frontend)
         for sequence in self.registry.of_frontend(frontend):

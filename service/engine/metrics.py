@@ -122,7 +122,7 @@ class EngineMetrics:
         metrics.requests_paused.set(self._scheduler.num_paused)
         scheduler = self._scheduler
         counts = (
-            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.tokens_in_vain)
+            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.deadlines.tokens_in_vain)
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
             metrics.tokens_in_vain_total)

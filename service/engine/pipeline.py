@@ -1,22 +1,45 @@
-"""The step loop of all who run it: plan a step, launch it, collect the oldest step in flight, apply its result."""
+"""The step loop of all who run it: plan a step, launch it, collect the oldest step in flight, apply its result.
+
+A step with constrained rows is launched in two parts: `launch` queues its forward pass, `sample` the rest. The masks of
+the rows are filled between the two, once the result of the step before is applied, since they depend on its tokens. The
+device computes the forward pass meanwhile. At most one step, the last, is not sampled.
+
+    host     plan 2, launch 2 │ collect 1, apply 1, fill masks, sample 2 │ plan 3, launch 3 │ collect 2 …
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from npuserve.npu.step import Step, StepResult
+from npuserve.service import metrics
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Progress
+from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan
+
+MASK_BITS = 32
+"""Tokens in one word of a mask."""
+MASK_SECONDS = metrics.tally(metrics.mask_seconds)
+
+Mask = npt.NDArray[np.int32]
+"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / MASK_BITS)]."""
 
 
 class Runner(Protocol):
-    """Methods of npuserve.npu.execution.runner.Runner that the loop calls. A handle stands for one launched step."""
+    """Methods of npuserve.npu.execution.runner.Runner that the loop calls. A handle stands for one launched step.
+
+    sample: samples a step with constrained rows. It must be called before the next launch and before `collect` of the
+        step, and reads the masks, by request_id, until it returns. A constrained row without a mask is sampled freely.
+    """
 
     def launch(self, step: Step) -> Any: ...
+    def sample(self, handle: Any, masks: Mapping[int, Mask]) -> None: ...
     def ready(self, handle: Any) -> bool: ...
     def collect(self, handle: Any) -> StepResult: ...
 
@@ -50,22 +73,50 @@ class AppliedStep(NamedTuple):
     collected: float
 
 
+class TokenMasks:
+    """Masks of one step's constrained rows, in memory that the next step reuses. vocabulary: number of token ids."""
+
+    def __init__(self, vocabulary: int):
+        self._words = -(-vocabulary // MASK_BITS)
+        self._rows: list[Mask] = []
+
+    def fill(self, sequences: Iterable[Sequence]) -> dict[int, Mask]:
+        """Return the masks of the sequences by id. One that has ended, or ends with its next token, has none."""
+        began = time.perf_counter()
+        masks: dict[int, Mask] = {}
+        for sequence in sequences:
+            if sequence.state is State.ENDED or sequence.matcher is None:
+                continue
+            if len(masks) == len(self._rows):
+                self._rows.append(np.zeros(self._words, np.int32))
+            mask = self._rows[len(masks)]
+            if sequence.matcher.fill(mask):
+                masks[sequence.id] = mask
+        MASK_SECONDS.observe(time.perf_counter() - began)
+        metrics.constrained_tokens_total.inc(len(masks))
+        return masks
+
+
 class StepPipeline:
     """Steps between their plan and the use of their result.
 
     depth: maximum number of steps in flight. With 2, a step is planned and launched while the device computes the one
         before it; with 1, a step is planned after the one before it was applied.
     clock: seconds, of the clock of Request.arrival.
+    vocabulary: number of the model's token ids; 0 if no request has a constraint.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, depth: int, clock: Callable[[], float] = time.monotonic
+        self, scheduler: Scheduler, runner: Runner, depth: int, clock: Callable[[], float] = time.monotonic,
+        vocabulary: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._clock = clock
         self._steps: deque[StepInFlight] = deque()  # the oldest first
+        self._masks = TokenMasks(vocabulary)
+        self._constrained: list[Sequence] = []  # of the step that was planned last, until it is sampled
         self._planned = 0.0
         self._is_starved = False  # the last plan had no rows
 
@@ -89,13 +140,16 @@ class StepPipeline:
         self._planned = self._clock()
         plan = self._scheduler.schedule(self._planned)
         self._is_starved = not plan.step.rows
+        self._constrained = plan.constrained
         return plan
 
     def launch(self, step: Step) -> StepInFlight:
-        """Launch the step that was planned last."""
+        """Launch the step that was planned last. Its constrained rows wait for the result of the step before it."""
         handle = self._runner.launch(step)
         launched = StepInFlight(step, handle, self._planned, self._clock())
         self._steps.append(launched)
+        if self._constrained and len(self._steps) == 1:
+            self._sample()
         return launched
 
     def collect(self) -> AppliedStep:
@@ -104,6 +158,8 @@ class StepPipeline:
         result = self._runner.collect(handle)
         collected = self._clock()
         progress = self._scheduler.apply(step, result, collected)
+        if self._constrained:
+            self._sample()
         return AppliedStep(step, result, progress, planned, launched, collected)
 
     def advance(self) -> AppliedStep | None:
@@ -116,3 +172,8 @@ class StepPipeline:
         if step.rows:
             self.launch(step)
         return self.collect() if self.must_collect else None
+
+    def _sample(self) -> None:
+        """Sample the step that was launched last, whose rows are constrained by the tokens before it."""
+        self._runner.sample(self._steps[-1].handle, self._masks.fill(self._constrained))
+        self._constrained = []

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,11 @@ import msgspec
 from npuserve.service import logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
+from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.loop import Engine
+from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
@@ -125,7 +128,8 @@ def build(args: EngineArgs) -> Engine:
     kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
     engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
-                    crashes=crashes, kv_events=kv_events)
+                    crashes=crashes, kv_events=kv_events,
+                    build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size))
     if publisher and kv_events:
         publisher.start(kv_events.first)
     seconds = time.monotonic() - began
@@ -133,6 +137,22 @@ def build(args: EngineArgs) -> Engine:
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
                  shared_weights=runner.shared_weights, kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def build_compiler(folder: Path, vocabulary_size: int) -> BuiltCompiler:
+    """Load the tokenizer and the grammar library for the first constraint.
+
+    Raises UnsupportedVocabulary for a folder without a usable tokenizer, and ConfigError.
+    """
+    from npuserve.service.grammar.compiler import GrammarCompiler
+    from npuserve.service.grammar.vocabulary import Vocabulary
+    from npuserve.service.text.model_folder import open_folder
+
+    found = open_folder(folder, str(folder), "")
+    if found.tokenizer is None:
+        raise UnsupportedVocabulary("the model's folder has no tokenizer")
+    vocabulary = Vocabulary.from_tokenizer(found.tokenizer, vocabulary_size, found.eos_token_ids)
+    return BuiltCompiler(GrammarCompiler(vocabulary), vocabulary.end_ids)
 
 
 def open_publisher(args: EngineArgs) -> KvEventPublisher | None:
@@ -229,6 +249,7 @@ def serve(args: EngineArgs) -> int:
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
     save_streams(engine, args)
+    engine.grammars.close()
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from npuserve.service.engine.crash_tracker import CrashTracker
+from npuserve.service.engine.grammars import Grammars
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.ipc.resumable_streams import Records
@@ -41,19 +42,20 @@ class Resumption(NamedTuple):
 class RequestRegistry:
     """All live sequences of the scheduler, and the records of the streams. `now` is time.monotonic() seconds."""
 
-    def __init__(self, scheduler: Scheduler, records: Records, crashes: CrashTracker):
+    def __init__(self, scheduler: Scheduler, records: Records, crashes: CrashTracker, grammars: Grammars):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
         self._calls: dict[Name, dict[int, Origin]] = {}  # the live samples of each call, by index
         self._scheduler = scheduler
         self._crashes = crashes
+        self._grammars = grammars
 
     def add(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> Dropped | None:
-        """Queue a request, and return the request that was displaced from the full queue, if any.
+        """Queue a request, or let it wait for its grammar. Return the request that was displaced from the full queue.
 
         record: of a continued stream; None for a new request.
 
-        Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add.
+        Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add and PendingGrammar.submit.
         """
         samples = self._calls.get(_name(request), {})
         if samples and not self._is_further_sample(request, samples):
@@ -63,10 +65,14 @@ class RequestRegistry:
         except EngineKiller:
             self.records.drop(request.resume_token)
             raise
-        sequence, displaced = self._scheduler.add(request, origin, now)
+        grammar = self._grammars.pending(request)
+        sequence, displaced = self._scheduler.add(request, origin, now, grammar.submit if grammar else None)
         self.live[origin] = sequence
-        if crashes:
-            self._scheduler.isolate(sequence, crashes.crashes, crashes.quarantine_tokens)
+        isolation = (crashes.crashes, crashes.quarantine_tokens) if crashes else None
+        if grammar:
+            self._grammars.watch(sequence, grammar, isolation)
+        elif isolation:
+            self._scheduler.isolate(sequence, *isolation)
         self._calls.setdefault(_name(request), {})[request.index] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
@@ -99,7 +105,7 @@ class RequestRegistry:
         self._forget(sequence, record, now)
 
     def discard(self, sequence: Sequence, now: float) -> None:
-        """Forget a request that the scheduler dropped with an error before its first token, and its record."""
+        """Forget a request that the scheduler ended with an error, and its record."""
         self._forget(sequence, None, now)
         self.records.drop(sequence.request.resume_token)
 

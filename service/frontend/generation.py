@@ -46,7 +46,7 @@ from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.resumable_streams import is_resumable
 from npuserve.service.requests import validation
 from npuserve.service.requests.preparation import Kind, Preparation
-from npuserve.service.requests.prompt_size import check_prompt_size
+from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.rpc.call import Context
 from npuserve.service.text.model_folder import ModelFolder, Range
@@ -133,6 +133,8 @@ class Generation:
         if token and request.samples == 1 and is_resumable(request):
             request = msgspec.structs.replace(request, resume_token=token)
         fields["prompt_tokens"] = len(request.prompt_ids)
+        if request.constraint:
+            fields["constraint"] = request.constraint.kind
         if self._config.log_prompts:
             fields["prompt"] = message.text or str(message.chat if message.HasField("chat") else message.token_ids.ids)
         return dataclasses.replace(checked, request=request)

@@ -16,7 +16,7 @@ from npuserve.service.frontend.response import JoinedAnswer
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.resumable_streams import new_token
 from npuserve.service.requests import validation
-from npuserve.service.requests.prompt_size import check_prompt_size
+from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.rpc.call import Context, call
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2

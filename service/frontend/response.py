@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.messages import Output
+from npuserve.service.parsing.answer_parser import Parts
+from npuserve.service.parsing.parsed_stream import ParsedDelta, ParsedStream, parsed_stream
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.v1 import generate_pb2 as pb
 
@@ -42,11 +44,19 @@ class JoinedAnswer:
         self._answers: list[pb.GenerateResponse | pb.Sample] = (
             [self._response] if samples == 1 else [self._response.samples.add(index=i) for i in range(samples)])
         self._texts: list[list[str]] = [[] for _ in range(samples)]
+        self._reasoning: list[list[str]] = [[] for _ in range(samples)]
+        self._arguments: list[list[list[str]]] = [[] for _ in range(samples)]  # by sample and call
 
     async def add(self, part: pb.StreamGenerateResponse) -> None:
         """Add a message of the stream."""
         answer = self._answers[part.index]
         self._texts[part.index].append(part.text)
+        self._reasoning[part.index].append(part.reasoning)
+        for call in part.tool_calls:
+            if call.index == len(answer.tool_calls):
+                answer.tool_calls.add(id=call.id, name=call.name)
+                self._arguments[part.index].append([])
+            self._arguments[part.index][call.index].append(call.arguments)
         answer.token_ids.extend(part.token_ids)
         answer.logprobs.extend(part.logprobs)
         self._response.prompt_logprobs.extend(part.prompt_logprobs)
@@ -55,8 +65,11 @@ class JoinedAnswer:
 
     def response(self) -> pb.GenerateResponse:
         """Return the whole answer, after all messages were added."""
-        for answer, texts in zip(self._answers, self._texts, strict=True):
-            answer.text = "".join(texts)
+        for index, answer in enumerate(self._answers):
+            answer.text = "".join(self._texts[index])
+            answer.reasoning = "".join(self._reasoning[index])
+            for call, arguments in zip(answer.tool_calls, self._arguments[index], strict=True):
+                call.arguments = "".join(arguments)
         return self._response
 
 
@@ -72,6 +85,9 @@ class ResponseBuilder:
         tokens of the answer: [0, sent) sent | [sent, ready) text in `text` | the rest in the detokenizer
 
     An end-of-text or stop token adds text only with include_stop, and then like any other token.
+
+    With an answer format the text is parsed. Then a token also waits while it may belong to a tag, and "text" here
+    means the parts of all kinds: content, reasoning and tool calls.
 
     If tokens arrive whose text is empty or must wait, a message without text follows after PROGRESS_SECONDS, so that
     the client sees progress. It carries tokens with empty text, and no token whose text must wait.
@@ -91,16 +107,23 @@ class ResponseBuilder:
         self._checked = checked
         self._tokenizer = tokenizer
         self._detokenizer = None
+        self._parser: ParsedStream | None = None
         if tokenizer:
             from npuserve.service.text.detokenizer import Detokenizer
+
+            if checked.answer_format:
+                self._parser = parsed_stream(
+                    checked.answer_format, tokenizer, checked.request.prompt_ids, token_offset)
 
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=checked.skip_special_tokens, stop=checked.stop,
                 include_stop=checked.include_stop, min_tokens=checked.request.sampling.min_tokens,
-                prompt_ids=checked.request.prompt_ids, client_tokens=token_offset)
+                prompt_ids=checked.request.prompt_ids, client_tokens=token_offset,
+                kept_ids=tokenizer.tag_ids if self._parser else frozenset())
         sampling = checked.request.sampling
         self._wants_tokens = checked.return_token_ids or sampling.logprobs is not None
         self._text = ""
+        self._parts = Parts()  # reasoning and tool calls of the next message
         self._ready = 0
         self._sent = self._skip_tokens = token_offset
         self._skip_characters = 0  # of the next text, which the client has
@@ -137,7 +160,12 @@ class ResponseBuilder:
         self._push(self._detokenizer.push(ids[:-1] if is_silent else ids))
         if finish and self.keep is None:
             self._push(self._detokenizer.finish())
-        self._skip_sent(self._detokenizer.client_characters)
+        if self._parser is None:
+            self._skip_sent(self._detokenizer.client_characters)
+            return finish
+        if finish or self.keep is not None:
+            self._add_parsed(self._parser.finish())
+        self._skip_sent(0)
         return finish
 
     def prompt_messages(self) -> Iterator[pb.StreamGenerateResponse]:
@@ -163,7 +191,8 @@ class ResponseBuilder:
 
         now: time.monotonic() seconds.
         """
-        if self._text or (self._ready > self._sent and self._wants_tokens) or self._is_progress_due(now):
+        has_text = self._text or self._parts.reasoning or self._parts.calls
+        if has_text or (self._ready > self._sent and self._wants_tokens) or self._is_progress_due(now):
             self._last_message = now
             return self._take()
         return None
@@ -183,6 +212,7 @@ class ResponseBuilder:
             end.matched_stop = self.matched_stop
         else:
             end.reason = REASONS[finish.reason]
+            end.grammar_completed = finish.grammar_completed  # the engine may complete what a stop string cuts off
             if finish.reason in ("eos", "stop_token") and self._last_id is not None:
                 end.matched_stop_token_id = self._last_id
                 if self._tokenizer:
@@ -205,11 +235,21 @@ class ResponseBuilder:
         """Add the detokenizer's text to the next message."""
         if delta is None:
             return
+        if delta.matched_stop is not None:
+            self.matched_stop, self.keep = delta.matched_stop, delta.keep
+        if self._parser:
+            self._add_parsed(self._parser.push(delta))
+            return
         self._text += delta.text[self._skip_characters :]
         self._skip_characters = max(0, self._skip_characters - len(delta.text))
         self._ready += delta.num_tokens
-        if delta.matched_stop is not None:
-            self.matched_stop, self.keep = delta.matched_stop, delta.keep
+
+    def _add_parsed(self, delta: ParsedDelta) -> None:
+        """Add the parser's parts to the next message."""
+        self._text += delta.parts.content
+        delta.parts.content = ""
+        self._parts.add(delta.parts)
+        self._ready += delta.num_tokens
 
     def _skip_sent(self, characters: int) -> None:
         """Remove from the first outputs the tokens that the client has, and their text of this many characters."""
@@ -225,7 +265,11 @@ class ResponseBuilder:
         count = max(0, self._ready - self._sent)
         ids = self._ids[:count] if self._checked.return_token_ids else None
         message = pb.StreamGenerateResponse(
-            text=self._text, offset=self._sent, token_ids=ids, num_tokens=count, index=self._checked.request.index)
+            text=self._text, offset=self._sent, token_ids=ids, num_tokens=count, index=self._checked.request.index,
+            reasoning=self._parts.reasoning)
+        for call in self._parts.calls:
+            call_id = f"call_{self._checked.call_id}_{message.index}_{call.index}" if call.name else ""
+            message.tool_calls.add(index=call.index, id=call_id, name=call.name, arguments=call.arguments)
         if self._logprobs:
             message.logprobs.extend(map(self._position, self._logprobs[:count]))
         if self._prompt_logprobs is not None:
@@ -234,7 +278,7 @@ class ResponseBuilder:
             self._prompt_logprobs = None
         del self._ids[:count], self._logprobs[:count]
         self._sent += count
-        self._text = ""
+        self._text, self._parts = "", Parts()
         return message
 
     def _position(self, report: TokenLogprobs) -> pb.PositionLogprobs:

@@ -6,6 +6,7 @@ import msgspec
 
 from npuserve.service.ipc.messages import Request
 from npuserve.service.requests.validation import CheckedRequest
+from npuserve.service.text.answer_format import AnswerFormat
 
 
 class _Options(msgspec.Struct, array_like=True):
@@ -15,6 +16,8 @@ class _Options(msgspec.Struct, array_like=True):
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    answer_format: AnswerFormat
+    call_id: str
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -24,11 +27,13 @@ _decode = msgspec.msgpack.Decoder(_Options).decode
 def pack(checked: CheckedRequest) -> bytes:
     """Encode the options of a request, for Request.options."""
     return _encode(_Options(
-        checked.stop, checked.include_stop, checked.skip_special_tokens, checked.return_token_ids))
+        checked.stop, checked.include_stop, checked.skip_special_tokens, checked.return_token_ids,
+        checked.answer_format, checked.call_id))
 
 
 def unpack(request: Request) -> CheckedRequest:
     """Return the CheckedRequest of a request whose options `pack` has encoded."""
     options = _decode(request.options)
     return CheckedRequest(
-        request, options.stop, options.include_stop, options.skip_special_tokens, options.return_token_ids)
+        request, options.stop, options.include_stop, options.skip_special_tokens, options.return_token_ids,
+        answer_format=options.answer_format, call_id=options.call_id)

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from npuserve.service.errors import InvalidField, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.requests.fields import check_number
-from npuserve.service.requests.prompt_size import too_many_tokens
+from npuserve.service.requests.prompt import too_many_tokens
 from npuserve.service.requests.sampling import MAX_LOGPROBS
 from npuserve.service.text.model_folder import DEFAULT_RANGES, Range
 from npuserve.v1 import generate_pb2 as pb
@@ -26,7 +26,7 @@ SAMPLING_FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
     "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed", "include_stop_str_in_output", "logit_bias",
-    "grammar_from_first_token", "json_schema", "regex", "grammar", "json_object", "choice",
+    "grammar_from_first_token", "json_schema", "regex", "grammar", "json_object", "choice", "structural_tag",
 })
 """Fields that are honoured, and fields that cannot change an answer of token ids. Any other field that a client sets is
 UNIMPLEMENTED, also one that a later version of the stubs adds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from npuserve.service.ipc import messages
+from npuserve.service.ipc import framing, messages
 
 
 class EngineConnection(asyncio.Protocol):
@@ -17,7 +17,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, on_message: Callable[[bytes, EngineConnection], None]):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_message = on_message
-        self._received = messages.Splitter()
+        self._received = framing.Splitter()
         self._writable = asyncio.Event()
         self._writable.set()
 

@@ -9,7 +9,7 @@ import selectors
 import socket
 from pathlib import Path
 
-from npuserve.service.ipc import messages
+from npuserve.service.ipc import framing, messages
 from npuserve.service.ipc.messages import ToEngine, ToFrontend
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class _Frontend:
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
-        self.received = messages.Splitter()
+        self.received = framing.Splitter()
         self.unsent = bytearray()
         self.waits_for_write = False
 

@@ -15,6 +15,7 @@ import msgspec
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
+from npuserve.service.ipc.framing import LENGTH_BYTES
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
@@ -50,6 +51,17 @@ class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
     accepted: bool = False
 
 
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """Rule that the text of an answer follows.
+
+    text: JSON schema, regular expression, grammar, or structural tag; for choices a JSON list of strings; for
+        json_object "".
+    """
+
+    kind: Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
+    text: str
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """Validated and tokenized request, as the engine needs it. The engine holds no text.
 
@@ -71,6 +83,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     service: service that the request_id belongs to; "" for InferenceService. Ids of different services do not collide.
     index, samples: number of this sample, from 0, and the number of samples of the call. The samples of a call have the
         same request_id, client, arrival and prompt.
+    constraint: on the answer's text; None for none.
     """
 
     request_id: str
@@ -94,6 +107,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     service: str = ""
     index: int = 0
     samples: int = 1
+    constraint: Constraint | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -128,13 +142,18 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
-    """End of a request in the engine. cached_tokens: prompt tokens found in the prefix cache at the first admission."""
+    """End of a request in the engine.
+
+    cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    grammar_completed: the answer satisfies its constraint; False without a constraint.
+    """
 
     reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
     timing: Timing
+    grammar_completed: bool = False
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -359,33 +378,12 @@ class Reply(Wire, frozen=True):
 ToFrontend = Ready | Outputs | Resumed | Reply | ToSubscriber
 
 
-class Splitter:
-    """Decoder that splits the socket's byte stream into messages. It buffers an incomplete message."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Append `data` and return the completed messages, without their lengths."""
-        self._data += data
-        found, start = [], 0
-        while len(self._data) >= (body := start + LENGTH_BYTES):
-            end = body + int.from_bytes(self._data[start:body], "little")
-            if end > len(self._data):
-                break
-            found.append(bytes(self._data[body:end]))
-            start = end
-        del self._data[:start]
-        return found
-
-
 def encode(message: ToEngine | ToFrontend) -> bytes:
     """Encode a message with its length prefix."""
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-LENGTH_BYTES = 4
 MAX_RESTORE_BYTES = 1 << 16
 """Maximum size of the records in one Restore, unless a single record is larger. Larger messages would stall both ends.
 """

@@ -46,7 +46,8 @@ def max_size(request: Request, tokens: int, reports: int, prompt_reports: int) -
     sampling = request.sampling
     ids = (len(request.prompt_ids) + len(sampling.allowed_token_ids) + len(sampling.ending_ids)
            + len(request.stop_token_ids) + len(request.eos_token_ids) + tokens)
-    return (_RECORD_BYTES + len(request.options) + _ID_BYTES * ids
+    constraint = len(request.constraint.text.encode()) if request.constraint else 0
+    return (_RECORD_BYTES + len(request.options) + constraint + _ID_BYTES * ids
             + (_ID_BYTES + _FLOAT_BYTES) * len(sampling.logit_bias) + reports * _report_size(sampling.logprobs)
             + prompt_reports * _report_size(sampling.prompt_logprobs))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import struct_pb2
 
 from npuserve.service.errors import InvalidField, NoChatTemplate, NoTokenizer, Violations
-from npuserve.service.requests.fields import quoted
+from npuserve.service.parsing.tool_choice import check_tools, forbids_calls
+from npuserve.service.requests.fields import check_unicode, parse_json, quoted
 from npuserve.service.requests.message_limits import MAX_CHAT_MESSAGES, MAX_TOOLS
 from npuserve.service.text.plain_text import Prompt
 from npuserve.v1 import prompt_pb2
@@ -47,15 +47,19 @@ def chat_prompt(
     for index, tool in enumerate(chat.tools):
         with bad.collect():
             tools.append(from_json(tool, f"chat.tools[{index}]"))
+    if len(tools) == len(chat.tools):
+        check_tools(chat, tools, bad)
     with bad.collect():
         arguments = from_struct(chat.template_args, "chat.template_args")
     bad.check()
+    if forbids_calls(chat.tool_choice):
+        tools = []
     plain = [m.plain_content if m.HasField("plain_content") else plain_content for m in chat.messages]
     if plain_content or any(plain):
         prompt = tokenizer.plain_text.render(tokenizer.chat, messages, arguments, tools, plain, plain_content)
     else:
         prompt = Prompt(tokenizer.chat.render(messages, arguments, tools))
-    _check_unicode(prompt.text, "chat")
+    check_unicode(prompt.text, "chat")
     return prompt
 
 
@@ -100,30 +104,10 @@ def from_json(text: str, field: str) -> dict[str, Any]:
 
     Raises InvalidField, naming `field`, for a text that is not a JSON object or that escapes a lone surrogate.
     """
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
-    unescaped = ""
-    try:
-        value = json.loads(text, parse_constant=refuse)
-        if "\\u" in text:
-            unescaped = json.dumps(value, ensure_ascii=False)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField(field, f"must be the text of a JSON object: {error}") from error
+    value = parse_json(text, field, "a JSON object")
     if not isinstance(value, dict):
         raise InvalidField(field, f"must be the text of a JSON object, got {type(value).__name__}")
-    _check_unicode(unescaped, field)
     return value
-
-
-def _check_unicode(text: str, field: str) -> None:
-    """Raise InvalidField for a text with a lone surrogate: JSON can escape one, but UTF-8 cannot encode it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise InvalidField(field, f"must be valid Unicode, got the lone surrogate {code}") from None
 
 
 def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, Any]:

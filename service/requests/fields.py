@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from npuserve.service.errors import Violations
+from npuserve.service.errors import InvalidField, Violations
 from npuserve.service.text.model_folder import Range
 
 Number = TypeVar("Number", int, float)
@@ -39,3 +40,34 @@ def check_token_ids(
 def quoted(text: str) -> str:
     """Return a client's text as a quoted ASCII literal, cut to MAX_QUOTED_CHARACTERS."""
     return ascii(text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "...")
+
+
+def parse_json(text: str, field: str, name: str) -> Any:
+    """Return the plain values of a JSON text, with the keys of objects in their order.
+
+    name: what the text must be, for the error: "a JSON object".
+
+    Raises InvalidField, naming `field`, for a text that is not JSON or that escapes a lone surrogate.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    unescaped = ""
+    try:
+        value = json.loads(text, parse_constant=refuse)
+        if "\\u" in text:
+            unescaped = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(field, f"must be the text of {name}: {error}") from error
+    check_unicode(unescaped, field)
+    return value
+
+
+def check_unicode(text: str, field: str) -> None:
+    """Raise InvalidField for a text with a lone surrogate: JSON can escape one, but UTF-8 cannot encode it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise InvalidField(field, f"must be valid Unicode, got the lone surrogate {code}") from None

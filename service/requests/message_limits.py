@@ -19,7 +19,7 @@ MAX_VOCABULARY_SIZE = 1 << 18
 """Assumed size of the vocabulary, until the model is known."""
 MAX_STRUCTURE_BYTES = 1 << 20
 """Allowance for everything but the prompt and the lists of token ids. 10,000 messages of a chat take some 320 KiB, a
-constraint 64 KiB, stop strings 64 KiB and `logit_bias` 16 KiB. The rest is for template arguments."""
+constraint of any kind 64 KiB, stop strings 64 KiB and `logit_bias` 16 KiB. The rest is for template arguments."""
 MAX_ID_BYTES = 6
 """Bytes of a token id on the wire: a 32-bit number, with its tag if the list is not packed."""
 SMALL_BYTES = 16 << 10

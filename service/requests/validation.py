@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.config import MAX_SAMPLES
-from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Reserved, Violations
+from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations
 from npuserve.service.ipc.messages import ModelInfo, Request
+from npuserve.service.parsing.tool_choice import check_parsing, tool_constraint
+from npuserve.service.requests.constraint import check_constraint
 from npuserve.service.requests.fields import check_number, check_token_ids, quoted
-from npuserve.service.requests.prompt import encode, prompt_text, prompt_token_ids
-from npuserve.service.requests.prompt_size import check_length
+from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
 from npuserve.service.requests.sampling import check_logprobs, check_sampling
 from npuserve.service.requests.stopping import check_lengths, check_stopping
+from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.model_folder import ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import tokenize_pb2
@@ -30,8 +32,6 @@ PRIORITY = Range(-100, 100)
 MAX_REQUEST_ID_CHARACTERS = 128
 """Default of Policy.max_request_id_characters."""
 MAX_CACHE_SALT_CHARACTERS = 128
-MAX_CONSTRAINT_BYTES = 65536
-"""Size limit of a schema, a regex, a grammar or all choices."""
 MAX_UNARY_BYTES = 4 << 20
 """Size limit of a received message in gRPC clients, by default."""
 BYTES_PER_LOGPROB = 24
@@ -45,6 +45,8 @@ class CheckedRequest:
     request: the engine's part. With several samples it is the first one's; frontend/samples.py makes the others.
     stop, include_stop, skip_special_tokens, return_token_ids: the front end's part, for the answer.
     has_text: whether the answer contains text. Without it, token ids are not decoded.
+    answer_format: format by which the answer is parsed; PLAIN: it is not.
+    call_id: beginning of the ids of tool calls.
     """
 
     request: Request
@@ -53,6 +55,8 @@ class CheckedRequest:
     skip_special_tokens: bool
     return_token_ids: bool
     has_text: bool = True
+    answer_format: AnswerFormat = PLAIN
+    call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ def check(
     name: the result of `request_id`.
     arrival: time.monotonic() seconds.
 
-    Raises InvalidField with all bad fields, ModelNotFound, Reserved, NoTokenizer, NoChatTemplate.
+    Raises InvalidField with all bad fields, ModelNotFound, NoTokenizer, NoChatTemplate, UnknownAnswerFormat.
     """
     check_model(message.model if message.HasField("model") else None, folder)
     bad = Violations()
@@ -101,7 +105,7 @@ def check(
         bad.add("request_id", (
             f"must be 1 to {policy.max_request_id_characters} printable ASCII characters without spaces, "
             f"got {quoted(message.request_id)}"))
-    _check_constraint(message)
+    answer_format = check_parsing(message, folder.tokenizer, bad)
     samples = _check_samples(message, info, policy, bad)
     vocabulary_size, output = info.vocabulary_size, message.output
     stopping = check_stopping(message.stopping, folder, vocabulary_size, bad)
@@ -109,12 +113,14 @@ def check(
     logprobs = check_logprobs(output, "logprobs", vocabulary_size, bad)
     prompt_logprobs = check_logprobs(output, "prompt_logprobs", vocabulary_size, bad)
     priority = _check_scheduling(message.scheduling, policy, bad)
+    constraint = check_constraint(message, folder, bad)
     allowed = sampling["allowed_token_ids"]
     if message.stopping.min_tokens and allowed and stopping.ending_ids.issuperset(allowed):
         bad.add("sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
     prompt_ids: list[int] = []
     with bad.collect():
         prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy.plain_content)
+    constraint = constraint or tool_constraint(message, folder.tokenizer, prompt_ids, bad)
     max_tokens, min_tokens = check_lengths(message.stopping, len(prompt_ids), info.max_model_len, bad)
     bad.check()
     request = Request(
@@ -125,9 +131,11 @@ def check(
             logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         stop_token_ids=stopping.token_ids, eos_token_ids=stopping.eos_token_ids, priority=priority,
         bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt,
-        samples=samples)
+        samples=samples, constraint=constraint)
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-    return CheckedRequest(request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids)
+    return CheckedRequest(
+        request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids,
+        answer_format=answer_format, call_id=uuid.uuid4().hex[:16] if answer_format else "")
 
 
 def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Violations) -> int:
@@ -151,21 +159,6 @@ def _check_samples(message: pb.GenerateRequest, info: ModelInfo, policy: Policy,
         why = "" if most == MAX_SAMPLES else f", since a sample is a request, and at most {most} may be live at a time"
         bad.add("n", f"must be in [1, {most}]{why}, got {samples}")
     return samples
-
-
-def _check_constraint(message: pb.GenerateRequest) -> None:
-    """Raise Reserved for a constraint, which this version does not implement."""
-    constraint = message.WhichOneof("constraint")
-    if constraint:
-        if message.ByteSize() > MAX_CONSTRAINT_BYTES:  # the constraint of a smaller message is within the limit
-            _check_constraint_size(constraint, getattr(message, constraint))
-        raise Reserved(constraint)
-
-
-def _check_constraint_size(name: str, constraint: Any) -> None:
-    size = constraint.ByteSize() if name == "choices" else len(constraint.encode()) if name != "json_object" else 1
-    if size > MAX_CONSTRAINT_BYTES:
-        raise InvalidField(name, f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {size}")
 
 
 def check_unary_size(request: Request) -> None:

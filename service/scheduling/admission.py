@@ -13,17 +13,17 @@ A request that an earlier engine had accepted is always accepted.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import Request
-from npuserve.service.scheduling.account import Account
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.pace import Pace
 from npuserve.service.scheduling.sample_groups import SampleGroups
-from npuserve.service.scheduling.sequence import Dropped, Sequence
+from npuserve.service.scheduling.sequence import Account, Dropped, Sequence
 
 
 class Occupancy(NamedTuple):
@@ -53,11 +53,12 @@ class Admission:
     """Reads the waiting requests, the block counts and the measured pace of the scheduler. Changes none of them."""
 
     def __init__(
-        self, queue: FairQueue, samples: SampleGroups, blocks: BlockManager, pace: Pace, max_num_seqs: int,
-        max_queue: int,
+        self, queue: FairQueue, samples: SampleGroups, compiling: Mapping[int, Sequence], blocks: BlockManager,
+        pace: Pace, max_num_seqs: int, max_queue: int,
     ):
         self._queue = queue
         self._samples = samples
+        self._compiling = compiling
         self._blocks = blocks
         self._pace = pace
         self._max_num_seqs = max_num_seqs
@@ -81,11 +82,11 @@ class Admission:
                 self._pace.retry_seconds(now, account.live), "client_limit")
         if request.deadline is not None:
             self._check_deadline(request, request.deadline - now, account, occupancy)
-        waiting = len(self._queue) + len(self._samples)
+        waiting = len(self._queue) + len(self._samples) + len(self._compiling)
         if occupancy.running + waiting + occupancy.paused < self._max_num_seqs + self._max_queue:
             return None
         retry = self._pace.retry_seconds(now, occupancy.running)
-        displaced = self._queue.displaced_by(account, self._samples)
+        displaced = self._queue.displaced_by(account, chain(self._samples, self._compiling.values()))
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
         reason = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"

@@ -1,43 +1,66 @@
-"""Index of requests by deadline."""
+"""Requests by deadline: which are due, and their end."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
 
+from npuserve.service.errors import DeadlineExceeded
+from npuserve.service.scheduling.pace import Pace
+from npuserve.service.scheduling.sequence import Dropped, Sequence
+
 
 class Deadlines:
     """Order in which requests are checked against their deadlines. Sequence owns the deadline itself.
 
-    A request is due `margin` seconds before the moment that was set for it. The order does not depend on the margin,
-    so the margin may change at any time. Moments and `now` are seconds of the same clock.
+    A request is due `Pace.margin` seconds before the moment that was set for it. The order does not depend on the
+    margin, which may change at any time. Moments and `now` are seconds of the same clock.
+
+    tokens_in_vain: tokens computed for requests that expired without a generated token.
     """
 
-    def __init__(self) -> None:
-        self._moments: dict[int, float] = {}
+    def __init__(self, pace: Pace) -> None:
+        self.tokens_in_vain = 0
+        self._pace = pace
+        self._moments: dict[int, tuple[float, Sequence]] = {}
         self._order: list[tuple[float, int]] = []
 
     @property
     def ids(self) -> set[int]:
         return set(self._moments)
 
-    def set(self, id: int, moment: float) -> None:
-        """Set or replace the moment of a request; infinity removes it."""
-        self.forget(id)
+    @property
+    def next(self) -> float | None:
+        """Latest time for the next call of `Scheduler.expire`; None without deadlines."""
+        return self._order[0][0] - self._pace.margin if self._order else None
+
+    def set(self, sequence: Sequence) -> None:
+        """Set or replace the moment of a request. One without a deadline has none."""
+        self.forget(sequence.id)
+        moment = self._pace.due_moment(sequence)
         if moment < math.inf:
-            self._moments[id] = moment
-            insort(self._order, (moment, id))
+            self._moments[sequence.id] = moment, sequence
+            insort(self._order, (moment, sequence.id))
 
     def forget(self, id: int) -> None:
         """Remove the moment of a request. Nothing if there is none."""
-        moment = self._moments.pop(id, None)
-        if moment is not None:
-            del self._order[bisect_left(self._order, (moment, id))]
+        if known := self._moments.pop(id, None):
+            del self._order[bisect_left(self._order, (known[0], id))]
 
-    def next(self, margin: float) -> float | None:
-        """Return when the next request is due; None if there is none."""
-        return self._order[0][0] - margin if self._order else None
+    def late(self, now: float) -> list[Sequence]:
+        """Return the requests whose deadlines are due or cannot be met, the earliest first."""
+        late: list[Sequence] = []
+        for _, id in self._order[: bisect_right(self._order, (now + self._pace.margin, math.inf))]:
+            sequence = self._moments[id][1]
+            if self._pace.last_moment(sequence) > now:
+                self.set(sequence)  # its first token needs less time now
+            else:
+                late.append(sequence)
+        return late
 
-    def due(self, now: float, margin: float) -> list[int]:
-        """Return the requests that are due, the earliest first."""
-        return [id for _, id in self._order[: bisect_right(self._order, (now + margin, math.inf))]]
+    def drop(self, sequence: Sequence) -> Dropped:
+        """Return the end of a late request, which the scheduler has ended."""
+        if sequence.num_generated_tokens:
+            return Dropped(sequence, None)
+        self.tokens_in_vain += max(0, sequence.num_computed_tokens - sequence.cached_tokens)
+        return Dropped(sequence, DeadlineExceeded("deadline: it comes before the first token"))

@@ -39,8 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, ge
 
-from npuserve.service.scheduling.account import Account
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Account, Sequence
 
 MAX_IDLE_ACCOUNTS = 1024
 """Maximum number of clients without requests whose virtual time is later than the queue's."""
@@ -126,16 +125,16 @@ class FairQueue:
             self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)
 
-    def displaced_by(self, account: Account, followers: Iterable[Sequence] = ()) -> Sequence | None:
+    def displaced_by(self, account: Account, others: Iterable[Sequence] = ()) -> Sequence | None:
         """Return the request that must leave a full queue for one more request of this client.
 
         It is the last in the queue without tokens, of the client with the most live requests. None unless that client
         still has at least as many requests as this one afterwards.
 
-        followers: further waiting requests, see sample_groups.py.
+        others: waiting requests outside the queue.
         """
         candidates: dict[Account, Sequence] = {}
-        for sequence in itertools.chain(self, followers):
+        for sequence in itertools.chain(self, others):
             if not (sequence.was_admitted or sequence.request.output_ids):
                 last = candidates.setdefault(sequence.account, sequence)
                 if last.queue_key < sequence.queue_key:

@@ -15,6 +15,7 @@ from npuserve.service.scheduling.sequence import Sequence, State
 _STATES = {
     "waiting": {State.WAITING, State.PREEMPTED},
     "followers": {State.FOLLOWING},
+    "compiling": {State.COMPILING},
     "running": {State.RUNNING},
     "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.RESUMED},
 }
@@ -22,14 +23,16 @@ _STATES = {
 
 
 def audit(
-    sequences: dict[int, Sequence], queue: FairQueue, samples: SampleGroups, running: Ordered[Sequence],
-    paused: dict[int, Sequence], blocks: BlockManager, deadlines: Deadlines, max_num_seqs: int,
+    sequences: dict[int, Sequence], queue: FairQueue, samples: SampleGroups, compiling: dict[int, Sequence],
+    running: Ordered[Sequence], paused: dict[int, Sequence], blocks: BlockManager, deadlines: Deadlines,
+    max_num_seqs: int,
 ) -> Iterator[None]:
     """Check the whole state in parts, with a yield after each. Nothing may change before its end.
 
     The first part compares counts, in constant time. Raises IntegrityError unless
 
     - every sequence that has not ended is in the one collection that its state names,
+    - the compiling sequences have a constraint and no matcher, and no running or queued one lacks its matcher,
     - samples that wait for a prompt have a leader that computes it,
     - deadlines are set for exactly the sequences that have one,
     - the used blocks belong to exactly the sequences whose state holds blocks.
@@ -38,9 +41,9 @@ def audit(
     """
     if len(running) > max_num_seqs:
         raise IntegrityError(f"{len(running)} sequences run, at most {max_num_seqs} may")
-    if len(queue) + len(samples) + len(running) + len(paused) != len(sequences):
-        places = (f"{len(queue)} are waiting, {len(samples)} are followers, {len(running)} are running, "
-                  f"{len(paused)} are paused")
+    if len(queue) + len(samples) + len(compiling) + len(running) + len(paused) != len(sequences):
+        places = (f"{len(queue)} are waiting, {len(samples)} are followers, {len(compiling)} are compiling, "
+                  f"{len(running)} are running, {len(paused)} are paused")
         raise IntegrityError(f"{len(sequences)} sequences, but {places}")
     if not sequences and blocks.counts.used:
         raise IntegrityError(f"{blocks.counts.used} blocks are used, but no sequence is left")
@@ -50,7 +53,8 @@ def audit(
     for fault in (*queue.faults(), *samples.faults()):
         raise IntegrityError(fault)
     for name, members in (
-        ("waiting", list(queue)), ("followers", list(samples)), ("running", running), ("paused", list(paused.values()))
+        ("waiting", list(queue)), ("followers", list(samples)),
+        ("compiling", list(compiling.values())), ("running", running), ("paused", list(paused.values()))
     ):
         for sequence in members:
             if sequences.get(sequence.id) is not sequence or sequence.state not in _STATES[name]:
@@ -68,6 +72,8 @@ def _check(sequence: Sequence, block_size: int) -> None:
     name = f"sequence {sequence.id} is {sequence.state.value}"
     if sequence.is_queued and sequence.was_admitted != (sequence.state is State.PREEMPTED):
         raise IntegrityError(f"{name}, and was_admitted is {sequence.was_admitted}")
+    if not sequence.is_paused and sequence.needs_matcher != (sequence.state is State.COMPILING):
+        raise IntegrityError(f"{name}, and its matcher is {'missing' if sequence.needs_matcher else 'there'}")
     if not sequence.holds_blocks:
         if sequence.block_ids or sequence.num_computed_tokens or sequence.num_steps_in_flight:
             raise IntegrityError(f"{name}, but holds blocks or has rows in flight")

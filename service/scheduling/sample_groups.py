@@ -93,11 +93,15 @@ class SampleGroups:
         return len(group.followers), self._shared(request)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, or let it wait for the leader of its group. Its blocks have the scope of `scope`."""
+        """Add a new sequence to its group. Its blocks have the scope of `scope`."""
         if sequence.request.samples > 1:
-            group = self._groups[_call(sequence.request)]
+            group = self._group_of[sequence.id] = self._groups[_call(sequence.request)]
             group.live += 1
-            self._group_of[sequence.id] = group
+
+    def enter(self, sequence: Sequence) -> None:
+        """Queue a sequence that waits for nothing else, or let it wait for the leader of its group."""
+        group = self._group_of.get(sequence.id)
+        if group is not None:
             shared = self._shared(sequence.request)
             if group.leader is not None and shared:
                 sequence.follow(shared)

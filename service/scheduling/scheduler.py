@@ -15,33 +15,22 @@ request is admitted before all that never ran, the oldest first. An admission pr
 request waits for a slow reader. A victim with steps in flight gets no further row, and is preempted once they are
 applied. A RESUMED request runs again if fewer than max_num_seqs requests run; otherwise it is preempted.
 
-Overlap. A step may be planned before the one before it is applied; at most two are in flight. `schedule` updates the
-number of computed tokens, `apply` the sampled ones. A request whose next token is being sampled may compute that token
-as PENDING, at a known position, so it is at most one token ahead of the host. Lengths are known, so no step exceeds
-max_tokens. The end of a request by its token is known one step late, and the result of that step's row is discarded.
-
-A freed block is given to another request at once, though a step in flight may still use it. This is safe because steps
-run in the order of their plans:
-
-    in flight: old owner's last reads and writes ──►│ later: new owner writes slots, and reads only what it wrote
-
-and no other request reads what a step in flight writes: `apply` registers a block, which makes it shareable, only after
-applied steps have written all its slots, and the rows of a request write ever higher positions.
+Steps may overlap, see step_plan.py.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from npuserve.npu.step import Step, StepResult
-from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling import invariants
 from npuserve.service.scheduling.admission import Admission, Occupancy
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.deadlines import Deadlines
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.pace import Pace
@@ -65,8 +54,7 @@ class Scheduler:
 
     preemptions: number since the start.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache, once per request.
-    tokens_in_vain: tokens computed for requests that expired without a generated token.
-    quarantine: requests that run apart from others.
+    deadlines, quarantine: of the requests.
     """
 
     def __init__(
@@ -74,7 +62,7 @@ class Scheduler:
         aging_seconds: float,
     ) -> None:
         self.blocks = blocks
-        self.preemptions = self.prefix_queries = self.prefix_hits = self.tokens_in_vain = 0
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self.quarantine = Quarantine()
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -83,12 +71,14 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # all that have not ended
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
+        self._compiling: dict[int, Sequence] = {}  # COMPILING
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
         self._ended: list[int] = []  # not yet reported to the runner
-        self._deadlines = Deadlines()
         self._pace = Pace(max_num_batched_tokens)
-        self._admission = Admission(self._queue, self._samples, blocks, self._pace, self._max_num_seqs, max_queue)
+        self.deadlines = Deadlines(self._pace)
+        self._admission = Admission(
+            self._queue, self._samples, self._compiling, blocks, self._pace, self._max_num_seqs, max_queue)
 
     @property
     def num_running(self) -> int:
@@ -96,8 +86,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue, including preempted ones, and of samples that wait for their prompt."""
-        return len(self._queue) + len(self._samples)
+        """Number of requests in the queue, including preempted ones, and of those that wait for a prompt or grammar."""
+        return len(self._queue) + len(self._samples) + len(self._compiling)
 
     @property
     def num_paused(self) -> int:
@@ -109,11 +99,6 @@ class Scheduler:
         return bool(self._running or self._queue)
 
     @property
-    def next_deadline(self) -> float | None:
-        """Latest time for the next call of `expire`; None without deadlines."""
-        return self._deadlines.next(self._pace.margin)
-
-    @property
     def expected_seconds(self) -> float:
         """Estimated duration of the oldest step in flight; 0 until a step was measured."""
         return self._pace.expected_seconds
@@ -122,11 +107,20 @@ class Scheduler:
         """Return a request. KeyError if it has ended."""
         return self._sequences[sequence_id]
 
-    def add(self, request: Request, origin: tuple[bytes, int], now: float) -> Added:
-        """Queue a request, or let it wait for another sample of its call. Raises the errors of Admission.check."""
+    def add(
+        self, request: Request, origin: tuple[bytes, int], now: float, prepare: Callable[[], None] | None = None
+    ) -> Added:
+        """Queue a request, or let it wait for its grammar (`constrain`) or for another sample of its call.
+
+        prepare: called if the request is admitted, before any change. Its error refuses the request.
+
+        Raises the errors of Admission.check and of `prepare`.
+        """
         account = self._queue.account(request.client)
         occupancy = Occupancy.of(self._running, self._paused.values(), with_sums=request.deadline is not None)
         displaced = self._admission.check(request, account, occupancy, now)
+        if prepare:
+            prepare()
         if displaced:
             self._end(displaced.sequence)
         scope = self._samples.scope(request)
@@ -134,14 +128,28 @@ class Scheduler:
         self._sequences[sequence.id] = sequence
         self._queue.add_live(account)
         self._samples.add(sequence)
-        self._deadlines.set(sequence.id, self._pace.due_moment(sequence))
+        if sequence.needs_matcher:
+            self._compiling[sequence.id] = sequence
+        else:
+            self._samples.enter(sequence)
+        self.deadlines.set(sequence)
         return Added(sequence, displaced)
+
+    def constrain(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
+        """End a live request's wait for its grammar. A paused request enters the queue after its pause.
+
+        matcher: advanced over the request's output_ids.
+        """
+        is_compiling = self._compiling.pop(sequence.id, None)
+        sequence.constrain(matcher)
+        if is_compiling:
+            self._samples.enter(sequence)
 
     def change_reader(self, sequence: Sequence, origin: tuple[bytes, int], deadline: float | None) -> None:
         """Give a request's output to another front end, with another deadline, and end its pause."""
         sequence.origin = origin
         sequence.deadline = deadline
-        self._deadlines.set(sequence.id, self._pace.due_moment(sequence))
+        self.deadlines.set(sequence)
         self.unpause(sequence.id)
 
     def cancel(self, sequence_id: int) -> Sequence | None:
@@ -177,17 +185,12 @@ class Scheduler:
             if sequence.is_queued:
                 del self._paused[sequence_id]
                 self._queue.push(sequence)
+            elif sequence.needs_matcher:
+                self._compiling[sequence_id] = self._paused.pop(sequence_id)
 
     def expire(self, now: float) -> list[Dropped]:
         """End and return the requests whose deadlines are due or cannot be met."""
-        dropped: list[Dropped] = []
-        for sequence_id in self._deadlines.due(now, self._pace.margin):
-            sequence = self._sequences[sequence_id]
-            if self._pace.last_moment(sequence) > now:
-                self._deadlines.set(sequence_id, self._pace.due_moment(sequence))  # its first token needs less time now
-            else:
-                dropped.append(self._drop_late(sequence))
-        return dropped
+        return [self._drop_late(sequence) for sequence in self.deadlines.late(now)]
 
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
@@ -201,9 +204,9 @@ class Scheduler:
         if len(running) == len(self._running):  # otherwise others have steps in flight, or lost their blocks to a row
             self._admit_waiting(plan, now)
         if not plan.rows:
-            return Plan(Step([]), plan.dropped)
+            return Plan(Step([]), plan.dropped, [])
         self._pace.step_planned(decodes, self._max_num_batched_tokens - plan.budget - decodes, now)
-        return Plan(Step(plan.rows, plan.new, self.take_ended()), plan.dropped)
+        return Plan(Step(plan.rows, plan.new, self.take_ended()), plan.dropped, plan.constrained)
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
         """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
@@ -215,29 +218,21 @@ class Scheduler:
             sequence = sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
-            sequence.num_steps_in_flight -= 1
-            sequence.end_step(row.start, result.device_seconds, now)
             end = row.start + len(row.token_ids)
             register(sequence.blocks, sequence.token_ids, end)
             if sequence.id in leaders and end >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
-            reports = result.prompt_logprobs.get(row.request_id)
-            if reports:
-                reports = sequence.take_reports(reports, row.start)
-            if row.samples:
-                token = result.token_ids[row.request_id]
-                sequence.token_ids.append(token)
-                sequence.num_pending_tokens -= 1
-                if self.quarantine:
-                    self.quarantine.count_token(sequence.id)
-                reason = sequence.finish_reason()
-                logprobs = result.logprobs.get(row.request_id)
-                if reason is not None:
-                    self._pace.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
-                    self._end(sequence)
-                progress.append(Progress(sequence, [token], reason, [logprobs] if logprobs else None, reports))
-            elif reports:
-                progress.append(Progress(sequence, [], prompt_logprobs=reports))
+            made = sequence.apply(row, result, now)
+            if self.quarantine and row.samples:
+                self.quarantine.count_token(sequence.id)
+            if made is None:
+                continue
+            progress.append(made)
+            if made.reason is not None:
+                self._pace.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
+                self._end(sequence)
+            elif made.error is not None:
+                self._end(sequence)
         return progress
 
     def take_ended(self) -> list[int]:
@@ -247,8 +242,8 @@ class Scheduler:
 
     def audit(self) -> Iterator[None]:
         """Check the whole state in short parts, with a yield after each; see invariants.py. Raises IntegrityError."""
-        return invariants.audit(self._sequences, self._queue, self._samples, self._running, self._paused, self.blocks,
-                                self._deadlines, self._max_num_seqs)
+        return invariants.audit(self._sequences, self._queue, self._samples, self._compiling, self._running,
+                                self._paused, self.blocks, self.deadlines, self._max_num_seqs)
 
     def check_integrity(self) -> None:
         """Run the whole audit. For tests."""
@@ -370,10 +365,7 @@ class Scheduler:
     def _drop_late(self, sequence: Sequence) -> Dropped:
         """End a request whose deadline has come, or comes before its first token."""
         self._end(sequence)
-        if sequence.num_generated_tokens:
-            return Dropped(sequence, None)
-        self.tokens_in_vain += max(0, sequence.num_computed_tokens - sequence.cached_tokens)
-        return Dropped(sequence, DeadlineExceeded("deadline: it comes before the first token"))
+        return self.deadlines.drop(sequence)
 
     def _take_out(self, sequence: Sequence) -> None:
         """Remove a sequence from the collection that its state names."""
@@ -381,6 +373,8 @@ class Scheduler:
             self._queue.remove(sequence)
         elif sequence.state is State.FOLLOWING:
             self._samples.remove(sequence)
+        elif sequence.state is State.COMPILING:
+            del self._compiling[sequence.id]
         elif sequence.state is State.RUNNING:
             del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
         else:
@@ -390,7 +384,7 @@ class Scheduler:
         """Forget a request and free its blocks. The next step reports it to the runner if the runner knows it."""
         self._take_out(sequence)
         sequence.end()
-        self._deadlines.forget(sequence.id)
+        self.deadlines.forget(sequence.id)
         self._queue.remove_live(sequence.account)
         del self._sequences[sequence.id]
         self.quarantine.release(sequence.id)

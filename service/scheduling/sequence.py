@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from npuserve.npu.step import TokenLogprobs
+from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request, Timing
-from npuserve.service.scheduling.account import Account
 from npuserve.service.scheduling.block_manager import BlockTable
+from npuserve.service.scheduling.constraint import AnswerMatcher
 
 
 class State(Enum):
@@ -24,7 +24,9 @@ class State(Enum):
         RESUMED ──pause──► PAUSED
         WAITING, PREEMPTED ──pause──► PAUSED_WITHOUT_BLOCKS
         WAITING ──follow──► FOLLOWING ──enter_queue──► WAITING
-        FOLLOWING ──pause──► PAUSED_WITHOUT_BLOCKS
+        COMPILING ──constrain──► WAITING, or FOLLOWING
+        FOLLOWING, COMPILING ──pause──► PAUSED_WITHOUT_BLOCKS
+        PAUSED_WITHOUT_BLOCKS ──unpause──► COMPILING if its grammar is not compiled
         any of them ──end──► ENDED
     """
 
@@ -32,6 +34,8 @@ class State(Enum):
     """In the queue. Never admitted, holds no blocks."""
     FOLLOWING = "following"
     """Waits for the sample of its call that computes the prompt. Never admitted, holds no blocks, not in the queue."""
+    COMPILING = "compiling"
+    """Waits for the grammar of its constraint. Never admitted, holds no blocks, not in the queue."""
     PREEMPTED = "preempted"
     """In the queue. Admitted before, holds no blocks."""
     RUNNING = "running"
@@ -51,6 +55,24 @@ _PAUSED = State.PAUSED, State.PAUSED_WITHOUT_BLOCKS
 _HOLDING = State.RUNNING, State.PAUSED, State.RESUMED
 
 
+class Account:
+    """Fairness account of one client. The FairQueue changes it; the scheduler adds planned tokens to `virtual_time`.
+
+    client: its name; "" for requests without one.
+    virtual_time: tokens computed for the client; see fair_queue.py.
+    live: its requests that have not ended.
+    waiting: its requests in the queue.
+    """
+
+    __slots__ = ("client", "live", "virtual_time", "waiting")
+
+    def __init__(self, client: str, virtual_time: float = 0.0):
+        self.client = client
+        self.virtual_time = virtual_time
+        self.live = 0
+        self.waiting = 0
+
+
 class Sequence:
     """Mutable state of one Request. Only the Scheduler changes it; the engine reads it.
 
@@ -62,6 +84,7 @@ class Sequence:
         constant; see fair_queue.py.
     account: of the request's client.
     scope: of its blocks, see BlockTable.
+    matcher: of the request's constraint, advanced over the answer; None without a constraint, and until it is compiled.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
     num_pending_tokens: tokens that the steps in flight sample.
     num_computed_tokens: the positions below it are in the KV cache, or will be after the steps in flight.
@@ -82,7 +105,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id",
+        "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id", "matcher",
         "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
         "num_shared_tokens", "num_steps_in_flight", "origin", "prefill_chunks", "queue", "queue_key", "request",
         "state", "token_ids", "unshared", "was_admitted",
@@ -109,7 +132,8 @@ class Sequence:
         self.num_reported_tokens = 1 + prior.num_reported
         self.cached_tokens = prior.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt, scope)
-        self.state = State.WAITING
+        self.matcher: AnswerMatcher | None = None
+        self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
         timing = prior.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
@@ -167,6 +191,11 @@ class Sequence:
         return self.was_admitted or (self.request.prior.accepted and bool(self.request.output_ids))
 
     @property
+    def needs_matcher(self) -> bool:
+        """True until the grammar of the request's constraint is compiled."""
+        return self.matcher is None and self.request.constraint is not None
+
+    @property
     def uses_prefix_cache(self) -> bool:
         """False if the whole prompt must be computed: on request, or because every position must be reported.
 
@@ -174,6 +203,12 @@ class Sequence:
         """
         is_allowed = bool(self.blocks.scope) or not self.request.bypass_prefix_cache
         return is_allowed and self.request.sampling.prompt_logprobs is None
+
+    def constrain(self, matcher: AnswerMatcher) -> None:
+        """End the wait for the grammar. A paused request stays paused."""
+        self.matcher = matcher
+        if self.state is State.COMPILING:
+            self.state = State.WAITING
 
     def follow(self, num_shared_tokens: int) -> None:
         """Wait for another sample of the call, which computes the first `num_shared_tokens` for this one."""
@@ -209,9 +244,11 @@ class Sequence:
         self.state = State.PAUSED if self.holds_blocks else State.PAUSED_WITHOUT_BLOCKS
 
     def unpause(self) -> None:
-        """End the pause: RESUMED with blocks, in the queue without."""
+        """End the pause: RESUMED with blocks, COMPILING without a grammar, else in the queue."""
         if self.state is State.PAUSED:
             self.state = State.RESUMED
+        elif self.needs_matcher:
+            self.state = State.COMPILING
         else:
             self.state = State.PREEMPTED if self.was_admitted else State.WAITING
 
@@ -224,6 +261,26 @@ class Sequence:
 
     def end(self) -> None:
         self.state = State.ENDED
+
+    def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:
+        """Take in the result of the request's row in the oldest step, which ended `now`. None if there is nothing new.
+        """
+        self.num_steps_in_flight -= 1
+        self.end_step(row.start, result.device_seconds, now)
+        reports = result.prompt_logprobs.get(row.request_id)
+        if reports:
+            reports = self.take_reports(reports, row.start)
+        if not row.samples:
+            return Progress(self, [], prompt_logprobs=reports) if reports else None
+        token = result.token_ids[row.request_id]
+        self.num_pending_tokens -= 1
+        if self.matcher is not None:
+            self.matcher.advance(token)
+            if self.matcher.error is not None:
+                return Progress(self, [], error=self.matcher.error)
+        self.token_ids.append(token)
+        logprobs = result.logprobs.get(row.request_id)
+        return Progress(self, [token], self.finish_reason(), [logprobs] if logprobs else None, reports)
 
     def take_reports(self, reports: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
         """Return the reports that were not returned before: a row after a preemption repeats some.
@@ -245,8 +302,11 @@ class Sequence:
             self.decode += elapsed
 
     def finish_reason(self) -> FinishReason | None:
-        """Return the reason for which the last token ends the request, or None."""
+        """Return the reason for which the last token ends the request, or None. min_tokens does not extend an answer
+        that its constraint ends."""
         request, generated = self.request, len(self.token_ids) - self.num_prompt_tokens
+        if self.matcher is not None and self.matcher.has_ended:
+            return "stop_token" if self.token_ids[-1] in request.stop_token_ids else "eos"
         if generated >= request.sampling.min_tokens:
             if self.token_ids[-1] in request.eos_token_ids:
                 return "eos"
@@ -274,16 +334,23 @@ class Sequence:
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:
         """Return the end of the request.
 
-        keep: generated tokens in the answer, where the front end cut it; None for all.
+        keep: generated tokens in the answer, where the front end cut it; None for all. The constraint is checked
+            against these tokens as a whole, also where a stop string ends within the last one.
         """
         generated = self.num_generated_tokens if keep is None else keep
-        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing)
+        is_complete = False
+        if self.matcher is not None:
+            begin = self.num_prompt_tokens
+            is_complete = (self.matcher.is_complete if generated == self.num_generated_tokens else
+                           self.matcher.is_complete_after(self.token_ids[begin : begin + generated]))
+        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing, is_complete)
 
 
 class Progress(msgspec.Struct, frozen=True):
     """Result of one step for one request.
 
     reason: set if the request ended with this step.
+    error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.
     prompt_logprobs: reports of the prompt tokens that follow those reported before. Recomputed ones are not repeated.
     """
@@ -293,6 +360,7 @@ class Progress(msgspec.Struct, frozen=True):
     reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    error: ServeError | None = None
 
 
 class Dropped(NamedTuple):

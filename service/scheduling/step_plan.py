@@ -1,4 +1,19 @@
-"""A step while it is planned."""
+"""A step while it is planned.
+
+Overlap. A step may be planned before the one before it is applied; at most two are in flight. `Scheduler.schedule`
+updates the number of computed tokens, `Scheduler.apply` the sampled ones. A request whose next token is being sampled
+may compute that token as PENDING, at a known position, so it is at most one token ahead of the host. Lengths are known,
+so no step exceeds max_tokens. The end of a request by its token is known one step late, and the result of that step's
+row is discarded.
+
+A freed block is given to another request at once, though a step in flight may still use it. This is safe because steps
+run in the order of their plans:
+
+    in flight: old owner's last reads and writes ──►│ later: new owner writes slots, and reads only what it wrote
+
+and no other request reads what a step in flight writes: `apply` registers a block, which makes it shareable, only after
+applied steps have written all its slots, and the rows of a request write ever higher positions.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +24,15 @@ from npuserve.service.scheduling.sequence import Dropped, Sequence
 
 
 class Plan(NamedTuple):
-    """A step, and the requests that could not be admitted before their deadlines. A step without rows is empty."""
+    """A step, and what belongs to it. A step without rows is empty.
+
+    dropped: requests that could not be admitted before their deadlines.
+    constrained: requests whose rows sample under a constraint.
+    """
 
     step: Step
     dropped: list[Dropped]
+    constrained: list[Sequence]
 
 
 class StepPlan:
@@ -20,16 +40,17 @@ class StepPlan:
 
     budget: tokens that further rows may compute.
     rows, new: as in Step.
-    dropped: as in Plan.
+    dropped, constrained: as in Plan.
     """
 
-    __slots__ = ("_block_size", "budget", "dropped", "new", "rows")
+    __slots__ = ("_block_size", "budget", "constrained", "dropped", "new", "rows")
 
     def __init__(self, budget: int, block_size: int):
         self.budget = budget
         self.rows: list[Row] = []
         self.new: list[NewRequest] = []
         self.dropped: list[Dropped] = []
+        self.constrained: list[Sequence] = []
         self._block_size = block_size
 
     def add_row(self, sequence: Sequence, max_tokens: int) -> None:
@@ -37,9 +58,13 @@ class StepPlan:
         start, tokens, block_ids = sequence.num_computed_tokens, sequence.token_ids, sequence.blocks.block_ids
         end, planned = start + max_tokens, len(tokens) + sequence.num_pending_tokens
         samples = end >= planned
+        is_constrained = False
         if samples:
             end = planned
             sequence.num_pending_tokens += 1
+            if sequence.matcher is not None:
+                is_constrained = True
+                self.constrained.append(sequence)
         num_blocks = -(-end // self._block_size)
         sequence.num_computed_tokens = end
         sequence.account.virtual_time += end - start
@@ -47,7 +72,8 @@ class StepPlan:
         self.budget -= end - start
         self.rows.append(Row(
             sequence.id, tokens[start:end] or [PENDING], start,
-            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], samples, sequence.blocks.version))
+            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], samples, sequence.blocks.version,
+            is_constrained))
 
     def add_new(self, sequence: Sequence) -> None:
         """Announce a sequence to the runner."""

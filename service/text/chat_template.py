@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from npuserve.service.errors import InvalidField
+from npuserve.service.text.answer_format import template_format
 
 MAX_CHARACTERS = 64 << 20
 MAX_SECONDS = 10.0
@@ -72,6 +73,7 @@ class ChatTemplate:
     templates: source, or sources by name; `tool_use` is used for requests with tools, `default` for the other ones.
     named_tokens: variables of the template, such as bos_token.
     roles: strings that a template compares with a message's role.
+    format: format of the model's answers.
 
     Raises ValueError for a template that does not parse, and if none is named `default`.
     """
@@ -91,6 +93,7 @@ class ChatTemplate:
                 role for source in sources.values() for role in _compared_roles(environment.parse(source)))
         except TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
+        self.format = template_format("".join(sources.values()))
         self._named_tokens = dict(named_tokens or {})
 
     def render(

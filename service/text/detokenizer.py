@@ -26,18 +26,20 @@ class Delta(NamedTuple):
     num_tokens: tokens that this part's text covers.
     matched_stop: the stop string that ended the answer.
     keep: with a matched stop string, number of the answer's tokens up to the one that completed it.
+    boundaries: positions within this part where it could have ended, as (characters, tokens) of this part, ascending.
     """
 
     text: str
     num_tokens: int
     matched_stop: str | None = None
     keep: int | None = None
+    boundaries: tuple[tuple[int, int], ...] = ()
 
 
 class Detokenizer:
     """Incremental detokenizer with stop strings. Amortised O(1) per token; holds O(longest stop string) characters.
 
-    skip_special_tokens: special tokens have no text.
+    skip_special_tokens: special tokens have no text, except `kept_ids`.
     stop: strings that end the answer; none may be empty.
     include_stop: cut the text after the stop string, not before it.
     min_tokens: a stop string is ignored if a token with a smaller index completes it.
@@ -63,8 +65,9 @@ class Detokenizer:
         min_tokens: int,
         prompt_ids: Sequence[int] = (),
         client_tokens: int = 0,
+        kept_ids: frozenset[int] = frozenset(),
     ):
-        self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens)
+        self._stream = tokenizer.text_stream(prompt_ids, skip_special_tokens, kept_ids)
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -96,16 +99,14 @@ class Detokenizer:
                 self._add(piece)
                 if self._match:
                     return self._finish_at_stop()
-        limit = self._offset + len(self._text) - (self._matcher.held if self._matcher else 0)
-        boundary = None
-        while self._boundaries and self._boundaries[0][0] <= limit:
-            boundary = self._boundaries.popleft()
-        if boundary is None:
+        boundaries = self._boundaries_within(len(self._text) - (self._matcher.held if self._matcher else 0))
+        if not boundaries:
             return None
-        end = boundary[0] - self._offset
-        delta = Delta(self._text[:end], boundary[1] - self._num_sent)
+        end, tokens = boundaries.pop()
+        delta = Delta(self._text[:end], tokens, boundaries=tuple(boundaries))
         self._text = self._text[end:]
-        self._offset, self._num_sent = boundary
+        self._offset += end
+        self._num_sent += tokens
         return delta
 
     def finish(self) -> Delta:
@@ -125,7 +126,8 @@ class Detokenizer:
         if self._match:
             return self._finish_at_stop()
         self._is_finished = True
-        return Delta(self._text, self._num_tokens - self._num_sent)
+        boundaries = self._boundaries_within(len(self._text))
+        return Delta(self._text, self._num_tokens - self._num_sent, boundaries=tuple(boundaries))
 
     @property
     def _holds_nothing(self) -> bool:
@@ -164,7 +166,16 @@ class Detokenizer:
         self._is_finished = True
         stop, end = self._match
         text = self._text[: end if self._include_stop else end - len(stop)]
-        return Delta(text, self._num_tokens - self._num_sent, stop, self._num_tokens)
+        boundaries = self._boundaries_within(len(text))
+        return Delta(text, self._num_tokens - self._num_sent, stop, self._num_tokens, tuple(boundaries))
+
+    def _boundaries_within(self, characters: int) -> list[tuple[int, int]]:
+        """Remove and return the boundaries in the first characters of _text, as (characters, tokens) of _text."""
+        found = []
+        while self._boundaries and self._boundaries[0][0] <= self._offset + characters:
+            end, tokens = self._boundaries.popleft()
+            found.append((end - self._offset, tokens - self._num_sent))
+        return found
 
 
 class _StopMatcher:

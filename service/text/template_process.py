@@ -30,6 +30,7 @@ from typing import Any
 
 from npuserve.service.errors import InvalidField
 from npuserve.service.ipc import process_control
+from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.chat_template import MAX_SECONDS, load_chat_template
 
 MAX_MEMORY_BYTES = 2 << 30
@@ -47,15 +48,15 @@ class TemplateProcess:
     Safe to use from several threads.
 
     folder: the model's folder, with a template that parses.
-    named_tokens, roles: as of `ChatTemplate`.
+    named_tokens, roles, format: as of `ChatTemplate`.
     seconds: time limit of one conversation.
     """
 
     def __init__(
         self, folder: Path, named_tokens: Mapping[str, str], seconds: float = MAX_SECONDS,
-        roles: frozenset[str] = frozenset(),
+        roles: frozenset[str] = frozenset(), form: AnswerFormat = PLAIN,
     ):
-        self.roles = roles
+        self.roles, self.format = roles, form
         self._start = {"folder": str(folder), "named_tokens": dict(named_tokens), "seconds": seconds,
                        "dumpable": process_control.is_dumpable()}
         self._seconds = seconds
@@ -139,7 +140,7 @@ def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> Temp
     cannot cause.
     """
     template = load_chat_template(folder, named_tokens)
-    return TemplateProcess(folder, named_tokens, roles=template.roles) if template else None
+    return TemplateProcess(folder, named_tokens, roles=template.roles, form=template.format) if template else None
 
 
 def main() -> int:

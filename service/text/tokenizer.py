@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from npuserve.service.text.answer_format import TAGS
 from npuserve.service.text.byte_bpe import token_bytes
 from npuserve.service.text.fast_tokenizer import FastTokenizer
 from npuserve.service.text.incremental_decoder import ByteFallbackStream, ByteLevelStream, TextStream, WindowStream
@@ -83,25 +84,60 @@ class Tokenizer:
         rest, tail = stream.flush()
         return "".join(piece.text for piece in [*pieces, *rest]) + tail
 
+    @functools.cached_property
+    def tag_ids(self) -> frozenset[int]:
+        """Ids of the tags of reasoning and tool calls, as far as each is one token."""
+        return frozenset(i for i in map(self.id_of, TAGS) if i is not None)
+
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its name in the vocabulary, None for an unknown one."""
         return self._fast.id_of(token)
 
-    def text_stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
+    def name_of(self, token_id: int) -> str | None:
+        """Return the vocabulary's name of a token, None for an unknown id."""
+        return self._fast.token(token_id)
+
+    def token_bytes(self) -> list[bytes] | None:
+        """Return the bytes that each id below `vocabulary_size` adds inside a text, b"" for none.
+
+        None if the tokens of this kind of tokenizer have no bytes of their own.
+        """
+        if self._is_byte_level:
+            return [self._uncached_token_bytes(i) for i in range(self.vocabulary_size)]
+        token_text = self._fallback_text(frozenset())
+        if token_text is None:
+            return None
+        found = map(token_text, range(self.vocabulary_size))
+        return [text.encode(errors="replace") if byte is None else bytes([byte]) for text, byte in found]
+
+    def text_stream(
+        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
+    ) -> TextStream:
         """Return an incremental decoder of the ids that follow `prompt_ids`.
+
+        kept_ids: special tokens that are not skipped.
 
         For byte-level BPE the text is the decode of these ids. A SentencePiece decoder drops the first space of a text.
         There the text is what the ids add to the prompt's, so its first space is kept if the prompt has text. Bytes at
         the end of the prompt and at the beginning of the answer never form one character.
         """
-        return self._stream(self.special_ids if skip_special_tokens else frozenset(), prompt_ids)
+        return self._stream(self.special_ids - kept_ids if skip_special_tokens else frozenset(), prompt_ids)
 
     def _stream(self, skipped: frozenset[int], prompt_ids: Sequence[int]) -> TextStream:
         if self._is_byte_level:
             return ByteLevelStream(lambda i: b"" if i in skipped else self._token_bytes(i))
-        if self._byte_fallback is None:
+        token_text = self._fallback_text(skipped)
+        if token_text is None or self._byte_fallback is None:
             return WindowStream(lambda ids: self._fast.decode(ids, False), skipped, prompt_ids)
-        replace, stripped, strip = self._byte_fallback
+        _, stripped, strip = self._byte_fallback
+        prompt_has_text = any(token_text(i) != ("", None) for i in prompt_ids)
+        return ByteFallbackStream(token_text, stripped, 0 if prompt_has_text else strip)
+
+    def _fallback_text(self, skipped: frozenset[int]) -> Callable[[int], tuple[str, int | None]] | None:
+        """Return the function from id to (text, None) or ("", byte) of SentencePiece-style BPE, None for other ones."""
+        if self._byte_fallback is None:
+            return None
+        replace = self._byte_fallback[0]
 
         def token_text(token_id: int) -> tuple[str, int | None]:
             token = None if token_id in skipped else self._fast.token(token_id)
@@ -111,8 +147,7 @@ class Tokenizer:
                 return "", int(token[3:5], 16)
             return token.replace(*replace), None
 
-        prompt_has_text = any(token_text(i) != ("", None) for i in prompt_ids)
-        return ByteFallbackStream(token_text, stripped, 0 if prompt_has_text else strip)
+        return token_text
 
     def _longest_token_bytes(self) -> int:
         """Return the bytes of text of the longest token, at least MIN_LONGEST_BYTES if not byte-level."""

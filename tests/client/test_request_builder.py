@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,15 +14,13 @@ from npuserve.client.request_builder import Options, build_detokenize, build_req
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 
-RESERVED = {"json_schema", "regex", "grammar", "choices", "json_object"}
-
 
 def test_options_are_all_fields_of_the_request() -> None:
     parts = (pb.SamplingParams, pb.StoppingParams, pb.OutputParams, pb.SchedulingParams)
     names = {name for part in parts for name in part.DESCRIPTOR.fields_by_name} | {
         field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.message_type is None
-    } | set(prompt_pb2.Chat.DESCRIPTOR.fields_by_name) - {"messages"}
-    assert set(Options.__annotations__) == names - RESERVED - {"text"}
+    } | {"choices"} | set(prompt_pb2.Chat.DESCRIPTOR.fields_by_name) - {"messages"}
+    assert set(Options.__annotations__) == names - {"text"}
 
 
 def test_build_request_takes_each_form_of_prompt() -> None:
@@ -35,6 +34,34 @@ def test_build_request_takes_each_form_of_prompt() -> None:
     given = pb.GenerateRequest(text="a")
     assert build_request(given, {"max_tokens": 3}).stopping.max_tokens == 3
     assert given == pb.GenerateRequest(text="a")
+
+
+def test_build_request_converts_tools_and_tool_calls_to_json() -> None:
+    tool = {"type": "function", "function": {"name": "é", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": 2}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [
+        pb.ToolCall(id="1", name="f", arguments='{"b": 1, "a": 2}'), call, json.dumps(call)]}]
+    chat = build_request(messages, {"tools": [tool, "{}"], "parse_output": True}).chat
+    assert list(chat.tools) == ['{"type": "function", "function": {"name": "é", "parameters": {}}}', "{}"]
+    assert list(chat.messages[0].tool_calls) == [json.dumps(call)] * 3
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ("auto", prompt_pb2.ToolChoice(mode=prompt_pb2.TOOL_CHOICE_MODE_AUTO)),
+    ("none", prompt_pb2.ToolChoice(mode=prompt_pb2.TOOL_CHOICE_MODE_NONE)),
+    ("required", prompt_pb2.ToolChoice(mode=prompt_pb2.TOOL_CHOICE_MODE_REQUIRED)),
+    ({"name": "f"}, prompt_pb2.ToolChoice(name="f")),
+    ({"type": "function", "function": {"name": "f"}}, prompt_pb2.ToolChoice(name="f")),
+    (prompt_pb2.ToolChoice(name="f"), prompt_pb2.ToolChoice(name="f")),
+])
+def test_build_request_reads_each_form_of_tool_choice(given: Any, expected: prompt_pb2.ToolChoice) -> None:
+    assert build_request([{"role": "user", "content": "x"}], {"tool_choice": given}).chat.tool_choice == expected
+
+
+@pytest.mark.parametrize("given", ["f", "", "unspecified!", 1, {}, {"name": 1}, {"function": "f"}])
+def test_build_request_refuses_other_tool_choices(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^tool_choice: must "):
+        build_request([{"role": "user", "content": "x"}], {"tool_choice": given})
 
 
 def test_build_request_sets_fields_of_options() -> None:
@@ -54,6 +81,7 @@ def test_build_request_sets_fields_of_options() -> None:
     (7, {}, "prompt: must be a text"),
     ("x", {"max_token": 3}, "max_token: is no option"),
     ("x", {"tools": ["{}"]}, "tools: is no option without a chat"),
+    ("x", {"tool_choice": "none"}, "tool_choice: is no option without a chat"),
     ("x", {"text": "y"}, "text: is no option"),
     ("x", {"max_tokens": -1}, "max_tokens: "),
     ("x", {"seed": 2**64}, "seed: "),
@@ -106,8 +134,9 @@ def test_client_imports_no_heavy_packages() -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert {name for name in output.split() if name.startswith("npuserve.")} <= {
         "npuserve.client", *(f"npuserve.client.{name}" for name in (
-            "aio", "answer", "attempts", "channel", "errors", "request_builder", "sync")),
+            "aio", "answer", "attempts", "channel", "errors", "request_builder", "structured", "sync")),
         "npuserve.v1", *(name for name in output.split() if name.startswith("npuserve.v1."))}
     packages = {name.split(".")[0] for name in output.split()}
     assert "grpc" in packages
-    assert not packages & {"torch", "tokenizers", "transformers", "numpy", "msgspec", "prometheus_client", "rich"}
+    assert not packages & {
+        "torch", "tokenizers", "transformers", "numpy", "msgspec", "prometheus_client", "pydantic", "rich"}

@@ -101,12 +101,12 @@ def test_lone_surrogates_in_a_chats_json_are_invalid_argument_by_field(server: T
     message = ask.chat.messages.add(role="assistant")
     calls = "chat.messages[1].tool_calls[0]"
     for field, strings in (("chat.tools[0]", ask.chat.tools), (calls, message.tool_calls)):
-        strings.append(r'{"name": "\ud800"}')
+        strings.append(r'{"function": {"name": "\ud800"}}')
         with pytest.raises(grpc.RpcError) as refused:
             server.server.stub.Generate(ask, timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert refused.value.details() == f"{field}: must be valid Unicode, got the lone surrogate U+D800"
-        strings[0] = r'{"name": "\ud83d\ude00"}'
+        strings[0] = r'{"function": {"name": "\ud83d\ude00"}}'
         assert server.server.stub.Generate(ask, timeout=30).finish.usage.generated_tokens
         del strings[:]
     message.role = "bot"

@@ -19,6 +19,7 @@ from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import linear
 from npuserve.kernels.logprobs import logprobs
+from npuserve.kernels.mask_logits import mask_logits
 from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.penalize import penalize
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
@@ -198,6 +199,23 @@ def test_greedy_nan_and_infinities() -> None:
     rows = [[nan, 1, 2, 9], [nan, nan, nan, 9], [-inf, nan, -inf, 9], [0, inf, inf, 9], [-inf, -5, 0, nan]]
     logits = torch.tensor(rows)
     assert greedy(logits, 3).tolist() == [[2], [0], [0], [1], [2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mask_logits_bit_by_bit(dtype: torch.dtype) -> None:
+    vocabulary = 70
+    logits, masks = randn(4, 96, dtype=dtype), [list(range(0, 70, 3)), [31], [32, 69]]
+    bits = np.zeros((3, 3), np.uint32)
+    for row, ids in enumerate(masks):
+        for i in ids:
+            bits[row, i // 32] |= np.uint32(1 << i % 32)
+    before = logits.clone()
+    of_row = [1, -1, 0, 2]
+    mask_logits(logits, vocabulary, torch.from_numpy(bits.view(np.int32)), torch.tensor(of_row, dtype=torch.int32))
+    for row, mask in enumerate(of_row):
+        for i in range(96):
+            is_kept = mask < 0 or i >= vocabulary or i in masks[mask]
+            assert logits[row, i] == (before[row, i] if is_kept else -torch.inf)
 
 
 def test_penalize_against_transformers_and_the_formula() -> None:

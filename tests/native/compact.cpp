@@ -96,10 +96,12 @@ static void linear_argmax() {
         Array<int32_t> ids = call.read<int32_t>(panels * size.rows);
         Array<int64_t> out = call.written<int64_t>(size.rows, 1), same = call.written<int64_t>(size.rows, 1);
         Array<char> made = compact(call, dense, n, k);
-        const std::vector<int64_t> sizes = {size.rows, k, n, counting};
-        call.add("linear_argmax_compact/bfloat16", {x, made, bias, best, ids}, sizes);
+        Masks masks(call, size.rows, counting);
+        const std::vector<int64_t> sizes = {size.rows, k, n, counting, masks.words};
+        call.add("linear_argmax_compact/bfloat16", {x, made, bias, best, ids, masks.bits, masks.of_row}, sizes);
         call.add("argmax_of_units/bfloat16", {best, ids, out}, sizes);
-        call.add("linear_argmax/bfloat16", {x, packed(call, dense.data, n, k), bias, best, ids}, sizes);
+        call.add("linear_argmax/bfloat16",
+                 {x, packed(call, dense.data, n, k), bias, best, ids, masks.bits, masks.of_row}, sizes);
         call.add("argmax_of_units/bfloat16", {best, ids, same}, sizes);
         call.run();
         equal("ids", out.data, std::vector<int64_t>(same.data, same.data + same.size));

@@ -156,6 +156,24 @@ class Program : public Memory {
     void pieces(const std::vector<int64_t> &sizes, int threads, const char *name);
 };
 
+// Masks for some of the rows: see kernels/native/rows/masks.h.
+struct Masks {
+    static constexpr int64_t COUNT = 3;
+    int64_t words;
+    Array<int32_t> bits, of_row;
+
+    Masks(Memory &memory, int64_t rows, int64_t columns)
+        : words((columns + 31) / 32), bits(memory.integers<int32_t>(COUNT * words, 0, INT32_MIN, INT32_MAX)),
+          of_row(memory.integers<int32_t>(rows, 1, -1, COUNT - 1)) {
+        std::fill(bits.data, bits.data + words, 0);
+        bits[columns / 2 / 32] = int32_t(1u << columns / 2 % 32);  // the first mask allows one column
+    }
+    bool allows(int64_t row, int64_t column) const {
+        int64_t mask = of_row[row];
+        return mask < 0 || uint32_t(bits[mask * words + column / 32]) >> column % 32 & 1;
+    }
+};
+
 // Test of some kernels.
 struct Test {
     std::vector<std::string> kernels;

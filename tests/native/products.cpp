@@ -80,13 +80,13 @@ void linear_swiglu() {
     }
 }
 
-// Index of the first of the largest of n numbers.
+// Index of the first of the largest of n numbers; with `masks` of the allowed ones.
 template <class T>
-int64_t argmax(const T *out, int64_t counting) {
-    int64_t best = 0;
-    for (int64_t i = 1; i < counting; i++)
-        if (number(out[i]) > number(out[best])) best = i;
-    return best;
+int64_t argmax(const T *out, int64_t counting, const Masks *masks = nullptr, int64_t row = 0) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < counting; i++)
+        if ((!masks || masks->allows(row, i)) && (best < 0 || number(out[i]) > number(out[best]))) best = i;
+    return std::max<int64_t>(best, 0);
 }
 
 template <class T>
@@ -102,13 +102,21 @@ void linear_argmax() {
             Array<float> best = on.call.template read<float>(panels * size.rows);
             Array<int32_t> ids = on.call.template read<int32_t>(panels * size.rows);
             Array<int64_t> chosen = on.call.template written<int64_t>(size.rows, 1);
+            Array<int64_t> allowed = on.call.template written<int64_t>(size.rows, 1);
+            Masks masks(on.call, size.rows, counting);
             on.call.add(typed<T>("linear"), {on.x, on.panels, on.bias, on.out}, {size.rows, size.k, size.n});
             on.call.add(typed<T>("linear_argmax"), {on.x, on.panels, on.bias, best, ids},
                         {size.rows, size.k, size.n, counting});
             on.call.add(typed<T>("argmax_of_units"), {best, ids, chosen}, {size.rows, size.k, size.n});
+            on.call.add(typed<T>("linear_argmax"), {on.x, on.panels, on.bias, best, ids, masks.bits, masks.of_row},
+                        {size.rows, size.k, size.n, counting, masks.words});
+            on.call.add(typed<T>("argmax_of_units"), {best, ids, allowed}, {size.rows, size.k, size.n});
             on.call.run();
-            for (int64_t row = 0; row < size.rows; row++)
-                near("id", row, double(chosen[row]), double(argmax(on.out.data + row * size.n, counting)), 0);
+            for (int64_t row = 0; row < size.rows; row++) {
+                const T *out = on.out.data + row * size.n;
+                near("id", row, double(chosen[row]), double(argmax(out, counting)), 0);
+                near("allowed id", row, double(allowed[row]), double(argmax(out, counting, &masks, row)), 0);
+            }
             on.call.repeat();
         }
 }
@@ -145,12 +153,14 @@ struct Int8s {
         for (int64_t i = 0; i < size.k; i++) all += row[i];
         return all;
     }
-    void add(const char *kernel, const void *third, const void *fourth, int64_t counting) {
+    void add(const char *kernel, const void *third, const void *fourth, int64_t counting,
+             const Masks *masks = nullptr) {
         Array<int32_t> none = {nullptr, 0};
         call.add(typed<T>(kernel),
                  {x, panels, bias, third, fourth, x_scale, w_scale, w_sum, zeros ? x_zero : none,
-                  zeros ? w_zero : none, zeros ? x_sum : none},
-                 {size.rows, size.k, size.n, counting});
+                  zeros ? w_zero : none, zeros ? x_sum : none, masks ? masks->bits : none,
+                  masks ? masks->of_row : none},
+                 {size.rows, size.k, size.n, counting, masks ? masks->words : 0});
     }
     // Result before rounding to T.
     float product(int64_t row, int64_t column) const {
@@ -204,12 +214,19 @@ void linear_argmax_int8() {
         Array<float> best = on.call.template read<float>(panels * size.rows);
         Array<int32_t> ids = on.call.template read<int32_t>(panels * size.rows);
         Array<int64_t> chosen = on.call.template written<int64_t>(size.rows, 1);
+        Array<int64_t> allowed = on.call.template written<int64_t>(size.rows, 1);
+        Masks masks(on.call, size.rows, counting);
         on.add("linear_int8", on.out, nullptr, 0);
         on.add("linear_argmax_int8", best, ids, counting);
         on.call.add(typed<T>("argmax_of_units_int8"), {best, ids, chosen}, {size.rows, size.k, size.n});
+        on.add("linear_argmax_int8", best, ids, counting, &masks);
+        on.call.add(typed<T>("argmax_of_units_int8"), {best, ids, allowed}, {size.rows, size.k, size.n});
         on.call.run();
-        for (int64_t row = 0; row < size.rows; row++)
-            near("id", row, double(chosen[row]), double(argmax(on.out.data + row * size.n, counting)), 0);
+        for (int64_t row = 0; row < size.rows; row++) {
+            const T *out = on.out.data + row * size.n;
+            near("id", row, double(chosen[row]), double(argmax(out, counting)), 0);
+            near("allowed id", row, double(allowed[row]), double(argmax(out, counting, &masks, row)), 0);
+        }
         on.call.repeat();
     }
 }

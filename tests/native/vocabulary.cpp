@@ -1,4 +1,4 @@
-// Tests of argmax, sampling, penalties and log-probabilities.
+// Tests of argmax, sampling, masks, penalties and log-probabilities.
 #include <algorithm>
 #include <numeric>
 
@@ -171,6 +171,25 @@ static void penalize() {
 }
 
 template <class T>
+void mask_logits() {
+    for (Size size : SIZES) {
+        Program call(size.rows);
+        Array<T> logits = call.written<T>(size.rows * size.width, size.width);
+        for (int64_t i = 0; i < logits.size; i++) logits[i] = nearest<T>(random_numbers.normal());
+        Masks masks(call, size.rows, size.columns);
+        std::vector<T> want(logits.data, logits.data + logits.size);
+        for (int64_t i = 0; i < logits.size; i++)
+            if (i % size.width < size.columns && !masks.allows(i / size.width, i % size.width))
+                want[size_t(i)] = nearest<T>(-INFINITY);
+        call.add(typed<T>("mask_logits"), {logits, masks.bits, masks.of_row},
+                 {size.rows, size.width, size.columns, masks.words});
+        call.run();
+        equal("logits", logits.data, want);
+        call.repeat();
+    }
+}
+
+template <class T>
 void logprobs() {
     for (Size size : SIZES) {
         int64_t top = std::min<int64_t>(size.columns, 7), parts = (size.columns + 16383) / 16384;
@@ -213,6 +232,8 @@ std::vector<Test> vocabulary_tests() {
             {{"sample/bfloat16"}, sample<bf16>},
             {{"uniform/float64"}, uniform},
             {{"penalize/float32"}, penalize},
+            {{"mask_logits/float32"}, mask_logits<float>},
+            {{"mask_logits/bfloat16"}, mask_logits<bf16>},
             {{"logprobs/float32", "logprobs_merge/float32"}, logprobs<float>},
             {{"logprobs/bfloat16", "logprobs_merge/bfloat16"}, logprobs<bf16>}};
 }

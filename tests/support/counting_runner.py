@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult, TokenLogprobs
+from tests.support.fake_grammar import first_allowed
 
 
 @dataclass(slots=True)
@@ -38,6 +43,7 @@ class FakeRunner:
         self._known: dict[int, _Known] = {}
         self._sampled: dict[int, int] = {}  # tokens of the step that was launched last, by request
         self._flying: deque[StepResult] = deque()
+        self._unsampled: list[Row] = []  # constrained rows of the step that was launched last
         self._free_at = 0.0  # end of all launched steps
 
     def launch(self, step: Step) -> tuple[StepResult, float]:
@@ -48,6 +54,7 @@ class FakeRunner:
             assert new.request_id not in self._known, f"request {new.request_id} is announced twice"
             self._known[new.request_id] = _Known(new, [*new.prompt_ids, *new.output_ids])
         assert len(self._flying) < 2, "a third step in flight"
+        assert not self._unsampled, "a launch before the step was sampled"
         self._check_blocks(step.rows)
         result = StepResult({}, {}, {}, self.delay)
         for row in step.rows:
@@ -58,11 +65,20 @@ class FakeRunner:
         self._free_at = max(time.perf_counter(), self._free_at) + self.delay
         return result, self._free_at
 
+    def sample(self, handle: tuple[StepResult, float], masks: Mapping[int, npt.NDArray[np.int32]]) -> None:
+        assert self._unsampled, "a step without constrained rows is sampled"
+        assert handle[0] is self._flying[-1], "a step is sampled that was not launched last"
+        assert masks.keys() <= {row.request_id for row in self._unsampled}
+        for row in self._unsampled:
+            self._sample(row.request_id, handle[0], masks.get(row.request_id))
+        self._unsampled = []
+
     def ready(self, handle: tuple[StepResult, float]) -> bool:
         return time.perf_counter() >= handle[1]
 
     def collect(self, handle: tuple[StepResult, float]) -> StepResult:
         result, done = handle
+        assert result is not self._flying[-1] or not self._unsampled, "a step is collected that was not sampled"
         assert result is self._flying.popleft(), "steps are collected in the order of their launch"
         time.sleep(max(0.0, done - time.perf_counter()))
         return result
@@ -81,12 +97,20 @@ class FakeRunner:
         else:
             assert row.token_ids == known.tokens[row.start : end], f"{name}: tokens of another request"
         assert row.samples == (end == len(known.tokens)), f"{name}: samples before its last token, or not at it"
-        if row.samples:
-            token = self.next_token(row.request_id, known.tokens, len(known.request.prompt_ids))
-            known.tokens.append(token)
-            result.token_ids[row.request_id] = token
-            if known.request.sampling.logprobs is not None:
-                result.logprobs[row.request_id] = TokenLogprobs(token, -1.0, 1, [token], [-1.0])
+        assert row.samples or not row.is_constrained
+        if row.is_constrained:
+            self._unsampled.append(row)
+        elif row.samples:
+            self._sample(row.request_id, result)
+
+    def _sample(self, request_id: int, result: StepResult, mask: npt.NDArray[np.int32] | None = None) -> None:
+        known = self._known[request_id]
+        token = self.next_token(request_id, known.tokens, len(known.request.prompt_ids))
+        token = first_allowed(token, self.vocabulary, mask)
+        known.tokens.append(token)
+        result.token_ids[request_id] = token
+        if known.request.sampling.logprobs is not None:
+            result.logprobs[request_id] = TokenLogprobs(token, -1.0, 1, [token], [-1.0])
 
     def _check_blocks(self, rows: list[Row]) -> None:
         holders = Counter(block for row in rows for block in row.block_ids)

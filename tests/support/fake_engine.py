@@ -209,7 +209,8 @@ class FakeEngine:
         request = self._requests[frontend, key]
         now = time.monotonic()
         timing = Timing(0.0, [now - request.arrival], 0.0, 0.0, 0.0, now)
-        return Finish(reason, len(request.prompt_ids), 3, generated, timing)
+        is_complete = request.constraint is not None and reason == "eos"
+        return Finish(reason, len(request.prompt_ids), 3, generated, timing, is_complete)
 
     async def _answer(self, frontend: bytes, key: int, request: messages.Request) -> None:
         """Send the answer, with one Output each `batch` tokens."""

@@ -21,6 +21,7 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
 
     requests: requests received.
     fail: (code, details) of the error after the first word; None to complete answers.
+    satisfies: answers satisfy their constraints.
     endless: continue each answer with "." until it is cancelled.
     ended: number of calls that ended.
     """
@@ -28,6 +29,7 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.requests: list[generate_pb2.GenerateRequest] = []
         self.fail: tuple[grpc.StatusCode, str] | None = None
+        self.satisfies = True
         self.endless = False
         self.ended = 0
         self.has_chat_template = True
@@ -54,6 +56,7 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
             yield generate_pb2.StreamGenerateResponse(text=".", offset=len(words))
         finish = generate_pb2.Finish(reason=generate_pb2.FINISH_REASON_EOS)
         finish.usage.generated_tokens = len(words)
+        finish.grammar_completed = request.WhichOneof("constraint") is not None and self.satisfies
         for index in reversed(samples):
             yield generate_pb2.StreamGenerateResponse(finish=finish, offset=len(words), index=index)
 

@@ -114,7 +114,8 @@ def counterpart(message: pb.GenerateRequest) -> vllm.GenerateRequest | None:
                 made.tokenized.SetInParent()
             case "choices":
                 params.choice.choices.extend(value.choices)
-            case "json_schema" | "regex" | "grammar" | "json_object":
+                params.choice.SetInParent()
+            case "json_schema" | "regex" | "grammar" | "json_object" | "structural_tag":
                 setattr(params, field.name, value)
             case "n" if value:
                 params.n = value

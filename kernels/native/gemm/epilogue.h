@@ -3,6 +3,7 @@
 
 #include "gemm/amx_product.h"
 #include "gemm/product.h"
+#include "rows/masks.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -14,6 +15,7 @@ struct Floats {
     typedef typename DotOf<D>::type Dot;
     typedef Plain<Dot> Panels;
     typedef typename D::type X;
+    static constexpr int POINTERS = 5;
     const X *bias;
 
     explicit Floats(const Op &op) : bias(op.at<X>(2)) {}
@@ -34,6 +36,7 @@ struct Int8s {
     typedef DotInt8 Dot;
     typedef Plain<Dot> Panels;
     typedef int8_t X;
+    static constexpr int POINTERS = 11;
     const typename D::type *bias;
     const float *x_scale, *w_scale;
     const int32_t *w_sum, *x_zero, *w_zero, *x_sum;
@@ -144,7 +147,7 @@ struct LinearSwiglu {
     }
 };
 
-// Keeps, by row and lane, the largest output after rounding to its dtype, and the first column that has it.
+// Keeps, by row and lane, the largest allowed output after rounding to its dtype, and the first column that has it.
 template <class Of>
 struct KeepLargest {
     typedef typename Of::Dot::Acc Acc;
@@ -153,10 +156,12 @@ struct KeepLargest {
     float *best;   // [rows, 16]
     int32_t *ids;  // [rows, 16]
     int64_t counting, first_row;
+    Masks masks;
     INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *acc, int stride, int64_t n) const {
         auto made = value.columns(column, n);
         for (int i = 0; i < rows; i++) {
             F x = first(Of::Out::round(made(row + i, acc[i * stride])), counting - column, set1(-INFINITY));
+            if (const int32_t *mask = masks.of(row + i)) x = masks.apply(mask, column, x);
             int64_t at = (row + i - first_row) * LANES;
             EACH(j) {
                 fvec_u &most = *reinterpret_cast<fvec_u *>(best + at + j * WIDTH);
@@ -180,7 +185,7 @@ struct LinearArgmax {
         float *best = static_cast<float *>(scratch(size_t(rows * LANES * 8 + UnitLayoutOf<Of>(call, split).bytes())));
         int32_t *ids = reinterpret_cast<int32_t *>(best + rows * LANES);
         for (int64_t i = 0; i < rows * LANES; i++) best[i] = -INFINITY, ids[i] = INT32_MAX;
-        KeepLargest<Of> keep{Of(op), best, ids, op.n[3], row};
+        KeepLargest<Of> keep{Of(op), best, ids, op.n[3], row, Masks(op, Of::POINTERS, op.n[4])};
         UnitOf<Of, KeepLargest<Of>>(call, split, unit, keep, reinterpret_cast<char *>(ids + rows * LANES)).run();
         for (int64_t r = 0; r < rows; r++) {
             float largest = -INFINITY;

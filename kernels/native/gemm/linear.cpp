@@ -6,7 +6,7 @@
 //   linear_swiglu  p: as linear, weights of gate and up; out [T, N / 2], N / 2 a multiple of 16
 //   linear_argmax  p: x, packed weights, bias or null, best [panels, T] float32, ids [panels, T] int32: for each group
 //                     of panels the largest output after rounding to its dtype, and its column
-//                  n: T, K, N, vocabulary (the columns that count)
+//                  n: T, K, N, vocabulary (the columns that count), words of a mask
 //   argmax_of_units  p: best, ids, out [T] int64: the first column of the largest; 0 where none is above minus
 //                     infinity                                                      n: T, K, N
 //   pack           p: dense [T, K], packed                                          n: T, K, row of the first
@@ -14,9 +14,12 @@
 //   embedding_int8  p: row numbers [T] int64, packed, out [T, K], scale of each of the table's rows float32, zero int32
 //                     or null                                                       n: T, K
 //
+// Masks of `linear_argmax` may be the last pointers (rows/masks.h): bits [masks, words] int32, and the mask of each row
+// [T] int32. Masked columns do not count.
+//
 // The first four also exist with the suffix _int8, for int8 x and weights. More pointers follow from p[5] on. The first
 // are x_scale [T] float32, and scale [N] float32 and sum [N] int32 of each weight row. Then follow int32 zeros [T] of x
-// or null, and int32 zeros [N] of weight rows or null. If weight rows have zeros, int32 sums [T] of x's rows are last.
+// or null, and int32 zeros [N] of weight rows or null. If weight rows have zeros, int32 sums [T] of x's rows follow.
 #include <algorithm>
 
 #include "gemm/epilogue.h"

@@ -1,7 +1,9 @@
-// Penalties on logits and log-probabilities, over the whole vocabulary.
+// Penalties and masks on logits, and log-probabilities, over the whole vocabulary.
 //
 //   penalize        p: logits [T, Vp] float32, in_prompt [T, Vp] bool, output_counts [T, Vp] int32, repetition,
 //                      presence, frequency [T] float32                        n: T, Vp
+//   mask_logits     p: logits [T, Vp], bits [masks, words] int32, the mask of each row [T] int32 (masks.h)
+//                   n: T, Vp, vocabulary, words
 //   logprobs        p: logits [T, Vp], ids [T] int64, sums [T, parts, 3] float64, largest [T, blocks] float32
 //   logprobs_merge  p: as logprobs, then logprob [T] float32, rank [T] int64, top_ids [T, top] int64,
 //                      top_logprobs [T, top] float32
@@ -11,6 +13,7 @@
 // ascending order, so that a row's numbers do not depend on the number of threads.
 #include <algorithm>
 
+#include "rows/masks.h"
 #include "rows/sum.h"
 
 namespace npuserve {
@@ -40,6 +43,32 @@ struct Penalize {
             x = x - frequency * count;
             put_n<Float32>(logits + i, x - presence * in_output, n);
         });
+    }
+};
+
+// Makes masked logits minus infinity.
+template <class D>
+struct MaskLogits {
+    static int64_t units(const Call &call) { return call.rows * ceil_div(call.op.n[2], PART); }
+    static void run(const Call &call, int64_t unit) {
+        const Op &op = call.op;
+        Masks masks(op, 1, op.n[3]);
+        int64_t parts = ceil_div(op.n[2], PART), row = unit / parts, begin = unit % parts * PART;
+        const int32_t *mask = masks.of(row);
+        if (!mask) return;
+        typename D::type *logits = op.at<typename D::type>(0) + row * op.n[1], low[LANES];
+        D::put(low, set1(-INFINITY));
+        // The other logits are not written, since a conversion may change denormal numbers.
+        for (int64_t end = std::min(begin + PART, op.n[2]), i = begin; i < end; i += 32) {
+            uint32_t banned = ~uint32_t(mask[i / 32]);
+            if (banned == ~0u && end - i >= 32) {
+                std::memcpy(logits + i, low, sizeof low);
+                std::memcpy(logits + i + LANES, low, sizeof low);
+                continue;
+            }
+            if (end - i < 32) banned &= (1u << (end - i)) - 1;
+            for (; banned; banned &= banned - 1) logits[i + __builtin_ctz(banned)] = low[0];
+        }
     }
 };
 
@@ -170,6 +199,7 @@ struct LogprobsMerge {
 
 extern const Kernel VOCABULARY[] = {
     KERNEL("penalize/float32", Penalize),
+    BY_DTYPE("mask_logits", MaskLogits),
     BY_DTYPE("logprobs", Logprobs),
     BY_DTYPE("logprobs_merge", LogprobsMerge),
     {nullptr, nullptr, nullptr},

@@ -7,7 +7,7 @@
 
 namespace npuserve {
 
-constexpr int OP_POINTERS = 12, OP_SIZES = 12, OP_FLOATS = 4;  // p, n and f of an op
+constexpr int OP_POINTERS = 13, OP_SIZES = 12, OP_FLOATS = 4;  // p, n and f of an op
 constexpr int LANES = 16;  // lanes of a vector; columns of a panel of packed weights, tokens of a panel of packed keys
 constexpr int WORD_BYTES = 4;                          // bytes of a word along K in products with weights
 constexpr int INT8_CACHE_PER_WORD = 2;                 // numbers to a word of an int8 KV cache

@@ -143,6 +143,20 @@ INLINE F where_at_least(F a, F b, F yes, F no) {
     EACH(i) yes.v[i] = a.v[i] >= b.v[i] ? yes.v[i] : no.v[i];
     return yes;
 }
+// Lane i of yes where bit i is set, else that of no.
+INLINE F where_bits(uint32_t bits, F yes, F no) {
+#if defined(__AVX512F__)
+    no.v[0] = (fvec)_mm512_mask_mov_ps((__m512)no.v[0], __mmask16(bits), (__m512)yes.v[0]);
+#else
+    static const int32_t LANE_BITS[LANES] = {1,       2,       4,       8,       1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                             1 << 8,  1 << 9,  1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    EACH(i) {
+        ivec set = (ivec{} + int32_t(bits)) & *reinterpret_cast<const ivec_u *>(LANE_BITS + i * WIDTH);
+        no.v[i] = set != 0 ? yes.v[i] : no.v[i];
+    }
+#endif
+    return no;
+}
 // Bit i is set if lane i of a is at least that of b; it is clear if one of them is NaN.
 INLINE uint32_t at_least(F a, F b) {
     uint32_t bits = 0;

@@ -79,6 +79,7 @@ class GenerateRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
@@ -91,9 +92,15 @@ class GenerateRequest(_message.Message):
     """Name of the served model; NOT_FOUND for another name. Default: the served model."""
     text: _builtins.str
     json_schema: _builtins.str
+    """JSON Schema, draft 2020-12. $ref refers to the same schema."""
     regex: _builtins.str
+    """Regular expression that the whole answer matches."""
     grammar: _builtins.str
+    """Context-free grammar in GBNF (EBNF) or Lark syntax."""
     json_object: _builtins.bool
+    """Any JSON object. False is no constraint."""
+    structural_tag: _builtins.str
+    """Structural tag as in xgrammar and vLLM, as JSON: constraints between given tags, such as tool calls."""
     n: _builtins.int
     """Number of samples, which are independent answers to the prompt: [1, 16], and at most the number of requests that the
     server and the caller may have at a time. Default 1. The prompt is computed once, and its KV-cache blocks are shared,
@@ -136,13 +143,14 @@ class GenerateRequest(_message.Message):
         grammar: _builtins.str = ...,
         choices: Global___Choices | None = ...,
         json_object: _builtins.bool = ...,
+        structural_tag: _builtins.str = ...,
         scheduling: Global___SchedulingParams | None = ...,
         n: _builtins.int | None = ...,
         parse_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_parse_special_tokens", b"_parse_special_tokens", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_parse_special_tokens", b"_parse_special_tokens", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "structural_tag", b"structural_tag", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_parse_special_tokens", b"_parse_special_tokens", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_n", b"_n", "_parse_special_tokens", b"_parse_special_tokens", "_request_id", b"_request_id", "chat", b"chat", "choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "n", b"n", "output", b"output", "parse_special_tokens", b"parse_special_tokens", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "structural_tag", b"structural_tag", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
@@ -152,7 +160,7 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__parse_special_tokens: _TypeAlias = _typing.Literal["_parse_special_tokens", b"_parse_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
-    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices", "json_object"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -358,6 +366,7 @@ class OutputParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARSE_OUTPUT_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     """[0, 20]. Return the log-probability of each token of the answer, and of this number of most likely tokens at its
     position. Default: no log-probabilities.
@@ -370,6 +379,12 @@ class OutputParams(_message.Message):
     """Exclude special tokens from the text. Default true."""
     return_token_ids: _builtins.bool
     """Default false."""
+    parse_output: _builtins.bool
+    """Return the reasoning and the tool calls of the answer in `reasoning` and `tool_calls` instead of `text`. Needs a chat,
+    and a model whose chat template has a format that the server knows (<think>, and JSON in <tool_call>), else
+    FAILED_PRECONDITION. Tags are read although skip_special_tokens is set. Stop strings are searched in the text as the
+    model writes it, with its tags. With tool choice none, tool calls stay in `text`. Default false.
+    """
     def __init__(
         self,
         *,
@@ -377,13 +392,16 @@ class OutputParams(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         return_token_ids: _builtins.bool | None = ...,
+        parse_output: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_parse_output", b"_parse_output", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "parse_output", b"parse_output", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_parse_output", b"_parse_output", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "parse_output", b"parse_output", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__parse_output: _TypeAlias = _typing.Literal["parse_output"]  # noqa: Y015
+    _WhichOneofArgType__parse_output: _TypeAlias = _typing.Literal["_parse_output", b"_parse_output"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__return_token_ids: _TypeAlias = _typing.Literal["return_token_ids"]  # noqa: Y015
@@ -392,6 +410,8 @@ class OutputParams(_message.Message):
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_output) -> _WhichOneofReturnType__parse_output | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
@@ -403,7 +423,7 @@ Global___OutputParams: _TypeAlias = OutputParams  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
-    """Allowed answers."""
+    """Allowed answers: 1 to 1024 different strings of 1 to 1024 characters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,7 +502,13 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    reasoning: _builtins.str
+    """Only with parse_output: `text` is then the answer without its reasoning, its tool calls and their tags. A text between
+    tags that is no tool call stays in `text`, with the tags.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If requested."""
@@ -501,6 +527,8 @@ class GenerateResponse(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]:
         """Only with n above 1: all samples, in order of index."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
     def __init__(
         self,
         *,
@@ -510,10 +538,12 @@ class GenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
         samples: _abc.Iterable[Global___Sample] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "samples", b"samples", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "samples", b"samples", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,15 +560,20 @@ class Sample(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """From 0 to n - 1."""
     text: _builtins.str
+    reasoning: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]: ...
     @_builtins.property
     def finish(self) -> Global___Finish: ...
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
     def __init__(
         self,
         *,
@@ -547,14 +582,81 @@ class Sample(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """Call of a function, which the model asks for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Made by the server, unique among the calls of the answer."""
+    name: _builtins.str
+    arguments: _builtins.str
+    """JSON as the model wrote it; {} if it wrote none. It may be incomplete or invalid if the answer was cut or not
+    constrained.
+    """
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """Part of a tool call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the call in the answer, from 0."""
+    id: _builtins.str
+    """Only in the call's first delta."""
+    name: _builtins.str
+    """Only in the call's first delta."""
+    arguments: _builtins.str
+    """Text that follows the arguments so far."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class StreamGenerateResponse(_message.Message):
@@ -573,6 +675,8 @@ class StreamGenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text that follows the text of the message before. It never ends inside a character. It is empty in a message that
     carries only prompt_logprobs, and in a progress message. A progress message is sent at least once a second while the
@@ -586,6 +690,10 @@ class StreamGenerateResponse(_message.Message):
     """
     index: _builtins.int
     """Sample to which the message belongs, from 0 to n - 1."""
+    reasoning: _builtins.str
+    """Only with parse_output: reasoning that follows that of the message before. `token_ids`, `logprobs` and `num_tokens`
+    then belong to the tokens of the message's text, reasoning and tool calls, with their tags.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If requested: exactly the tokens whose text this message carries."""
@@ -603,6 +711,8 @@ class StreamGenerateResponse(_message.Message):
     def finish(self) -> Global___Finish:
         """Only in the last message of the answer."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
     def __init__(
         self,
         *,
@@ -614,10 +724,12 @@ class StreamGenerateResponse(_message.Message):
         finish: Global___Finish | None = ...,
         num_tokens: _builtins.int = ...,
         index: _builtins.int = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,11 +805,16 @@ class Finish(_message.Message):
     MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    GRAMMAR_COMPLETED_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     matched_stop: _builtins.str
     """The stop string that ended the answer, or the text of the token that ended it."""
     matched_stop_token_id: _builtins.int
     """The token that ended the answer, with FINISH_REASON_STOP_TOKEN and FINISH_REASON_EOS."""
+    grammar_completed: _builtins.bool
+    """With a constraint: whether the answer satisfies it. False if the answer was cut before, for example by max_tokens, and
+    for an answer that a stop string ended.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -710,10 +827,11 @@ class Finish(_message.Message):
         matched_stop_token_id: _builtins.int | None = ...,
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
+        grammar_completed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "_matched_stop_token_id", b"_matched_stop_token_id", "matched_stop", b"matched_stop", "matched_stop_token_id", b"matched_stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "_matched_stop_token_id", b"_matched_stop_token_id", "matched_stop", b"matched_stop", "matched_stop_token_id", b"matched_stop_token_id", "reason", b"reason", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "_matched_stop_token_id", b"_matched_stop_token_id", "grammar_completed", b"grammar_completed", "matched_stop", b"matched_stop", "matched_stop_token_id", b"matched_stop_token_id", "reason", b"reason", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop: _TypeAlias = _typing.Literal["matched_stop"]  # noqa: Y015
     _WhichOneofArgType__matched_stop: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18npuserve/v1/prompt.proto\x12\x0bnpuserve.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"m\n\x04\x43hat\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.npuserve.v1.Message\x12.\n\rtemplate_args\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05tools\x18\x03 \x03(\t\"\xe8\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x12\n\ntool_calls\x18\x05 \x03(\t\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x1a\n\rplain_content\x18\x07 \x01(\x08H\x03\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x14\n\x12_reasoning_contentB\x10\n\x0e_plain_contentB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18npuserve/v1/prompt.proto\x12\x0bnpuserve.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9b\x01\n\x04\x43hat\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.npuserve.v1.Message\x12.\n\rtemplate_args\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05tools\x18\x03 \x03(\t\x12,\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x17.npuserve.v1.ToolChoice\"S\n\nToolChoice\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.npuserve.v1.ToolChoiceModeH\x00\x12\x0e\n\x04name\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"\xe8\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x12\n\ntool_calls\x18\x05 \x03(\t\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x1a\n\rplain_content\x18\x07 \x01(\x08H\x03\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x14\n\x12_reasoning_contentB\x10\n\x0e_plain_content*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x42\x38\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npuserve.v1.prompt_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.npuserve.v1P\001Z#npuserve.dev/npuserve/v1;npuservev1'
+  _globals['_TOOLCHOICEMODE']._serialized_start=575
+  _globals['_TOOLCHOICEMODE']._serialized_end=710
   _globals['_TOKENIDS']._serialized_start=71
   _globals['_TOKENIDS']._serialized_end=94
-  _globals['_CHAT']._serialized_start=96
-  _globals['_CHAT']._serialized_end=205
-  _globals['_MESSAGE']._serialized_start=208
-  _globals['_MESSAGE']._serialized_end=440
+  _globals['_CHAT']._serialized_start=97
+  _globals['_CHAT']._serialized_end=252
+  _globals['_TOOLCHOICE']._serialized_start=254
+  _globals['_TOOLCHOICE']._serialized_end=337
+  _globals['_MESSAGE']._serialized_start=340
+  _globals['_MESSAGE']._serialized_end=572
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 PROGRAM = (sys.executable, "-m", "tests.e2e.gateway.scripted")
@@ -36,6 +37,7 @@ def engine() -> int:
     from npuserve.service.ipc import child
     from npuserve.service.ipc.engine_socket import EngineSocket
     from npuserve.service.ipc.messages import ModelInfo
+    from npuserve.service.ipc.resumable_streams import Records
     from npuserve.service.scheduling.block_manager import BlockManager
     from npuserve.service.scheduling.scheduler import Scheduler
     from tests.support.counting_runner import FakeRunner
@@ -71,7 +73,8 @@ def engine() -> int:
             model.architecture, model.vocab_size, model.context_length, "float32", "none", "float32", "cpu",
             config.max_num_seqs, config.max_queue, scheduler.blocks.capacity, 0, True)
         made = Engine(scheduler, ScriptedRunner(folder, model.vocab_size, eos), EngineSocket(args.address), info,  # type: ignore[arg-type]
-                      args.epoch, pulse=child.Heartbeat(args.heartbeat))
+                      args.epoch, pulse=child.Heartbeat(args.heartbeat), records=Records(config.resume_seconds),
+                      build_compiler=partial(engine_process.build_compiler, folder, model.vocab_size))
         child.report("ready", seconds=0.1, kv_cache_tokens=scheduler.blocks.capacity, backend="cpu",
                      shared_weights=None, kernels=None)
         return made

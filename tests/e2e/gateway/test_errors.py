@@ -67,12 +67,6 @@ def test_too_many_tokens_beside_the_prompt_are_400_with_the_workers_text(gate: G
         complete(gate, max_tokens=511)
 
 
-def test_a_constraint_is_501(gate: Gateway) -> None:
-    with pytest.raises(openai().APIStatusError, match=r"sampling_params.regex: reserved") as refused:
-        complete(gate, extra_body={"regex": "a*"})
-    assert refused.value.status_code == 501
-
-
 def test_a_full_queue_is_429_after_retries(slow: Worker, slow_gate: Gateway) -> None:
     stub = engine_stub(slow.server.channel)
     held = [stub.Generate(vllm_request(PROMPT, 400, ignore_eos=True, stream=True), timeout=60) for _ in range(2)]

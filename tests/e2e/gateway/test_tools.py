@@ -142,11 +142,37 @@ def test_responses_have_function_calls(served: tuple[str, Worker, Gateway], scri
     assert calls == CALLS
 
 
-def test_forced_tool_choice_is_501(served: tuple[str, Worker, Gateway], script: Callable[[str], None]) -> None:
-    """It needs a constraint."""
-    name, _, gate = served
-    script(ANSWER)
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(("choice", "text", "calls"), [
+    ("required", compact([{"name": name, "parameters": arguments} for name, arguments in CALLS]), CALLS),
+    (NAMED, compact(CALLS[0][1]), CALLS[:1]),
+], ids=["required", "named"])
+def test_forced_tool_choice_has_calls(
+    served: tuple[str, Worker, Gateway], script: Callable[[str], None], choice: Any, text: str, calls: Any
+) -> None:
+    """smg sends a JSON schema, which the scripted answer satisfies.
+
+    With thinking on, smg takes an answer without a thought as reasoning.
+    """
+    name, worker, gate = served
+    script(text)
     tools = [{"type": "function", "function": TOOL}]
-    with pytest.raises(openai().APIStatusError, match=r"sampling_params.json_schema: reserved") as refused:
-        chat(gate, model=name, messages=[QUESTION], tools=tools, tool_choice="required")
-    assert refused.value.status_code == 501
+    fields = {"model": name, "messages": [QUESTION], "tools": tools, "tool_choice": choice, "extra_body": NO_THOUGHT}
+    count = len(worker.requests())
+    (found,) = chat(gate, **fields).choices
+    assert found_calls(found.message.tool_calls) == calls
+    assert worker.wait_for(count + 1)["constraint"] == "json_schema"
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for chunk in chat(gate, **fields, stream=True):
+        for call in (call for one in chunk.choices for call in one.delta.tool_calls or ()):
+            names[call.index] = names.get(call.index, "") + (call.function.name or "")
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    assert [(names[i], json.loads(arguments[i])) for i in sorted(names)] == calls

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.embedding import embedding
+from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import linear, linear_argmax, linear_swiglu
+from npuserve.kernels.mask_logits import mask_logits, random_masks
 from npuserve.kernels.native.packed import PackedWeight, compacts, packed_words
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -60,6 +62,12 @@ def test_compact_products_equal_plain_products(isa, n, k, rare):
         x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16()
         assert same(product(x, compact, bias), product(x, plain, bias)), rows
         assert torch.equal(chosen(x, compact, None, n - 1), chosen(x, plain, None, n - 1)), rows
+        masks = random_masks(torch.Generator().manual_seed(rows), rows, n - 1)
+        allowed = chosen(x, plain, None, n - 1, *masks)
+        assert torch.equal(chosen(x, compact, None, n - 1, *masks), allowed), rows
+        logits = product(x, plain, None)
+        mask_logits(logits, n - 1, *masks)
+        assert torch.equal(allowed, greedy(logits, n - 1)), rows
         if n % 32 == 0:
             assert same(gated(x, compact, bias), gated(x, plain, bias)), rows
 

@@ -24,14 +24,15 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native kerne
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Positions of the arguments with a row for each token, and benchmark cases that are large enough for several units and
-# small enough for a test. Rows of attention differ in form: test_attention.py. `keep_ids` only copies integers.
+# small enough for a test. Rows of attention differ in form: test_attention.py. `keep_ids` only copies integers, and
+# `mask_logits` bits.
 ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "take_ids": ((0,), ("512 of 256",)),
     "embedding": ((0,), ()),
     "rms_norm": ((0,), ("512x1024", "512x1024 int8")),
     "add_rms_norm": ((0, 1), ("512x1024", "512x1024 int8")),
     "linear": ((0,), ("32x2048x1024", "32x2048x1024 int8 given")),
-    "linear_argmax": ((0,), ()),
+    "linear_argmax": ((0, 5), ()),
     "linear_swiglu": ((0,), ("32x1024x2x3072", "32x1024x2x3072 int8 given to int8")),
     "quantize": ((0,), ("512x1024 int8",)),
     "qk_norm_rope_kv_write": ((0, 5, 6), ()),
@@ -39,7 +40,7 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "greedy": ((0,), ("8x151936+0",)),
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
-OTHERS = {"paged_attention", "keep_ids", "penalize", "logprobs"}
+OTHERS = {"paged_attention", "keep_ids", "mask_logits", "penalize", "logprobs"}
 
 
 @pytest.fixture(params=ISAS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.mask_logits import random_masks
 from npuserve.kernels.native import layout
 from npuserve.kernels.native.packed import PackedWeight
 from npuserve.kernels.registry import KERNELS
@@ -48,7 +49,7 @@ def calls() -> dict[str, native.Call]:
                 weight = PackedWeight.pack(torch.ones(32, 16, dtype=torch.bfloat16), compact)
                 KERNELS[name].implementations["cpu"].function(
                     torch.ones(2, 16, dtype=torch.bfloat16), weight, torch.ones(32, dtype=torch.bfloat16),
-                    *([32] if name == "linear_argmax" else []))
+                    *([32, *random_masks(torch.Generator(), 2, 32)] if name == "linear_argmax" else []))
             weight.rows(torch.arange(3))
         uniform(np.arange(3), np.arange(3))
         memory = torch.zeros(2, 512, dtype=torch.uint8)

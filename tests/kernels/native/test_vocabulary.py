@@ -8,6 +8,7 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.logprobs import logprobs
+from npuserve.kernels.mask_logits import mask_logits, random_masks
 from npuserve.kernels.penalize import penalize
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -50,6 +51,21 @@ def test_penalize_equals_golden_bit_for_bit():
         got = logits.clone()
         penalize.implementations["cpu"].function(got, in_prompt, counts, repetition, presence, frequency)
         assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mask_logits_equals_golden_bit_for_bit(dtype):
+    logits = _rows(5, dtype)
+    logits[:, 3::50], logits[:, 5::70] = torch.nan, 1e-40
+    bits, _ = random_masks(torch.Generator().manual_seed(1), 5, VOCABULARY)
+    of_row, expected = torch.tensor([2, -1, 0, 1, 2], dtype=torch.int32), logits.clone()
+    mask_logits(expected, VOCABULARY, bits, of_row)
+    numbers = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    for threads in (1, 3):
+        native.library().set_threads(threads)
+        got = logits.clone()
+        mask_logits.implementations["cpu"].function(got, VOCABULARY, bits, of_row)
+        assert torch.equal(got.view(numbers), expected.view(numbers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

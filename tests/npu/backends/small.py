@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -63,14 +65,19 @@ def ids_of(length: int, seed: int = 0, vocabulary: int = 100) -> list[int]:
     return random.Random(seed).choices(range(vocabulary), k=length)
 
 
+Mask = Callable[[list[int]], "np.ndarray[Any, Any]"]
+"""Function from a request's generated ids to the mask of its next token."""
+
+
 @dataclass
 class Ask:
-    """Request for `count` tokens after `prompt`, added at step `at`."""
+    """Request for `count` tokens after `prompt`, added at step `at`. mask: constrains its tokens."""
 
     prompt: list[int]
     count: int
     sampling: SamplingParams = GREEDY
     at: int = 0
+    mask: Mask | None = None
     tokens: list[int] = field(default_factory=list)
     done: int = 0
     sampled: int = 0
@@ -86,16 +93,43 @@ def asks(number: int, count: int, **sampling: Any) -> list[Ask]:
     return made
 
 
+def bits_of(ids: Iterable[int], vocabulary: int = 100) -> np.ndarray[Any, Any]:
+    """Return the mask that allows `ids`."""
+    allowed = np.zeros(-(-vocabulary // 32), np.uint32)
+    for i in ids:
+        allowed[i // 32] |= np.uint32(1 << i % 32)
+    return allowed.view(np.int32)
+
+
+def masked(seed: int, vocabulary: int = 100) -> Mask:
+    """Return masks of a few ids, which depend on all generated ids; every fourth allows one id."""
+
+    def ids(generated: list[int]) -> np.ndarray[Any, Any]:
+        chosen = random.Random(repr((seed, generated)))
+        return bits_of(chosen.sample(range(vocabulary), chosen.choice((1, 5, 20, 60))), vocabulary)
+
+    return ids
+
+
 def answers(
     runner: Runner, requests: list[Ask], *, chunk: int = 9, in_flight: int = 2
 ) -> tuple[list[list[int]], list[StepResult]]:
     """Return the ids of each request and the results of all steps.
 
-    As in the engine, a step is launched while the previous one is in flight, with PENDING tokens.
+    As in the engine, a step is launched while the previous one is in flight, with PENDING tokens. Then the previous one
+    is collected, and the launched one gets its masks.
     """
     blocks = -(-512 // runner.block_size)
     flying: deque[tuple[Any, list[int]]] = deque()
     results: list[StepResult] = []
+
+    def collect() -> None:
+        launched, expected = flying.popleft()
+        results.append(runner.collect(launched))
+        assert sorted(results[-1].token_ids) == sorted(expected)
+        for key, token in results[-1].token_ids.items():
+            requests[key].tokens.append(token)
+
     step = 0
     while True:
         rows, new = [], []
@@ -110,16 +144,19 @@ def answers(
             ids = ask.tokens[ask.done : end]
             ids += [PENDING] * (end - ask.done - len(ids))
             own = list(range(key * blocks, (key + 1) * blocks))
-            rows.append(Row(key, ids, ask.done, own, end == length))
+            rows.append(Row(key, ids, ask.done, own, end == length,
+                            is_constrained=end == length and ask.mask is not None))
             ask.done, ask.sampled = end, ask.sampled + (end == length)
         step += 1
         if rows:
             flying.append((runner.launch(Step(rows, new)), [row.request_id for row in rows if row.samples]))
         if not flying:
             return [ask.tokens[len(ask.prompt) :] for ask in requests], results
-        if len(flying) == in_flight or not rows:
-            launched, expected = flying.popleft()
-            results.append(runner.collect(launched))
-            assert list(results[-1].token_ids) == expected
-            for key, token in results[-1].token_ids.items():
-                requests[key].tokens.append(token)
+        if len(flying) == 2 or not rows:
+            collect()
+        if masks := {row.request_id: mask(requests[row.request_id].tokens[len(requests[row.request_id].prompt) :])
+                     for row in rows if row.is_constrained and (mask := requests[row.request_id].mask)}:
+            assert not runner.ready(flying[-1][0])
+            runner.sample(flying[-1][0], masks)
+        if in_flight == 1 and flying:
+            collect()

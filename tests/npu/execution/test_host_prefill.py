@@ -165,6 +165,25 @@ def test_host_prefill_tokens_equal_one_device(pair, sampling):
     assert check_mirror(hosted) > 0
 
 
+def constrained(count: int, **sampling: Any) -> list[small.Ask]:
+    """Return six requests of which two of three are constrained."""
+    made = small.asks(6, count, **sampling)
+    for key, ask in enumerate(made):
+        ask.mask = small.masked(key) if key % 3 else None
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "logprobs": 1}], ids=str)
+def test_host_prefill_constrained_tokens_equal_one_device(pair, depth, sampling):
+    """The masks of a step are given while the host computes its chunks, or after that."""
+    plain, hosted = pair
+    expected, _ = small.answers(plain, constrained(12, **sampling))
+    got, results = small.answers(hosted, constrained(12, **sampling), in_flight=depth)
+    assert got == expected
+    assert all(result.device_seconds > 0 for result in results)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_host_prefill_next_prompt_restores_generated_tokens(pair, monkeypatch, depth):
     seen = []

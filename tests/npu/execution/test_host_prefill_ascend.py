@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from npuserve.npu.step import Step
 from tests.npu.backends import small
 from tests.npu.emulator.child import missing, run
-from tests.npu.execution.test_host_prefill import Talks, check_mirror, ids, load
+from tests.npu.execution.test_host_prefill import Talks, check_mirror, constrained, ids, load
 
 
 def on_the_npu(folder: Path, head_dim: int) -> None:
@@ -18,10 +19,10 @@ def on_the_npu(folder: Path, head_dim: int) -> None:
     cpu = load(folder, backend="cpu", **settings)
     npu = load(folder, backend="npu", **settings)
     hosted = load(folder, backend="npu", prefill_device="cpu", **settings)
-    for sampling in ({}, {"temperature": 0.9}):
+    for asks in (partial(small.asks, 6), partial(small.asks, 6, temperature=0.9), constrained):
         answers = []
         for runner in (cpu, npu, hosted):
-            made, results = small.answers(runner, small.asks(6, 8, **sampling))
+            made, results = small.answers(runner, asks(8))
             answers.append(made)
             assert any(result.captured_decodes for result in results)
             runner.launch(Step([], ended=list(range(6))))

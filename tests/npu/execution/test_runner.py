@@ -266,5 +266,5 @@ def test_runner_warm_up_calls_compiling_kernels(tmp_path, monkeypatch: pytest.Mo
     monkeypatch.setattr(KernelSet, "__init__", watched)
     load(folder, max_num_seqs=6)
     ends = {name: {rows for other, rows in called if other == name} for name in
-            ("linear_argmax", "greedy", "sample", "logprobs", "penalize")}
+            ("linear_argmax", "greedy", "sample", "logprobs", "mask_logits", "penalize")}
     assert ends == {name: {1, 2, 4, 6} for name in ends}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -164,3 +165,70 @@ def test_generate_deadline_ends_the_answer(server: Server, capsys: Capture) -> N
     server.echo.endless = True
     assert generate(server, "x", "--timeout", "0.3") == 1
     assert "(DEADLINE_EXCEEDED)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["--json-schema", "FILE"], {"json_schema": '{"type": "object"}'}),
+    (["--structural-tag", "FILE"], {"structural_tag": '{"type": "object"}'}),
+    (["--grammar", "FILE"], {"grammar": '{"type": "object"}'}),
+    (["--json-object"], {"json_object": True}),
+    (["--regex", "a*"], {"regex": "a*"}),
+    (["--choice", "yes", "--choice", "no"], {"choices": generate_pb2.Choices(choices=["yes", "no"])}),
+], ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_generate_constraint_is_sent(
+    server: Server, tmp_path: Path, capsys: Capture, flags: list[str], expected: dict[str, Any]
+) -> None:
+    file = tmp_path / "constraint"
+    file.write_text('{"type": "object"}')
+    arguments = [str(file) if flag == "FILE" else flag for flag in flags]
+    assert generate(server, "a", *arguments) == 0
+    (request,) = server.echo.requests
+    assert request == generate_pb2.GenerateRequest(text="a", **expected)
+    server.echo.satisfies = False
+    capsys.readouterr()
+    assert generate(server, "a", *arguments) == 1
+    assert capsys.readouterr() == (
+        "A \n", "npuserve: the answer does not satisfy the constraint; it ended with EOS\n")
+
+
+def test_generate_answer_without_a_constraint_is_complete(server: Server) -> None:
+    server.echo.satisfies = False
+    assert generate(server, "a") == 0
+
+
+def test_generate_sample_that_does_not_satisfy_the_constraint_is_an_error(server: Server, capsys: Capture) -> None:
+    server.echo.satisfies = False
+    assert generate(server, "--n", "2", "--json", "--json-object", "a") == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert err == "npuserve: the answer does not satisfy the constraint; it ended with EOS\n"
+
+
+@pytest.mark.parametrize(("flag", "content", "why"), [
+    ("--json-schema", None, "No such file or directory"),
+    ("--json-schema", b"{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ("--json-schema", b'"caf\xe9"', "is not UTF-8"),
+    ("--json-schema", b" " * 65537, "has more than 65536 bytes"),
+    ("--structural-tag", b"", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
+    ("--grammar", None, "No such file or directory"),
+    ("--grammar", b"\xff", "is not UTF-8"),
+])
+def test_generate_bad_file_of_a_constraint_is_refused(
+    server: Server, tmp_path: Path, capsys: Capture, flag: str, content: bytes | None, why: str
+) -> None:
+    file = tmp_path / "constraint"
+    if content is not None:
+        file.write_bytes(content)
+    assert generate(server, "a", flag, str(file)) == 2
+    assert capsys.readouterr() == ("", f"npuserve: {flag}: {file}: {why}\n")
+    assert generate(server, "a", flag, str(tmp_path)) == 2
+    assert capsys.readouterr() == ("", f"npuserve: {flag}: {tmp_path}: Is a directory\n")
+    assert not server.echo.requests
+
+
+def test_generate_two_kinds_of_constraint_are_refused(server: Server, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate(server, "a", "--json-object", "--regex", "a")
+    assert ended.value.code == 2
+    assert "argument --regex: not allowed with argument --json-object" in capsys.readouterr().err
+    assert not server.echo.requests

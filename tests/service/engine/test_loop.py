@@ -14,6 +14,7 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service.engine import loop as engine_module
 from npuserve.service.engine.loop import Engine
+from npuserve.service.ipc import framing
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.scheduling.block_manager import AUDIT_BLOCKS, BlockManager, IntegrityError
@@ -31,7 +32,7 @@ class Peer:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)
         self.socket.connect(address)
-        self.received = m.Splitter()
+        self.received = framing.Splitter()
         self.messages: list[bytes] = []
         self.outputs: dict[int, list[m.Output]] = {}
         self.send(m.Hello())

@@ -120,7 +120,7 @@ def test_deadline_keeps_the_generated_tokens(tmp_path: Path) -> None:
         assert finish
         assert finish.reason == "deadline"
         assert finish.generated_tokens == len(peer.tokens(1)) > 0
-        assert engine.scheduler.tokens_in_vain == 0
+        assert engine.scheduler.deadlines.tokens_in_vain == 0
 
 
 def test_deadline_finish_is_sent_before_the_deadline_when_steps_became_slow(

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, generate_latest
 
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
-from npuserve.service.errors import Unavailable, to_wire
+from npuserve.service.errors import InvalidField, Unavailable, to_wire
 from npuserve.service.logs import JsonFormatter, TextFormatter
 from npuserve.v1 import admin_service_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
@@ -69,9 +69,9 @@ REFUSED: dict[str, pb.GenerateRequest] = {
     "stop string among others": ask(MARK, stop=[MARK, ""]),
     "salt too long": ask(MARK, cache_salt=MARK * 40),
     "another model": ask(MARK, model=MARK),
-    "regex": ask(MARK, regex=MARK), "schema": ask(MARK, json_schema=MARK), "grammar": ask(MARK, grammar=MARK),
+    "schema that is no JSON": ask(MARK, json_schema=MARK), "tag that is no JSON": ask(MARK, structural_tag=f'"{MARK}"'),
     "regex too large": ask(MARK, regex=MARK * 10_000),
-    "choices": pb.GenerateRequest(text=MARK, choices=pb.Choices(choices=[MARK])),
+    "equal choices": pb.GenerateRequest(text=MARK, choices=pb.Choices(choices=[MARK, MARK])),
     "temperature": ask(MARK, temperature=-1),
     "template refuses": chat(f"{MARK} refuse"),
     "template fails": chat(f"{MARK} fail"),
@@ -104,6 +104,7 @@ async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[st
         found[name] = await code(inference.StreamGenerate(request))
         found[f"{name}, unary"] = await code(inference.Generate(request))
     found["answered"] = await code(inference.StreamGenerate(ask(MARK, 3, stop=[MARK])))
+    found["constrained"] = await code(inference.StreamGenerate(ask(MARK, 3, regex=MARK)))
     found["chat"] = await code(inference.Generate(chat(MARK, template_args=struct(**{MARK: MARK}))))
     found["tokenize"] = await code(inference.Tokenize(tokenize_pb2.TokenizeRequest(text=MARK)))
     found["tokenize for another"] = await code(
@@ -113,6 +114,8 @@ async def every_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> dict[st
     found["abort"] = await code(server.admin.Abort(admin_service_pb2.AbortRequest(request_id=MARK)))
     engine.refuse = to_wire(Unavailable("no"))
     found["refused by the engine"] = await code(inference.Generate(ask(MARK, 3)))
+    engine.refuse = to_wire(InvalidField("grammar", f"line 1: unexpected {MARK}"))
+    found["grammar that the engine refuses"] = await code(inference.Generate(ask(MARK, 3, grammar=MARK)))
     engine.refuse = None
     engine.hold.clear()
     found["deadline"] = await code(inference.StreamGenerate(ask(MARK, 3), timeout=0.2))
@@ -152,8 +155,8 @@ async def test_privacy_prompt_is_in_no_log_metric_or_trace(
         found = await every_end(server, monkeypatch)
         info = await server.admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest())
     assert set(found.values()) == {
-        "OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL"}, found
-    assert found["answered"] == found["chat"] == "OK"
+        "OK", "INVALID_ARGUMENT", "NOT_FOUND", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL"}, found
+    assert found["answered"] == found["constrained"] == found["chat"] == "OK"
     assert found["a bug"] == found["a bug, in a chat"] == found["a bug, in a thread"] == "INTERNAL"
     lines = [form("frontend-0").format(record) for record in caplog.records for form in (JsonFormatter, TextFormatter)]
     spans = [str(span) for span in collector.spans]

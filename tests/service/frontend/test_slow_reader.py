@@ -123,7 +123,7 @@ async def test_deadline_over_grpc_ends_answer_early(tmp_path: Path) -> None:
             await stub.Generate(ask("b", 5), timeout=0.3)
         assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         long.cancel()
-        assert server.scheduler.tokens_in_vain == 0
+        assert server.scheduler.deadlines.tokens_in_vain == 0
 
 
 async def test_client_limit_over_grpc_is_resource_exhausted(tmp_path: Path) -> None:

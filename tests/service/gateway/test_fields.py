@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npuserve.service.errors import DuplicateRequest, InvalidField, NoTokenizer, QueueFull, Reserved, ServeError
+from npuserve.service.errors import DuplicateRequest, InvalidField, NoTokenizer, QueueFull, ServeError
 from npuserve.service.gateway.fields import NAMES, client_path, client_paths
 from npuserve.v1 import generate_pb2 as pb
 
@@ -13,7 +13,9 @@ from npuserve.v1 import generate_pb2 as pb
     ("sampling.top_p", "sampling_params.top_p"), ("stopping.stop[3]", "sampling_params.stop[3]"),
     ("output.logprobs", "sampling_params.logprobs"), ("token_ids.ids[7]", "tokenized.input_ids[7]"),
     ("token_ids", "tokenized.input_ids"), ("sampling.logit_bias[300]", "sampling_params.logit_bias[300]"),
-    ("n", "sampling_params.n"), ("choices", "sampling_params.choice"), ("prompt", "input"), ("text", "text"),
+    ("n", "sampling_params.n"), ("choices", "sampling_params.choice"),
+    ("choices.choices[2]", "sampling_params.choice.choices[2]"), ("structural_tag", "sampling_params.structural_tag"),
+    ("prompt", "input"), ("text", "text"),
     ("request_id", "request_id"), ("name", "name"), ("nothing[1]", "nothing[1]"),
 ])
 def test_client_path(ours: str, theirs: str) -> None:
@@ -22,7 +24,7 @@ def test_client_path(ours: str, theirs: str) -> None:
 
 def test_names_are_fields_of_ours() -> None:
     fields = pb.GenerateRequest.DESCRIPTOR
-    known = {*fields.fields_by_name, *fields.oneofs_by_name, "token_ids.ids", "structural_tag"}
+    known = {*fields.fields_by_name, *fields.oneofs_by_name, "token_ids.ids"}
     assert set(NAMES) <= known
 
 
@@ -48,7 +50,8 @@ def test_client_paths_renames_all_violations_and_keeps_the_omitted() -> None:
      "sampling_params.stop: the served model has no tokenizer; use stop_token_ids"),
     (NoTokenizer("text: the served model has no tokenizer; send token_ids"),
      "text: the served model has no tokenizer; send tokenized"),
-    (Reserved("json_schema"), "sampling_params.json_schema: reserved, not implemented in this version"),
+    (NoTokenizer("json_schema: the served model has no tokenizer"),
+     "sampling_params.json_schema: the served model has no tokenizer"),
     (DuplicateRequest("request_id: x is that of a live request"), "request_id: x is that of a live request"),
     (QueueFull("queue full"), "queue full"),
 ])

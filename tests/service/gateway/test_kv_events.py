@@ -241,7 +241,7 @@ async def test_subscribe_client_that_reads_nothing_ends_with_data_loss(
             (real if blocked.is_set() else messages.append)(message)
 
         view = View()
-        view.last = (await call.read()).sequence_number
+        view.apply(await call.read())
         monkeypatch.setattr(server.client.kv_events, "receive", hold)
         for key in range(60):
             await server.generate([key * 10 + i for i in range(9)], 5)

@@ -10,7 +10,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField, Reserved
+from npuserve.service.gateway.fields import client_paths
 from npuserve.service.gateway.request import REQUEST_FIELDS, SAMPLING_FIELDS, translate
+from npuserve.service.ipc.messages import Constraint
 from npuserve.service.requests import validation
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.text.model_folder import ModelFolder, open_folder
@@ -126,7 +128,6 @@ UNKNOWN = {
     "kv_transfer_params": vllm.GenerateRequest(text="a", kv_transfer_params=vllm.KvTransferParams()),
     "kv_transfer_params_json": vllm.GenerateRequest(text="a", kv_transfer_params_json="{}"),
     "sampling_params.truncate_prompt_tokens": vllm_request("a", truncate_prompt_tokens=-1),
-    "sampling_params.structural_tag": vllm_request("a", structural_tag="{}"),
 }
 
 
@@ -149,6 +150,7 @@ def test_translate_knows_or_refuses_every_field_of_the_stubs() -> None:
 @pytest.mark.parametrize(("fields", "ours"), [
     ({"json_schema": "{}"}, {"json_schema": "{}"}), ({"regex": "a*"}, {"regex": "a*"}),
     ({"grammar": "x"}, {"grammar": "x"}), ({"json_object": True}, {"json_object": True}),
+    ({"json_object": False}, {"json_object": False}), ({"structural_tag": "{}"}, {"structural_tag": "{}"}),
 ])
 def test_translate_passes_constraints(fields: dict[str, object], ours: dict[str, object]) -> None:
     message = translate(vllm_request("a", **fields), INFO)  # type: ignore[arg-type]
@@ -159,3 +161,13 @@ def test_translate_passes_choices() -> None:
     request = vllm_request("a")
     request.sampling_params.choice.choices.extend(["yes", "no"])
     assert list(translate(request, INFO).choices.choices) == ["yes", "no"]
+
+
+def test_check_of_a_constraint_is_that_of_inference_service(folder: ModelFolder) -> None:
+    request = vllm_request("a", json_schema='{"type":"object"}', grammar_from_first_token=True)
+    assert check(request, folder).request.constraint == Constraint("json_schema", '{"type":"object"}')
+    assert check(vllm_request("a", json_object=False), folder).request.constraint is None
+    empty = vllm_request("a")
+    empty.sampling_params.choice.SetInParent()
+    with pytest.raises(InvalidField, match=r"^sampling_params.choice.choices: must be 1 to 1024"), client_paths():
+        check(empty, folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.ipc import engine_socket
+from npuserve.service.ipc import engine_socket, framing
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 
@@ -45,7 +45,7 @@ def test_engine_socket_each_front_end_gets_own_messages(tmp_path: Path, engine: 
     for number in (2, 0, 1):
         assert engine.send(names[number], m.Reply(1, number, 7))
     for number, frontend in enumerate(frontends):
-        [data] = m.Splitter().feed(frontend.recv(1000))
+        [data] = framing.Splitter().feed(frontend.recv(1000))
         assert m.decode_to_frontend(data) == m.Reply(1, number, 7)
         frontend.close()
 
@@ -57,7 +57,7 @@ def test_engine_socket_full_buffer_sends_rest_later_in_order(tmp_path: Path, eng
         sent = [m.Outputs(1, m.Load(), [m.Output(number, list(range(2000)))]) for number in range(500)]
         for message in sent:
             assert engine.send(name, message)
-        splitter, found = m.Splitter(), []
+        splitter, found = framing.Splitter(), []
         while len(found) < len(sent):
             found += splitter.feed(frontend.recv(1 << 20))
             assert engine.receive(0.0) == []

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service.ipc import framing
 from npuserve.service.ipc import messages as m
 
 TO_ENGINE: list[m.ToEngine] = [
@@ -19,7 +20,7 @@ TO_ENGINE: list[m.ToEngine] = [
 
 @given(st.lists(st.integers(1, 400)))
 def test_splitter_any_chunks_give_same_messages(cuts: list[int]) -> None:
-    whole, splitter, found, start = b"".join(map(m.encode, TO_ENGINE)), m.Splitter(), [], 0
+    whole, splitter, found, start = b"".join(map(m.encode, TO_ENGINE)), framing.Splitter(), [], 0
     for length in [*cuts, len(whole)]:
         found += splitter.feed(whole[start : start + length])
         start += length
@@ -30,5 +31,5 @@ def test_messages_to_front_end_round_trip() -> None:
     timing = m.Timing(0.1, [0.2], 0.3, 0.4, 0.1, 9.0)
     outputs = [m.Output(1, [5], m.Finish("eos", 3, 0, 1, timing)), m.Output(2, error=("QueueFull", "full", 1.0))]
     for message in (m.Outputs(4, m.Load(1, 2, 0.5, 3.0), outputs), m.Reply(4, 1, 0)):
-        [data] = m.Splitter().feed(m.encode(message))
+        [data] = framing.Splitter().feed(m.encode(message))
         assert m.decode_to_frontend(data) == message

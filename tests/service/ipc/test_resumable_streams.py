@@ -18,6 +18,7 @@ from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.ipc import resumable_streams as module
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
+    Constraint,
     EndedRecord,
     Finish,
     Output,
@@ -125,17 +126,17 @@ IDS = st.lists(st.integers(0, (1 << 32) - 1), max_size=50)
 
 
 @given(prompt=IDS, allowed=IDS, ending=IDS, stop=IDS, bias=IDS, made=IDS, reports=st.integers(0, 30),
-       top=st.integers(0, 20))
+       top=st.integers(0, 20), text=st.text(max_size=200))
 def test_max_size_bounds_encoded_record(
     prompt: list[int], allowed: list[int], ending: list[int], stop: list[int], bias: list[int], made: list[int],
-    reports: int, top: int,
+    reports: int, top: int, text: str,
 ) -> None:
     sampling = SamplingParams(
         logit_bias=dict.fromkeys(bias, 0.1), allowed_token_ids=tuple(allowed), ending_ids=tuple(ending), logprobs=top,
         prompt_logprobs=top)
     request = Request("r" * 128, prompt, 1 << 20, 1e6 / 3, sampling, frozenset(stop), frozenset(stop),
                       options=b"x" * 99, client="c" * 128, owner="o" * 128, cache_salt="s" * 128,
-                      resume_token=new_token())
+                      resume_token=new_token(), constraint=Constraint("structural_tag", text))
     report = msgspec.structs.replace(REPORT, top_ids=REPORT.top_ids[:top], top_logprobs=REPORT.top_logprobs[:top])
     finish = Finish("length", 9, 9, 9, TIMING)
     one = Record(request, made, [report] * reports, [report] * reports, finish, 1.5, 3, TIMING)

@@ -66,8 +66,23 @@ INVALID = {
     "too large a regex": (ask(regex="a" * 65537), "regex: must be at most 65536 bytes, got 65537"),
     "too large a schema": (ask(json_schema="ü" * 32769), "json_schema: must be at most 65536 bytes, got 65538"),
     "too large a grammar": (ask(grammar="a" * 99999), "grammar: must be at most 65536 bytes, got 99999"),
-    "too many choices": (
+    "too large choices": (
         pb.GenerateRequest(text="a", choices=pb.Choices(choices=["x"] * 40_000)), "choices: must be at most 65536 by"),
+    "too many choices": (
+        pb.GenerateRequest(text="a", choices=pb.Choices(choices=map(str, range(1025)))),
+        "choices.choices: must be 1 to 1024 strings, got 1025"),
+    "no choices": (pb.GenerateRequest(text="a", choices=pb.Choices()), "choices.choices: must be 1 to 1024 strings"),
+    "choice twice": (
+        pb.GenerateRequest(text="a", choices=pb.Choices(choices=["x", "x"])),
+        "choices.choices[1]: must differ from the others; string 0 is 'x' too"),
+    "schema that is no JSON": (ask(json_schema="{"), "json_schema: must be the text of a JSON object or a boolean: E"),
+    "schema that is a list": (ask(json_schema="[]"), "json_schema: must be the text of a JSON object or a boolean, go"),
+    "surrogate in a schema": (ask(json_schema='{"a": "\\ud800"}'), "json_schema: must be valid Unicode, got the lone"),
+    "tag that is no object": (ask(structural_tag="[1]"), "structural_tag: must be the text of a JSON object, got list"),
+    "empty regex": (ask(regex=""), "regex: must not be empty"),
+    "empty grammar": (ask(grammar=""), "grammar: must not be empty"),
+    "constraint beside allowed ids": (
+        ask(regex="a", allowed_token_ids=[1]), "sampling.allowed_token_ids: must be empty if regex is set"),
     "tool that is no object": (chat(("user", "a"), tools=["{}", "[1]"]), "chat.tools[1]: must be the text of a JSON"),
     "tool call that is no JSON": (
         pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[
@@ -125,13 +140,6 @@ INVALID = {
 OTHERS = {
     "other model": (ask(model="gpt-5"), grpc.StatusCode.NOT_FOUND, "model: 'gpt-5' is not served here"),
     "empty model": (ask(model=""), grpc.StatusCode.NOT_FOUND, "model: '' is not served here"),
-    "schema": (ask(json_schema="{}"), grpc.StatusCode.UNIMPLEMENTED, "json_schema: reserved"),
-    "regex": (ask(regex="a*"), grpc.StatusCode.UNIMPLEMENTED, "regex: reserved"),
-    "grammar": (ask(grammar="x"), grpc.StatusCode.UNIMPLEMENTED, "grammar: reserved"),
-    "json": (ask(json_object=False), grpc.StatusCode.UNIMPLEMENTED, "json_object: reserved"),
-    "choices": (
-        pb.GenerateRequest(text="a", choices=pb.Choices(choices=["a"])), grpc.StatusCode.UNIMPLEMENTED,
-        "choices: reserved"),
 }
 TOKENIZE = {
     "surrogate in a tool": (
@@ -189,6 +197,8 @@ async def test_call_with_malformed_or_oversized_bytes_is_refused(tmp_path: Path)
         for data, details in (
             (b"\xff\xff\xff", "malformed protobuf"), (b"\x1a\xff\xff\xff\x7fabc", "malformed protobuf"),
             (b"\x1a\x02\xc3\x28", "text: must be valid UTF-8"),
+            (b"\x1a\x01a\x52\x01\xff", "regex: must be valid UTF-8"),
+            (b"\x1a\x01a\x62\x06\x0a\x01b\x0a\x01\xff", "choices.choices[1]: must be valid UTF-8"),
         ):
             await refused(raw(data), grpc.StatusCode.INVALID_ARGUMENT, details)
             await good(server)
@@ -243,6 +253,7 @@ async def test_model_without_a_tokenizer_accepts_ids_only(tmp_path: Path) -> Non
         await refused(server.inference.Generate(ask("a")), code, "text: the served model has no tokenizer")
         await refused(server.inference.Generate(chat(("user", "a"))), code, "chat: the served model has no tokenizer")
         await refused(server.inference.Generate(ask([1], stop=["a"])), code, "stopping.stop: the served model has no")
+        await refused(server.inference.Generate(ask([1], regex="a")), code, "regex: the served model has no tokenizer")
         await refused(server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text="a")), code, "text: the served")
         await refused(server.inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[1])), code, "token_ids")
         answer = await server.inference.Generate(ask([1], 3, return_token_ids=True, logprobs=1))

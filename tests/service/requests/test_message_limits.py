@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from npuserve.service.config import MAX_CONSTRAINT_BYTES
 from npuserve.service.errors import InvalidField, MalformedRequest, MessageTooLarge
 from npuserve.service.requests import message_limits
 from npuserve.v1 import generate_pb2 as pb
@@ -24,6 +25,7 @@ def largest_request(context: int, token: str, vocabulary: int) -> pb.GenerateReq
     made.stopping.stop.extend(["\U0001f600" * 1024] * 16)
     made.stopping.stop_token_ids.extend([vocabulary - 1] * 128)
     made.scheduling.cache_salt = "\U0001f600" * 128
+    made.structural_tag = "t" * MAX_CONSTRAINT_BYTES
     return made
 
 
@@ -52,6 +54,7 @@ def test_limit_of_vllm_engine_allows_ids_beside_text(context: int, vocabulary: i
     params.logit_bias.update({vocabulary - 1 - i: -100.0 for i in range(1024)})
     params.stop.extend(["\U0001f600" * 1024] * 16)
     params.stop_token_ids.extend([vocabulary - 1] * 128)
+    params.structural_tag = "t" * MAX_CONSTRAINT_BYTES
     data = made.SerializeToString()
     assert len(data) <= message_limits.limit_of(vllm.GenerateRequest.DESCRIPTOR, context, 13, vocabulary)
     message_limits.check_structure(vllm.GenerateRequest.DESCRIPTOR, data)

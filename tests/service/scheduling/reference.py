@@ -3,18 +3,28 @@ device that records from which tokens each KV-cache slot was computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
 
 from npuserve.npu.step import PENDING, NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
 from npuserve.service.ipc.messages import FinishReason, Request
+from npuserve.service.scheduling.constraint import AnswerMatcher
+from tests.support.fake_grammar import answer_matcher, first_allowed
 
 VOCABULARY = 7
+END_IDS = frozenset([6])
+"""Tokens that end a constrained answer."""
+Mask = npt.NDArray[np.int32]
 
 
-def next_token(tokens: Sequence[int], num_prompt: int, sampling: SamplingParams) -> int:
-    """Return the next token of the "model": a function of the seed, all earlier tokens and of nothing else."""
+def next_token(tokens: Sequence[int], num_prompt: int, sampling: SamplingParams, mask: Mask | None = None) -> int:
+    """Return the next token of the "model": a function of seed, earlier tokens and mask, of nothing else."""
     token = crc32(bytes(tokens), sampling.seed) % VOCABULARY
+    if mask is not None:
+        return first_allowed(token, VOCABULARY, mask)
     while len(tokens) - num_prompt < sampling.min_tokens and token in sampling.ending_ids:
         token = (token + 1) % VOCABULARY
     return token
@@ -27,14 +37,32 @@ def report(token: int, position: int) -> TokenLogprobs:
 def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
     """Return all tokens of the answer, and the reason of its end."""
     tokens, num_prompt = [*request.prompt_ids, *request.output_ids], len(request.prompt_ids)
+    matcher = matcher_of(request)
+    mask = np.zeros(1, np.int32) if matcher else None
     while True:
-        tokens.append(next_token(tokens, num_prompt, request.sampling))
-        if tokens[-1] in request.eos_token_ids:
-            return tokens[num_prompt:], "eos"
-        if tokens[-1] in request.stop_token_ids:
-            return tokens[num_prompt:], "stop_token"
+        if matcher and mask is not None:
+            assert matcher.fill(mask)
+        tokens.append(next_token(tokens, num_prompt, request.sampling, mask))
+        if matcher:
+            matcher.advance(tokens[-1])
+            assert matcher.error is None
+            if matcher.has_ended:
+                return tokens[num_prompt:], "eos"
+        if len(tokens) - num_prompt >= request.sampling.min_tokens:
+            if tokens[-1] in request.eos_token_ids:
+                return tokens[num_prompt:], "eos"
+            if tokens[-1] in request.stop_token_ids:
+                return tokens[num_prompt:], "stop_token"
         if len(tokens) - num_prompt == request.max_tokens:
             return tokens[num_prompt:], "length"
+
+
+def matcher_of(request: Request) -> AnswerMatcher | None:
+    """Return the matcher of a request's constraint after its output; None without a constraint."""
+    matcher = answer_matcher(request.constraint, VOCABULARY, END_IDS) if request.constraint else None
+    for token in request.output_ids if matcher else ():
+        matcher.advance(token)  # type: ignore[union-attr]
+    return matcher
 
 
 class FakeDevice:
@@ -51,14 +79,27 @@ class FakeDevice:
         self.known: dict[int, NewRequest] = {}
         self.announced: set[int] = set()
         self.sampled: dict[int, int] = {}  # tokens of the step before, by request
+        # Result of the last step until it is sampled, and the contexts of its constrained rows.
+        self.unsampled: tuple[StepResult, dict[int, tuple[int, ...]]] | None = None
 
     def launch(self, step: Step) -> StepResult:
+        assert self.unsampled is None, "a launch before the step was sampled"
         return self.run(step, self.step_seconds)
+
+    def sample(self, handle: StepResult, masks: Mapping[int, Mask]) -> None:
+        assert self.unsampled, "a step without constrained rows is sampled"
+        result, contexts = self.unsampled
+        assert handle is result, "another step is sampled"
+        assert masks.keys() <= contexts.keys()
+        for request_id, context in contexts.items():
+            self._sample(request_id, context, result, masks.get(request_id))
+        self.unsampled = None
 
     def ready(self, handle: StepResult) -> bool:
         return True
 
     def collect(self, handle: StepResult) -> StepResult:
+        assert self.unsampled is None or self.unsampled[0] is not handle, "a step is collected that was not sampled"
         return handle
 
     def run(self, step: Step, device_seconds: float = 0.0) -> StepResult:
@@ -91,6 +132,7 @@ class FakeDevice:
                 self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
             contexts[row.request_id] = context
         result = StepResult({}, {}, {}, device_seconds)
+        unsampled: dict[int, tuple[int, ...]] = {}
         for row in step.rows:
             new, context = self.known[row.request_id], contexts[row.request_id]
             for position in range(len(context)):
@@ -101,13 +143,21 @@ class FakeDevice:
             assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "the prompt of another request"
             if row.samples:
                 assert len(context) >= num_prompt + len(new.output_ids), "samples before its last known token"
-                result.token_ids[row.request_id] = next_token(context, num_prompt, new.sampling)
-                if new.sampling.logprobs is not None:
-                    token = result.token_ids[row.request_id]
-                    result.logprobs[row.request_id] = report(token, len(context))
+                if row.is_constrained:
+                    unsampled[row.request_id] = context
+                else:
+                    self._sample(row.request_id, context, result)
+            assert row.samples or not row.is_constrained
             if new.sampling.prompt_logprobs is not None:
                 predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
                 result.prompt_logprobs[row.request_id] = [report(new.prompt_ids[p], p) for p in predicted]
         if step.rows:
             self.sampled = result.token_ids
+        self.unsampled = (result, unsampled) if unsampled else None
         return result
+
+    def _sample(self, request_id: int, context: tuple[int, ...], result: StepResult, mask: Mask | None = None) -> None:
+        new = self.known[request_id]
+        token = result.token_ids[request_id] = next_token(context, len(new.prompt_ids), new.sampling, mask)
+        if new.sampling.logprobs is not None:
+            result.logprobs[request_id] = report(token, len(context))

@@ -14,7 +14,7 @@ from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Dropped, Sequence
-from tests.service.scheduling.reference import FakeDevice, answer_alone, report
+from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
 
 TICK = 1 / 64  # sums of it are exact
 
@@ -42,6 +42,7 @@ class SchedulerHarness:
     started: dict[int, float] = field(default_factory=dict)
     live: dict[int, Sequence] = field(default_factory=dict)
     dropped: dict[int, ServeError | None] = field(default_factory=dict)
+    failed: dict[int, ServeError] = field(default_factory=dict)
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -52,15 +53,18 @@ class SchedulerHarness:
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
-        self.pipeline = StepPipeline(self.scheduler, self.device, self.depth, lambda: self.now)
+        self.pipeline = StepPipeline(self.scheduler, self.device, self.depth, lambda: self.now, VOCABULARY)
 
-    def add(self, prompt: list[int], max_tokens: int = 3, **fields: object) -> Sequence:
+    def add(self, prompt: list[int], max_tokens: int = 3, compiling: bool = False, **fields: object) -> Sequence:
+        """Add a request. compiling: its constraint is not compiled until `constrain`."""
         fields = {"request_id": "r", "arrival": self.now, **fields}
         request = Request(prompt_ids=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
         sequence, displaced = self.scheduler.add(request, (b"", 0), self.now)
         scope = sequence.blocks.scope
         self.salts[sequence.id] = f"scope {scope}" if scope else f"salt {request.cache_salt}"
         self.live[sequence.id] = sequence
+        if request.constraint and not compiling:
+            self.constrain(sequence)
         self.settle([displaced] if displaced else [])
         return sequence
 
@@ -77,6 +81,14 @@ class SchedulerHarness:
             prompt, max_tokens, index=index,
             sampling=msgspec.structs.replace(further if index else sampling, seed=sampling.seed + index), **fields)
             for index in range(samples)]
+
+    def constrain(self, sequence: Sequence) -> None:
+        """End a request's wait for its grammar. Nothing if it has ended or does not wait."""
+        if sequence.id in self.live and sequence.needs_matcher:
+            matcher = matcher_of(sequence.request)
+            assert matcher
+            self.scheduler.constrain(sequence, matcher)
+            self.scheduler.check_integrity()
 
     def settle(self, dropped: list[Dropped]) -> None:
         """Record the requests that the scheduler has dropped."""
@@ -102,15 +114,16 @@ class SchedulerHarness:
     def plan(self) -> Step:
         """Schedule, check and launch."""
         self.settle(self.scheduler.expire(self.now))
-        active = [s for s in self.live.values() if not s.is_paused]
+        active = [s for s in self.live.values() if not (s.is_paused or s.needs_matcher)]
         held = [s for s in self.live.values() if s.holds_blocks and s.id in self.scheduler._paused]
         running = [s for s in active if s.holds_blocks and s not in held]
         decoding = [s for s in running if s.num_uncomputed_tokens == 1]
         returning = [s for s in held if not s.is_paused and s.num_uncomputed_tokens == 1]
         preemptions = self.scheduler.preemptions
         planned = {s.id: s.num_tokens for s in self.live.values()}
-        step, dropped = self.pipeline.plan()
-        self.settle(dropped)
+        plan = self.pipeline.plan()
+        step = plan.step
+        self.settle(plan.dropped)
         rows = [self.live[row.request_id] for row in step.rows]
         assert step.num_tokens <= self.budget
         assert self.scheduler.num_running <= self.max_num_seqs
@@ -146,6 +159,10 @@ class SchedulerHarness:
         for progress in self.pipeline.collect().progress:
             key = progress.sequence.id
             assert self.live[key] is progress.sequence, "progress of an ended request"
+            if progress.error:
+                self.failed[key] = progress.error
+                assert self.live.pop(key).block_ids == []
+                continue
             assert progress.token_ids or progress.prompt_logprobs
             self.tokens[key] += progress.token_ids
             self.logprobs[key] += progress.logprobs or []
@@ -181,6 +198,11 @@ class SchedulerHarness:
         assert self.reasons[sequence.id] == reason
         num_prompt = len(request.prompt_ids)
         finish = sequence.finish(reason)
+        if request.constraint:
+            matcher = matcher_of(msgspec.structs.replace(request, output_ids=answer))
+            assert matcher
+            assert matcher.error is None
+            assert finish.grammar_completed == matcher.is_complete
         assert (finish.prompt_tokens, finish.generated_tokens) == (num_prompt, len(answer))
         assert 0 <= finish.cached_tokens <= num_prompt
         timing = finish.timing

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.errors import DeadlineExceeded
+from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.deadlines import Deadlines
-from npuserve.service.scheduling.pace import MIN_MARGIN_SECONDS
+from npuserve.service.scheduling.pace import MIN_MARGIN_SECONDS, Pace
+from npuserve.service.scheduling.sequence import Account, Sequence
 from tests.service.scheduling.reference import answer_alone
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
 
@@ -17,18 +19,24 @@ from tests.service.scheduling.stepwise import TICK, SchedulerHarness
     changes=st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30),
     now=st.integers(0, 9), margin=st.integers(0, 3))
 def test_deadlines_match_a_plain_dict(changes: list[tuple[int, int | None]], now: int, margin: int) -> None:
-    deadlines, plain = Deadlines(), dict[int, int]()
+    pace = Pace(8)
+    pace.token_gap = margin / 2
+    margin = max(MIN_MARGIN_SECONDS, margin)  # type: ignore[assignment]
+    sequences = [Sequence(key, (b"", key), Request("r", [1], 1, 0.0), 1.0, Account("")) for key in range(6)]
+    deadlines, plain = Deadlines(pace), dict[int, int]()
     for key, moment in changes:
         if moment is None:
             deadlines.forget(key)
             plain.pop(key, None)
         else:
-            deadlines.set(key, moment)
+            sequences[key].deadline = moment
+            sequences[key].token_ids = [1, 2]  # with tokens it is late when it is due
+            deadlines.set(sequences[key])
             plain[key] = moment
     assert deadlines.ids == set(plain)
-    assert deadlines.next(margin) == min((moment - margin for moment in plain.values()), default=None)
+    assert deadlines.next == min((moment - margin for moment in plain.values()), default=None)
     due = sorted((moment, k) for k, moment in plain.items() if moment <= now + margin)
-    assert deadlines.due(now, margin) == [k for _, k in due]
+    assert [sequence.id for sequence in deadlines.late(now)] == [k for _, k in due]
 
 
 def measured(**fields: object) -> SchedulerHarness:
@@ -50,7 +58,7 @@ def test_add_with_an_unmeetable_deadline_is_refused() -> None:
             harness.add([1] * prompt, 2, deadline=harness.now + left)
     assert len(harness.live) == 1
     harness.finish()
-    assert harness.scheduler.tokens_in_vain == 0
+    assert harness.scheduler.deadlines.tokens_in_vain == 0
 
 
 def test_add_with_a_deadline_counts_the_queue_ahead() -> None:
@@ -73,7 +81,7 @@ def test_deadline_that_passes_in_the_queue_computes_nothing() -> None:
     late = harness.add([2] * 9, 5, deadline=harness.now + 5 * TICK)
     harness.finish()
     assert isinstance(harness.dropped[late.id], DeadlineExceeded)
-    assert (late.was_admitted, late.num_computed_tokens, harness.scheduler.tokens_in_vain) == (False, 0, 0)
+    assert (late.was_admitted, late.num_computed_tokens, harness.scheduler.deadlines.tokens_in_vain) == (False, 0, 0)
     harness.check_answer(first)
 
 
@@ -88,7 +96,7 @@ def test_prompt_that_would_be_late_is_dropped_before_admission() -> None:
         assert not hopeless.was_admitted
         harness.tick()
     assert isinstance(harness.dropped[hopeless.id], DeadlineExceeded)
-    assert harness.scheduler.tokens_in_vain == 0
+    assert harness.scheduler.deadlines.tokens_in_vain == 0
     harness.cancel(blocker)
     harness.finish()
 
@@ -98,7 +106,7 @@ def test_tokens_in_vain_are_counted() -> None:
     harness.add([1] * 40, 5, deadline=harness.now + 4 * TICK)  # nothing was measured yet
     harness.finish()
     assert len(harness.dropped) == 1
-    assert 8 <= harness.scheduler.tokens_in_vain <= 32
+    assert 8 <= harness.scheduler.deadlines.tokens_in_vain <= 32
 
 
 def test_deadline_keeps_the_tokens_generated_before() -> None:
@@ -117,14 +125,14 @@ def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added
     deadline = harness.now + 10.0
     sequence = harness.add([1, 2, 3], 60, deadline=deadline)
     harness.tick()
-    assert harness.scheduler.next_deadline == pytest.approx(deadline - MIN_MARGIN_SECONDS)
+    assert harness.scheduler.deadlines.next == pytest.approx(deadline - MIN_MARGIN_SECONDS)
     for _ in range(8):
         harness.plan()
         harness.now += 0.5
         harness.collect()
     margin = harness.scheduler._pace.margin
     assert margin > 0.9
-    assert harness.scheduler.next_deadline == pytest.approx(deadline - margin)
+    assert harness.scheduler.deadlines.next == pytest.approx(deadline - margin)
     harness.settle(harness.scheduler.expire(deadline - margin - TICK))
     assert sequence.id in harness.live
     harness.settle(harness.scheduler.expire(deadline - margin + TICK))

@@ -84,7 +84,7 @@ def test_schedule_runs_at_most_as_many_requests_as_the_budget() -> None:
 def test_schedule_without_requests_is_empty() -> None:
     harness = SchedulerHarness()
     assert not harness.scheduler.has_work
-    assert harness.scheduler.schedule(harness.now) == Plan(Step([], [], []), [])
+    assert harness.scheduler.schedule(harness.now) == Plan(Step([], [], []), [], [])
 
 
 def test_admission_lets_no_smaller_request_pass() -> None:

@@ -10,6 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service.ipc.messages import Constraint
 from npuserve.service.scheduling.block_manager import IntegrityError
 from npuserve.service.scheduling.sequence import Sequence, State
 from tests.service.scheduling.reference import answer_alone
@@ -216,16 +217,17 @@ def test_check_integrity_finds_a_leak() -> None:
 
 STEMS = ([1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [1, 2, 3, 4, 6, 6, 6], [0] * 12)
 MAX_TOKENS = 24
+CONSTRAINTS = (Constraint("regex", "1 5"), Constraint("regex", "2 30"))
 LARGEST = 12 + 2 + MAX_TOKENS - 1  # tokens in the KV cache
 
 
-Ask = tuple[int, int | None, list[int], list[int], dict[str, object]]
+Ask = tuple[int, int | None, list[int], list[int], int, dict[str, object]]
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> Ask:
     """Draw (tick of arrival, ticks until its cancel or None, ticks between its pauses and unpauses, samples to which
-    these happen, arguments of SchedulerHarness.add_samples)."""
+    these happen, ticks until its grammar is compiled, arguments of SchedulerHarness.add_samples)."""
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.sampled_from([0, 4, 7, 12]))] + draw(st.lists(st.integers(0, 6), min_size=1, max_size=2))
     sampling = SamplingParams(
@@ -240,10 +242,12 @@ def requests(draw: st.DrawFn) -> Ask:
         "bypass_prefix_cache": draw(st.sampled_from([False] * 7 + [True])),
         "client": draw(st.sampled_from(["", "a", "b"])),
         "samples": draw(st.sampled_from([1, 1, 1, 2, 5])),
+        "constraint": draw(st.sampled_from([None, None, *CONSTRAINTS])),
     }
     whom = draw(st.sampled_from([[0, 1, 2, 3, 4], [0], [1, 3]]))
     turns = draw(st.sampled_from([[]] * 3 + [[2, 3], [1, 1, 1, 9], [6, 20, 2, 2]]))
-    return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), turns, whom, fields
+    compiling = draw(st.sampled_from([0, 0, 2, 9])) if fields["constraint"] else 0
+    return draw(st.integers(0, 12)), draw(st.sampled_from([None] * 7 + [0, 3, 20])), turns, whom, compiling, fields
 
 
 @given(
@@ -264,12 +268,14 @@ def test_every_request_is_answered_as_if_alone(
     all_sequences: list[Sequence] = []
     cancels: dict[int, list[Sequence]] = defaultdict(list)
     turns: dict[int, list[Sequence]] = defaultdict(list)
+    compiled: dict[int, list[Sequence]] = defaultdict(list)
     cancelled: set[int] = set()
     for tick in range(60):
-        for arrival, cancel_after, gaps, whom, fields in asks:
+        for arrival, cancel_after, gaps, whom, compiling, fields in asks:
             if arrival == tick:
-                samples = harness.add_samples(**fields)  # type: ignore[arg-type]
+                samples = harness.add_samples(**fields, compiling=bool(compiling))  # type: ignore[arg-type]
                 all_sequences += samples
+                compiled[tick + compiling] += samples
                 some = [sequence for sequence in samples if sequence.request.index in whom]
                 if cancel_after is not None:
                     cancels[tick + cancel_after] += some
@@ -277,6 +283,8 @@ def test_every_request_is_answered_as_if_alone(
                     turns[turn] += some if turn > tick else []
         for sequence in turns[tick]:
             (harness.unpause if sequence.is_paused else harness.pause)(sequence)
+        for sequence in compiled[tick]:
+            harness.constrain(sequence)
         for sequence in cancels[tick]:
             if sequence.id in harness.live:
                 cancelled.add(sequence.id)

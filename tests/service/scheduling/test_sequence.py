@@ -4,8 +4,7 @@ import pytest
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.ipc.messages import Finish, Request, Timing
-from npuserve.service.scheduling.account import Account
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Account, Sequence
 
 
 def make(**fields: object) -> Sequence:

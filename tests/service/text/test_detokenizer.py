@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from npuserve.service.text.byte_bpe import byte_characters
-from npuserve.service.text.detokenizer import MAX_UNFINISHED_TOKENS, Detokenizer
+from npuserve.service.text.detokenizer import MAX_UNFINISHED_TOKENS, Delta, Detokenizer
 from npuserve.service.text.fast_tokenizer import FastTokenizer
 from npuserve.service.text.incremental_decoder import MAX_RUN_BYTES
 from npuserve.service.text.tokenizer import Tokenizer
@@ -73,10 +73,10 @@ def run(
     if matched is None:
         matched, keep = last.matched_stop, last.keep
     else:
-        assert last == ("", 0, None, None)
+        assert last == Delta("", 0)
     assert count == (pushed if keep is None else keep)
     assert detokenizer.push([1, 2]) is None
-    assert detokenizer.finish() == ("", 0, None, None)
+    assert detokenizer.finish() == Delta("", 0)
     return Answer(text, count, matched, keep)
 
 
@@ -249,7 +249,7 @@ def test_push_sends_a_replacement_character_of_the_text_at_once() -> None:
     assert most_held_tokens("byte level", ids) == 2
     detokenizer = Detokenizer(
         tokenizer("byte level"), skip_special_tokens=True, stop=[], include_stop=False, min_tokens=0)
-    assert detokenizer.push(ids) == ("a\ufffd", 4, None, None)
+    assert detokenizer.push(ids) == Delta("a\ufffd", 4, boundaries=((1, 1),))
 
 
 def test_push_streams_a_long_run_of_byte_tokens() -> None:
@@ -266,7 +266,7 @@ def test_push_sends_text_that_cannot_begin_a_stop_string() -> None:
     deltas = [detokenizer.push([i]) for i in ids]
     texts = [d and d.text for d in deltas]
     assert texts == ["x", None, None, "ab", None, "ab", None, "", None]
-    assert deltas[7] == ("", 3, "abc", 8)
+    assert deltas[7] == Delta("", 3, "abc", 8)
 
 
 def test_stop_strings_with_several_matches_take_the_first_end_then_the_longest() -> None:

@@ -15,7 +15,7 @@ from npuserve.kernels.registry import KERNELS
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from tests.npu.backends.ascend.test_backend import RELAX, load
-from tests.npu.backends.small import GREEDY, answers, asks, saved
+from tests.npu.backends.small import GREEDY, answers, asks, masked, saved
 from tests.npu.emulator.child import emulated
 
 HEAD, TABLE = ("linear_argmax", "greedy"), ("embedding",)
@@ -148,3 +148,19 @@ def test_ascend_replay_of_other_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="5 rows, where the largest graph has 4"):
         graphs.replay(5, [1] * 5)
     assert decode(runner, 2, 3).captured_decodes == 2
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "repetition_penalty": 1.2}], ids=["greedy", "sampled"])
+@emulated(relax=RELAX)
+def test_ascend_constrained_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Two of three requests are constrained. Their decoder is captured, LM head and sampler are not."""
+    saved(tmp_path)
+    found = []
+    for runner in (load(tmp_path), load(tmp_path, "cpu", block_size=128, threads=1)):
+        requests = asks(6, 8, **sampling)
+        for key, request in enumerate(requests):
+            request.mask = masked(key) if key % 3 else None
+        got, results = answers(runner, requests)
+        found.append(got)
+        assert sum(result.captured_decodes for result in results) > 20
+    assert found[0] == found[1]

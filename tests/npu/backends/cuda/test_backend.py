@@ -20,7 +20,7 @@ from npuserve.npu.backends.cuda.graphs import CudaGraphs
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
-from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved, saved_w8a8
+from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
 from tests.support.loop import Ask, serve
 from tests.support.real_models import model_folder
 
@@ -66,6 +66,20 @@ def test_cuda_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None
     assert got == expected
     assert all(result.captured for result in results)
     assert {result.captured_decodes for result in results} >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "repetition_penalty": 1.2}], ids=["greedy", "sampled"])
+def test_cuda_constrained_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Two of three requests are constrained. Their decoder is captured, LM head and sampler are not."""
+    saved(tmp_path, layers=1)
+    found = []
+    for name in ("cuda", "cpu"):
+        requests = asks(3, 4, **sampling)
+        requests[0].mask, requests[2].mask = masked(0), masked(2)
+        got, results = answers(load(tmp_path, name, max_num_batched_tokens=32), requests)
+        found.append(got)
+        assert all(result.captured for result in results)
+    assert found[0] == found[1]
 
 
 def test_cuda_step_beyond_captured_tokens_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,164 @@
+"""Cost of constraints: streams of which none, half or all have a JSON schema, of equal length.
+
+    python bench/serving/constrained_load.py [MODEL] [--shares 0 50 100] [--streams 32] [--tokens 128] [--requests 2]
+        [--rounds 3] [--vocabulary N] [--worker-urls grpc://HOST:PORT ...] [--json FILE] [-- FLAGS]
+
+One server is started. Each of the streams sends `--requests` requests, one after the other, over VllmEngine/Generate.
+A running server of vLLM (`--worker-urls`) gets the same requests. A round measures each share of constrained requests
+once at each server, and begins with another one each time. Prompts are random ids. Answers are sampled at temperature 1
+and have exactly `--tokens` tokens: the schema has a list with more elements than fit.
+
+Reported by server and share, as medians of the rounds: tokens per second, ITL and TTFT (p50, p99). `ratios` divide by
+the figures of share 0 of the same server in the same round: median, least and greatest. Needs `pip install
+'npuserve[gateway]'`. FLAGS are settings of the server.
+"""
+
+from __future__ import annotations
+
+import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+
+# isort: split
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from npuserve.client.channel import open_aio_channel
+from npuserve.service.arguments import number
+from npuserve.service.cli.bench.load import Outcome
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
+
+from bench.serving.gateway_overhead import FIGURES, RATIOS, figures, now, recorded, worker
+from bench.serving.server import arguments, report, serving
+
+SECONDS = 600.0
+"""Deadline of a call."""
+SCHEMA = json.dumps({
+    "type": "array", "minItems": 512, "items": {
+        "type": "object", "additionalProperties": False, "required": ["name", "age", "tags"],
+        "properties": {
+            "name": {"type": "string", "maxLength": 24}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "maxItems": 3, "items": {"enum": ["red", "green", "blue"]}}}}})
+"""An element has at least ten tokens, so an answer is longer than any `--tokens` below 5000."""
+
+
+async def generate(stub: Any, name: str, prompt: Sequence[int], tokens: int, schema: str) -> Outcome:
+    """Send one request. schema: "" for no constraint."""
+    from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+    request = vllm.GenerateRequest(
+        request_id=name, stream=True, tokenized=vllm.TokenizedInput(input_ids=prompt),
+        sampling_params=vllm.SamplingParams(
+            temperature=1, top_p=1, repetition_penalty=1, n=1, max_tokens=tokens, ignore_eos=True,
+            skip_special_tokens=True, spaces_between_special_tokens=True))
+    if schema:
+        request.sampling_params.json_schema = schema
+
+    async def read(outcome: Outcome) -> None:
+        async for answer in stub.Generate(request, timeout=SECONDS):
+            if answer.HasField("complete"):
+                done = answer.complete
+                outcome.reason, outcome.generated_tokens = done.finish_reason, done.completion_tokens
+                outcome.prompt_tokens = done.prompt_tokens
+            elif answer.chunk.token_ids:
+                outcome.arrivals.append((now(), 1))
+
+    return await recorded(read)
+
+
+async def measure(stub: Any, share: int, round_name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one server with a share of constrained requests, in percent."""
+    outcomes: list[Outcome] = []
+    chooser = random.Random(round_name)
+
+    async def stream(place: int) -> None:
+        for turn in range(args.requests):
+            count = place * args.requests + turn
+            is_constrained = (count + 1) * share // 100 > count * share // 100
+            prompt = [chooser.randrange(args.vocabulary) for _ in range(args.prompt)]
+            name = f"bench-{os.getpid()}-{round_name}-{count}"
+            outcomes.append(await generate(stub, name, prompt, args.tokens, SCHEMA if is_constrained else ""))
+
+    began = now()
+    await asyncio.gather(*(stream(place) for place in range(args.streams)))
+    seconds = now() - began
+    for outcome in outcomes:
+        if not outcome.ok or outcome.generated_tokens != args.tokens:
+            raise SystemExit(f"{round_name}: a stream ended with {outcome.code} after {outcome.generated_tokens} of "
+                             f"{args.tokens} tokens: {outcome.detail}")
+    return figures(outcomes, seconds, {})
+
+
+async def run(addresses: Mapping[str, str], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of each round by server and share, as "name 50 %". addresses: name -> host:port."""
+    from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = {name: VllmEngineStub(await stack.enter_async_context(open_aio_channel(address)))
+                 for name, address in addresses.items()}
+        kinds = list(itertools.product(stubs, args.shares))
+        found: dict[str, list[dict[str, Any]]] = {f"{name} {share} %": [] for name, share in kinds}
+        for place in range(args.rounds + 1):
+            first = place % len(kinds)
+            for name, share in [*kinds[first:], *kinds[:first]]:
+                measured = await measure(stubs[name], share, f"{name}-{share}-{place}", args)
+                if place:  # the first round compiles the schema and does not count
+                    found[f"{name} {share} %"].append(measured)
+        return found
+
+
+def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the medians by server and share, and the ratios to share 0 where it was measured."""
+    medians = {kind: {figure: round(statistics.median(f[figure] for f in found), 3) for figure in FIGURES}
+               for kind, found in rounds.items()}
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for kind, found in rounds.items():
+        base = rounds.get(f"{kind.split()[0]} 0 %")
+        if base is None or base is found:
+            continue
+        ratios[kind] = {}
+        for figure in RATIOS:
+            values = sorted(a[figure] / b[figure] for a, b in zip(found, base, strict=True))
+            ratios[kind][figure] = [
+                round(value, 3) for value in (statistics.median(values), values[0], values[-1])]
+    return {"medians": medians, "ratios": ratios}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", nargs="?", default="", help="model to serve (default: the built-in model)")
+    made.add_argument("--shares", type=number(int, 0, 100), nargs="+", default=[0, 50, 100], metavar="PERCENT",
+                      help="shares of constrained requests (default: 0 50 100)")
+    for name, value, low, text in (
+        ("streams", 32, 1, "concurrent streams"), ("tokens", 128, 2, "tokens of each answer"),
+        ("prompt", 32, 1, "tokens of each prompt"), ("requests", 2, 1, "requests of each stream in a measurement"),
+        ("rounds", 3, 1, "rounds, of which medians are reported"),
+        ("vocabulary", 2000, 1, "upper bound of the ids of prompts"),
+    ):
+        made.add_argument(f"--{name}", type=number(int, low), default=value, help=f"{text} (default: %(default)s)")
+    made.add_argument("--worker-urls", type=worker, nargs="+", default=[], metavar="grpc://HOST:PORT",
+                      help="running servers of VllmEngine, measured in the same rounds")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all figures, with those of each round")
+    return made
+
+
+def main() -> None:
+    args, flags = arguments(parser())
+    with serving(args.model, flags) as server:
+        addresses = {"npuserve": server.target, **{address: address for address in args.worker_urls}}
+        rounds = asyncio.run(run(addresses, args))
+    options = {name: getattr(args, name) for name in ("streams", "tokens", "prompt", "requests")}
+    report({**options, **summary(rounds), "rounds": rounds}, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Bit masks of a step's constrained rows, and their copy to the device.
+
+The masks of a step and the number of each row's mask are written to a host buffer, which is copied to the device in one
+copy. The copy may be queued behind the previous step's, so there are two host buffers; the device has one. All are
+allocated when a step first has masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npuserve.npu.backends.base import Backend
+
+Array = np.ndarray[Any, Any]
+
+BITS = 32
+"""Ids of a word."""
+
+_ALIGNMENT = 16
+"""The masks begin at a multiple of as many words."""
+
+
+class RowMasks(NamedTuple):
+    """Masks of R rows on the device, as the kernel `mask_logits` takes them.
+
+    bits: [M, ceil(vocabulary / 32)] int32.
+    mask_of_row: [R] int32; -1 for a row without a mask.
+    """
+
+    bits: Tensor
+    mask_of_row: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """Row whose token is sampled under a mask.
+
+    index: of its token among the tokens that the step samples.
+    position: of the token in prompt + output.
+    """
+
+    index: int
+    request_id: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedMasks:
+    """Masks of a step on the host, to be copied to the device.
+
+    to, source: of the copy.
+    masks: of all tokens that the step samples; valid after the copy.
+    """
+
+    to: Tensor
+    source: Tensor
+    masks: RowMasks
+
+    def upload(self) -> None:
+        """Queue the copy to the device. Call it within enqueued work."""
+        self.to.copy_(self.source, non_blocking=True)
+
+    def of(self, first: int, count: int) -> RowMasks:
+        """Return the masks of `count` tokens from the step's `first` on."""
+        return RowMasks(self.masks.bits, self.masks.mask_of_row[first : first + count])
+
+
+class MaskBuffers:
+    """Memory of the masks of up to `rows` rows over `vocabulary` ids."""
+
+    def __init__(self, rows: int, vocabulary: int, backend: Backend):
+        self._rows, self._vocabulary, self._backend = rows, vocabulary, backend
+        self._words = -(-vocabulary // BITS)
+        self._first = -(-rows // _ALIGNMENT) * _ALIGNMENT  # the masks follow the number of each row's mask
+        self._last_word = np.uint32(0xFFFFFFFF >> self._words * BITS - vocabulary).astype(np.int32)
+        self._hosts: list[Tensor] = []
+        self._device: Tensor | None = None
+        self._turn = 0
+
+    def fill(
+        self, rows: Sequence[Constrained], masks: Mapping[int, Array], restrict: Callable[[int, int, Array], None]
+    ) -> StagedMasks | None:
+        """Write the masks of a step to the next host buffer; return None if no row has one.
+
+        masks: request -> [ceil(vocabulary / 32)] int32. Ids at or beyond the vocabulary's size are removed.
+        restrict: removes ids from the mask of (request, position) in place, not all of them.
+
+        The masks of the step before the previous one must have reached the device. Raises ValueError for a mask of
+        another shape or dtype, and for one that allows no id.
+        """
+        found = [(row, masks[row.request_id]) for row in rows if row.request_id in masks]
+        if not found:
+            return None
+        if self._device is None:
+            size = self._first + self._rows * self._words
+            self._hosts = [self._backend.host_buffer(size, dtype=torch.int32) for _ in range(2)]
+            self._device = self._backend.empty((size,), torch.int32)
+        source = self._hosts[1 - self._turn]
+        array = source.numpy()
+        mask_of_row, bits = array[: self._first], array[self._first :].reshape(-1, self._words)
+        mask_of_row.fill(-1)
+        for number, (row, mask) in enumerate(found):
+            self._write(row, mask, bits[number])
+            restrict(row.request_id, row.position, bits[number])
+            mask_of_row[row.index] = number
+        self._turn = 1 - self._turn
+        used = self._first + len(found) * self._words
+        to = self._device[:used]
+        return StagedMasks(to, source[:used], RowMasks(to[self._first :].view(-1, self._words), to[: self._first]))
+
+    def _write(self, row: Constrained, mask: Array, to: Array) -> None:
+        if mask.shape != to.shape or mask.dtype != to.dtype:
+            raise ValueError(f"masks: request {row.request_id}: {list(mask.shape)} {mask.dtype}, "
+                             f"where a mask is [{self._words}] int32")
+        to[:] = mask
+        to[-1] &= self._last_word
+        if not to.any():
+            raise ValueError(
+                f"masks: request {row.request_id}: no id from 0 to {self._vocabulary - 1} is allowed")
+
+
+def mask_of(ids: Collection[int], words: int) -> Array:
+    """Return a mask [words] int32 that allows these ids, all below 32 * words."""
+    allowed = np.zeros(words * BITS, np.bool_)
+    allowed[list(ids)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+
+
+def restrict(mask: Array, allowed: Array) -> None:
+    """Remove in place the ids that `allowed` lacks, unless none would remain."""
+    common = mask & allowed
+    if common.any():
+        mask[:] = common

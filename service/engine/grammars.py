@@ -1,0 +1,208 @@
+"""Grammars that live requests wait for.
+
+    Submit ──► COMPILING, no acceptance is sent ──► compiled: accepted, in the queue
+                    │                           └─► refused: InvalidField of the constraint
+                    └── cancel, abort, deadline, pause as in the queue
+
+The compiler works in threads and processes of its own. `poll` never waits for it. The compiler itself is built in a
+thread when the first constraint arrives, since that loads the tokenizer and the library.
+
+A request of an earlier engine has output already: its matcher advances over it in parts, between the steps of others.
+Such a request waits until the compiler's queue has space, and is not refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Container
+from typing import NamedTuple, Protocol
+
+from npuserve.service import logs, metrics
+from npuserve.service.errors import InternalError, InvalidField, NoTokenizer, QueueFull, ServeError
+from npuserve.service.grammar.errors import CompilerFull, UnsupportedVocabulary
+from npuserve.service.ipc.messages import Constraint, Request
+from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import Sequence, State
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.001
+"""Minimum time between two polls of the compilations."""
+IDLE_SECONDS = 0.003
+"""Maximum time that an idle engine sleeps while a request waits for its grammar."""
+REPLAYED_TOKENS = 1024
+"""Tokens of earlier output over which the matchers advance in one poll, which takes a few milliseconds."""
+COMPILE_SECONDS = metrics.tally(metrics.grammar_compile_seconds)
+
+
+class Compiler(Protocol):
+    """Methods of npuserve.service.grammar.compiler.GrammarCompiler. `submit` raises CompilerFull."""
+
+    def submit(self, constraint: Constraint) -> Compilation: ...
+    def close(self) -> None: ...
+
+
+class BuiltCompiler(NamedTuple):
+    """A compiler, and the tokens that end an answer."""
+
+    compiler: Compiler
+    end_ids: Container[int]
+
+
+class PendingGrammar:
+    """Grammar that one request waits for. `submit` is called once the scheduler admits the request."""
+
+    def __init__(self, request: Request, constraint: Constraint, compile: Callable[[Constraint], Compilation | None]):
+        self.request = request
+        self.constraint = constraint
+        self.since = time.monotonic()
+        self.isolation: tuple[int, int] | None = None
+        self.compilation: Compilation | None = None
+        self.matcher: AnswerMatcher | None = None
+        self.num_replayed = 0
+        self._compile = compile
+
+    def submit(self) -> None:
+        """Begin the compilation if the compiler is built. Raises QueueFull, unless an earlier engine had accepted the
+        request, and NoTokenizer."""
+        try:
+            self.compilation = self._compile(self.constraint)
+        except CompilerFull as error:
+            if not self.request.prior.accepted:
+                raise QueueFull(f"{self.constraint.kind}: {error}") from error
+
+    def advance(self, end_ids: Container[int], most: int) -> int:
+        """Create the matcher, and advance it over at most `most` tokens of earlier output. Return their number."""
+        if self.matcher is None:
+            assert self.compilation
+            self.matcher = AnswerMatcher(self.constraint, self.compilation, end_ids)
+        tokens = self.request.output_ids[self.num_replayed : self.num_replayed + most]
+        for token_id in tokens:
+            self.matcher.advance(token_id)
+        self.num_replayed += len(tokens)
+        return len(tokens)
+
+
+class CompiledRequest(NamedTuple):
+    """Request whose wait has ended. error: why it must be refused; None if the scheduler has queued it."""
+
+    sequence: Sequence
+    error: ServeError | None
+
+
+class Grammars:
+    """The grammars that requests of `scheduler` wait for.
+
+    build: creates the compiler, in a thread. Raises UnsupportedVocabulary and OSError. None refuses all constraints.
+    """
+
+    def __init__(self, scheduler: Scheduler, build: Callable[[], BuiltCompiler] | None = None):
+        self._scheduler = scheduler
+        self._build = build
+        self._built: BuiltCompiler | None = None
+        self._failure: Exception | None = None
+        self._builder: threading.Thread | None = None
+        self._pending: dict[Sequence, PendingGrammar] = {}
+        self._next_poll = 0.0
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait for their grammar."""
+        return len(self._pending)
+
+    def pending(self, request: Request) -> PendingGrammar | None:
+        """Return the grammar that a new request will wait for, not yet submitted; None without a constraint."""
+        return PendingGrammar(request, request.constraint, self._submit) if request.constraint else None
+
+    def watch(self, sequence: Sequence, pending: PendingGrammar, isolation: tuple[int, int] | None = None) -> None:
+        """Poll the grammar of a request that the scheduler has admitted.
+
+        isolation: crashes and tokens of its quarantine, which begins when it enters the queue.
+        """
+        pending.isolation = isolation
+        self._pending[sequence] = pending
+        metrics.requests_compiling.set(len(self._pending))
+
+    def poll(self) -> list[CompiledRequest]:
+        """Queue the requests whose grammars are compiled. Return these requests, and the refused ones."""
+        now = time.monotonic()
+        if not self._pending or now < self._next_poll:
+            return []
+        self._next_poll = now + POLL_SECONDS
+        found: list[CompiledRequest] = []
+        left = REPLAYED_TOKENS
+        for sequence, pending in list(self._pending.items()):
+            if sequence.state is not State.ENDED:
+                try:
+                    left -= self._advance(pending, left)
+                except ServeError as error:
+                    found.append(CompiledRequest(sequence, error))
+                else:
+                    if not self._is_ready(pending):
+                        continue
+                    self._queue(sequence, pending)
+                    COMPILE_SECONDS.observe(now - pending.since)
+                    found.append(CompiledRequest(sequence, None))
+            del self._pending[sequence]
+        metrics.requests_compiling.set(len(self._pending))
+        return found
+
+    def close(self) -> None:
+        """End the compiler."""
+        if self._builder:
+            self._builder.join()
+        if self._built:
+            self._built.compiler.close()
+
+    def _submit(self, constraint: Constraint) -> Compilation | None:
+        """Submit a constraint; None while the compiler is being built. Raises CompilerFull and NoTokenizer."""
+        if self._build is None:
+            raise NoTokenizer(f"{constraint.kind}: the model's folder has no tokenizer")
+        if self._failure is not None:
+            if isinstance(self._failure, UnsupportedVocabulary):
+                raise NoTokenizer(f"{constraint.kind}: {self._failure}")
+            raise InternalError(f"{constraint.kind}: the compiler cannot start")
+        if self._built is not None:
+            return self._built.compiler.submit(constraint)
+        if self._builder is None:
+            self._builder = threading.Thread(target=self._start, args=(self._build,), name="grammar-start", daemon=True)
+            self._builder.start()
+        return None
+
+    def _start(self, build: Callable[[], BuiltCompiler]) -> None:
+        began = time.monotonic()
+        try:
+            self._built = build()
+        except Exception as error:
+            self._failure = error
+            if not isinstance(error, UnsupportedVocabulary):
+                logs.bug(log, "the compiler of constraints cannot start", error)
+        else:
+            logs.event(log, "compiler of constraints is ready", level=logging.DEBUG,
+                       seconds=round(time.monotonic() - began, 3))
+
+    def _advance(self, pending: PendingGrammar, most: int) -> int:
+        """Advance a request's wait. Return the number of replayed tokens. Raises the error that ends the request."""
+        if pending.compilation is None:
+            pending.submit()
+        if pending.compilation is None or not pending.compilation.done:
+            return 0
+        if (error := pending.compilation.error) is not None:
+            kind = pending.constraint.kind
+            raise InvalidField(kind, str(error).removeprefix(f"{kind}: "))
+        assert self._built
+        replayed = pending.advance(self._built.end_ids, most)
+        if pending.matcher and pending.matcher.error is not None:
+            raise pending.matcher.error
+        return replayed
+
+    def _is_ready(self, pending: PendingGrammar) -> bool:
+        return pending.matcher is not None and pending.num_replayed == len(pending.request.output_ids)
+
+    def _queue(self, sequence: Sequence, pending: PendingGrammar) -> None:
+        assert pending.matcher
+        self._scheduler.constrain(sequence, pending.matcher)
+        if pending.isolation and not sequence.is_paused:
+            self._scheduler.isolate(sequence, *pending.isolation)

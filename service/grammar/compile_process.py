@@ -1,0 +1,216 @@
+"""Processes that compile a constraint, so that its compilation can be killed.
+
+    python -m npuserve.service.grammar.compile_process      started by `CompileProcess`, reads stdin
+
+A constraint comes from a client. A hostile one may need minutes, gigabytes, or more stack than there is, which ends a
+process. So a child process translates and compiles it first, under a limit of memory and timers of the kernel, whose
+signals have no handler and end the process. One timer counts processor time, so that the load of the machine does not
+decide. The other one counts real time and is MAX_WALL_RATIO times longer. The engine compiles again what a child
+compiled within the limits; that takes the same time, releases the GIL, and runs in a thread with a larger stack.
+
+Messages are a length of 4 bytes and msgpack.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from llguidance import LLMatcher
+
+from npuserve.service.grammar.errors import ConstraintError
+from npuserve.service.grammar.matcher import limits
+from npuserve.service.grammar.translation.translate import translate
+from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData, build_tokenizer
+from npuserve.service.ipc import process_control
+from npuserve.service.ipc.messages import Constraint
+
+KEPT_VARIABLES = frozenset({
+    "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
+"""Environment variables that a process inherits. Other ones may hold secrets."""
+COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
+MAX_WALL_RATIO = 10
+"""Real time of a compilation, as a multiple of its limit of processor time."""
+BASE_BYTES = 64 << 10
+"""Estimated memory of the smallest compiled constraint."""
+
+
+class Start(msgspec.Struct, array_like=True):
+    """First message to a process."""
+
+    vocabulary: VocabularyData
+    seconds: float
+    max_bytes: int
+    dumpable: bool
+
+
+class Compiled(msgspec.Struct, array_like=True):
+    """Reply of a process.
+
+    grammar: grammar of the library; "" after an error.
+    error: message of a ConstraintError; "" for none.
+    num_bytes: estimated memory of the compiled grammar.
+    """
+
+    grammar: str
+    error: str
+    num_bytes: int
+
+
+class CompileProcess:
+    """Compiler in a child process, for one thread at a time. The process is started when it is needed.
+
+    vocabulary: tokens of the model.
+    seconds: limit of processor time for one constraint.
+    max_bytes: memory limit of one constraint, above the memory of the idle process.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seconds: float, max_bytes: int):
+        self._start = Start(vocabulary.data, seconds, max_bytes, process_control.is_dumpable())
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, constraint: Constraint) -> Compiled:
+        """Translate and compile a constraint. Raise ConstraintError. Blocks: call it from a thread."""
+        process = self._running()
+        reply = None
+        try:
+            _write(process.stdin, msgspec.msgpack.encode(constraint))
+            reply = _read(process.stdout)
+        except OSError:
+            pass
+        if reply is None:
+            self.end()
+            raise ConstraintError(f"{constraint.kind}: must take at most {self._start.seconds:g} seconds and "
+                                  f"{self._start.max_bytes >> 20} MiB of memory to compile")
+        compiled = msgspec.msgpack.decode(reply, type=Compiled)
+        if compiled.error:
+            raise ConstraintError(compiled.error)
+        return compiled
+
+    def interrupt(self) -> None:
+        """Kill the process, for another thread than the one in `compile`, which then refuses its constraint."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def end(self) -> None:
+        """Kill the process. The next constraint starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.end()
+        kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
+        weakref.finalize(self, _end, process)
+        _write(process.stdin, msgspec.msgpack.encode(self._start))
+        if _read(process.stdout) is None:
+            _end(process)
+            raise OSError("the process that compiles constraints did not start")
+        self._process = process
+        return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _write(pipe: Any, data: bytes) -> None:
+    pipe.write(struct.pack("<I", len(data)) + data)
+    pipe.flush()
+
+
+def _read(pipe: Any) -> bytes | None:
+    """Return the next message; None at the end of the pipe."""
+    head = pipe.read(4)
+    if len(head) < 4:
+        return None
+    data: bytes = pipe.read(struct.unpack("<I", head)[0])
+    return data if len(data) == struct.unpack("<I", head)[0] else None
+
+
+def build_library_matcher(tokenizer: Any, grammar: str, kind: str) -> LLMatcher:
+    """Compile a translated grammar. Raise ConstraintError, also if it allows no text at all.
+
+    kind: kind of the constraint, which selects the limits.
+
+    The first mask is computed, which shows a constraint without answers and one that exceeds the limits at once.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(kind))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ConstraintError(_message(matcher.get_error()))
+    if matcher.stop_reason() not in ("NotStopped", "NoExtension"):
+        raise ConstraintError("no answer satisfies the constraint")
+    return matcher
+
+
+def _message(error: str) -> str:
+    """Return the library's message without its dump of the state and of the grammar."""
+    text = " ".join(error.partition("<state>")[0].partition("<non-verbose/>")[0].split())
+    return "no answer satisfies the constraint" if text in ("", "NoExtensionBias") else text[:400]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _compile(tokenizer: Any, special: Mapping[str, int], constraint: Constraint) -> Compiled:
+    before = _resident_bytes()
+    try:
+        grammar = translate(constraint, special)
+        matcher = build_library_matcher(tokenizer, grammar, constraint.kind)
+    except ConstraintError as error:
+        text = str(error)
+        return Compiled("", text if text.startswith(constraint.kind) else f"{constraint.kind}: {text}", 0)
+    grown = max(0, _resident_bytes() - before)
+    del matcher
+    return Compiled(grammar, "", BASE_BYTES + grown + 2 * len(grammar))
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for timer in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(timer, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    stdin: BinaryIO = sys.stdin.buffer
+    stdout: BinaryIO = sys.stdout.buffer
+    data = _read(stdin)
+    if data is None:
+        return 0
+    start = msgspec.msgpack.decode(data, type=Start)
+    process_control.set_dumpable(start.dumpable)
+    tokenizer = build_tokenizer(start.vocabulary)
+    special = start.vocabulary.special
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + start.max_bytes, size + start.max_bytes))
+    _write(stdout, b"ready")
+    while (data := _read(stdin)) is not None:
+        constraint = msgspec.msgpack.decode(data, type=Constraint)
+        signal.setitimer(signal.ITIMER_PROF, start.seconds)
+        signal.setitimer(signal.ITIMER_REAL, MAX_WALL_RATIO * start.seconds)
+        try:
+            reply = msgspec.msgpack.encode(_compile(tokenizer, special, constraint))
+        except (MemoryError, RecursionError):
+            return 1
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(stdout, reply)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Compiler of constraints, in threads of its own, with a cache."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from llguidance import LLMatcher
+
+from npuserve.service.grammar.compile_process import BASE_BYTES, CompileProcess, build_library_matcher
+from npuserve.service.grammar.errors import CompilerFull, ConstraintError
+from npuserve.service.grammar.matcher import Matcher
+from npuserve.service.grammar.vocabulary import Vocabulary
+from npuserve.service.ipc.messages import Constraint
+
+STACK_BYTES = 64 << 20
+"""Stack of a thread that compiles. It is larger than a child's, which compiled the same constraint before."""
+MAX_WORKERS = 2
+
+
+class Compilation:
+    """Result of a constraint, maybe not yet there.
+
+    num_bytes: estimated memory.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._library: LLMatcher | None = None
+        self._lock = threading.Lock()
+        self._is_done = threading.Event()
+        self._error: ConstraintError | None = None
+        self.num_bytes = BASE_BYTES
+
+    @property
+    def done(self) -> bool:
+        """Return whether the result is there. Never blocks."""
+        return self._is_done.is_set()
+
+    @property
+    def error(self) -> ConstraintError | None:
+        """Return why the constraint was refused; None if it was compiled, or is not yet done."""
+        return self._error
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the result is there, at most `seconds`. Return whether it is."""
+        return self._is_done.wait(seconds)
+
+    def matcher(self) -> Matcher:
+        """Return a new matcher at the beginning of an answer. Raise the error of a refused constraint.
+
+        Only when done. Takes microseconds for usual constraints, since it copies the compiled grammar's state.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._library is None:
+            raise RuntimeError("the constraint is not yet compiled")
+        with self._lock:
+            return Matcher(self._vocabulary, self._library.deep_copy())
+
+    def _finish(self, library: LLMatcher | None, error: ConstraintError | None) -> None:
+        self._library, self._error = library, error
+        self._is_done.set()
+
+
+class GrammarCompiler:
+    """Compiler of constraints. It keeps the results by content, the least recently used ones up to a size.
+
+    Safe to use from several threads. Memory of answers that still run is not counted.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, max_cache_bytes: int = 256 << 20, max_seconds: float = 2.0,
+        max_queue: int = 256, max_bytes: int = 512 << 20, on_done: Callable[[], None] | None = None,
+    ):
+        """Start no process before the first constraint.
+
+        max_cache_bytes: estimated memory of the results that are kept.
+        max_seconds, max_bytes: limits of processor time and memory for the compilation of one constraint.
+        max_queue: constraints that wait.
+        on_done: called in a thread of the compiler after each compilation, to wake up a waiting loop.
+        """
+        self._vocabulary = vocabulary
+        self._max_cache_bytes, self._max_queue = max_cache_bytes, max_queue
+        self._limits = max_seconds, max_bytes
+        self._on_done = on_done
+        self._condition = threading.Condition()
+        self._cache: OrderedDict[Constraint, Compilation] = OrderedDict()
+        self._cached_bytes = 0
+        self._pending: dict[Constraint, Compilation] = {}
+        self._queue: deque[Constraint] = deque()
+        self._threads: list[threading.Thread] = []
+        self._processes: list[CompileProcess] = []
+        self._idle = 0
+        self._is_closed = False
+
+    @property
+    def cached_bytes(self) -> int:
+        """Return the estimated memory of the results that are kept."""
+        return self._cached_bytes
+
+    def submit(self, constraint: Constraint) -> Compilation:
+        """Return the compilation of a constraint, which may be done already. Equal constraints share one.
+
+        Returns at once. Raises CompilerFull if too many constraints wait.
+        """
+        with self._condition:
+            if self._is_closed:
+                raise RuntimeError("the compiler is closed")
+            if found := self._cache.get(constraint):
+                self._cache.move_to_end(constraint)
+                return found
+            if found := self._pending.get(constraint):
+                return found
+            if len(self._queue) >= self._max_queue:
+                raise CompilerFull(f"{self._max_queue} constraints wait to be compiled")
+            compilation = self._pending[constraint] = Compilation(self._vocabulary)
+            self._queue.append(constraint)
+            if not self._idle and len(self._threads) < MAX_WORKERS:
+                self._start_thread()
+            self._condition.notify()
+            return compilation
+
+    def close(self) -> None:
+        """End the threads and the processes. Constraints that wait are refused."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+            processes = list(self._processes)
+        for process in processes:
+            process.interrupt()
+        for thread in self._threads:
+            thread.join()
+
+    def _start_thread(self) -> None:
+        size = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=self._run, name=f"grammar-{len(self._threads)}", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(size)
+        self._threads.append(thread)
+
+    def _run(self) -> None:
+        process = CompileProcess(self._vocabulary, *self._limits)
+        with self._condition:
+            self._processes.append(process)
+        try:
+            while (constraint := self._next()) is not None:
+                library, error, num_bytes, is_final = None, None, BASE_BYTES, True
+                try:
+                    compiled = process.compile(constraint)
+                    num_bytes = compiled.num_bytes
+                    library = build_library_matcher(self._vocabulary.library, compiled.grammar, constraint.kind)
+                except ConstraintError as found:
+                    error = found
+                except Exception as found:  # no constraint may end the thread
+                    error = ConstraintError(f"{constraint.kind}: cannot be compiled: {type(found).__name__}")
+                    is_final = False
+                self._keep(constraint, library, error, num_bytes, is_final)
+                if self._on_done:
+                    self._on_done()
+        finally:
+            process.end()
+
+    def _next(self) -> Constraint | None:
+        with self._condition:
+            self._idle += 1
+            self._condition.wait_for(lambda: self._queue or self._is_closed)
+            self._idle -= 1
+            if self._is_closed:
+                for constraint in self._queue:
+                    self._pending.pop(constraint)._finish(None, ConstraintError("the server ends"))
+                self._queue.clear()
+                return None
+            return self._queue.popleft()
+
+    def _keep(
+        self, constraint: Constraint, library: LLMatcher | None, error: ConstraintError | None, num_bytes: int,
+        is_final: bool,
+    ) -> None:
+        """is_final: False for an error of the machine, after which the constraint is compiled again."""
+        with self._condition:
+            compilation = self._pending.pop(constraint)
+            compilation.num_bytes = num_bytes + 2 * len(constraint.text)
+            compilation._finish(library, error)
+            if not is_final:
+                return
+            self._cache[constraint] = compilation
+            self._cached_bytes += compilation.num_bytes
+            while self._cached_bytes > self._max_cache_bytes and self._cache:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes

@@ -1,0 +1,19 @@
+"""Errors of constraints."""
+
+from __future__ import annotations
+
+from npuserve.service.grammar.translation.errors import ConstraintError
+
+__all__ = ["CompilerFull", "ConstraintError", "MatcherError", "UnsupportedVocabulary"]
+
+
+class CompilerFull(Exception):
+    """The queue of constraints to compile is full. The client may retry."""
+
+
+class MatcherError(Exception):
+    """A matcher exceeded its limits of time or memory. Its request ends with an error."""
+
+
+class UnsupportedVocabulary(ValueError):
+    """The bytes of the tokenizer's tokens are unknown, so that no answer can be constrained."""

@@ -1,0 +1,129 @@
+"""State of one constrained answer: which tokens may come next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from numpy.typing import NDArray
+
+from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.grammar.vocabulary import Vocabulary
+
+MAX_STATES = 20_000
+"""States of a lexer, of 1 to 2 kB each. They are built as an answer needs them."""
+
+
+def limits(kind: str) -> LLParserLimits:
+    """Return the limits of a grammar and of one step, in units of the library.
+
+    A step of an ambiguous grammar takes time by the square of the items in a row: with 500 less than 20 ms. JSON is not
+    ambiguous, but a schema of many alternatives has more items.
+    """
+    items = 500 if kind in ("grammar", "structural_tag") else 2_000
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_items_in_row=items,
+        max_lexer_states=MAX_STATES, max_grammar_size=500_000, verbose_errors=False)
+
+MAX_FORCED_BYTES = 256
+"""Length of a forced text that is tokenized at once."""
+
+
+class Matcher:
+    """State of one constrained answer. Not safe to use from several threads at a time.
+
+    Each method may raise MatcherError if a step exceeds the limits; the matcher is then unusable.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, library: LLMatcher):
+        self._vocabulary = vocabulary
+        self._library = library
+        self._has_ended = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the text so far satisfies the constraint."""
+        return self._has_ended or (not self._is_broken() and self._library.is_accepting())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether no text may follow: an end token was taken, or only end tokens are allowed."""
+        return self._has_ended or (self._library.is_stopped() and not self._is_broken())
+
+    def advance(self, token_id: int) -> bool:
+        """Append a token. Return False, without a change, if the constraint does not allow it."""
+        if self._has_ended or not 0 <= token_id < self._vocabulary.size:
+            return False
+        if token_id in self._vocabulary.end_ids:
+            self._has_ended = self.is_complete
+            return self._has_ended
+        if self.is_stopped:
+            return False
+        taken = self._library.try_consume_tokens([token_id])
+        self._check()
+        return bool(taken)
+
+    def fill(self, bits: NDArray[Any]) -> None:
+        """Write the mask of the allowed tokens. End tokens are allowed where the text satisfies the constraint.
+
+        bits: [ceil(vocabulary / 32)] int32 or uint32, contiguous. Bit i of word j is token 32 * j + i. After an end
+            token only end tokens are allowed.
+        """
+        words = -(-self._vocabulary.size // 32)
+        if bits.shape != (words,) or bits.dtype.itemsize != 4 or not bits.flags.c_contiguous:
+            raise ValueError(f"bits: must be {words} contiguous words of 32 bits")
+        if self._has_ended:
+            self._only_end(bits)
+            return
+        self._library.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+
+    def forced(self) -> list[int]:
+        """Return the tokens that the next text begins with if only one text may follow; [] otherwise.
+
+        They are the tokenizer's own choice for this text. The last ones are left out where a longer token could be
+        chosen with the text after it.
+        """
+        encode = self._vocabulary.encode
+        if encode is None or self.is_stopped:
+            return []
+        text = self._library.compute_ff_bytes()
+        self._check()
+        return self._tokens(text[:MAX_FORCED_BYTES]) if text else []
+
+    def _tokens(self, text: bytes) -> list[int]:
+        assert self._vocabulary.encode is not None
+        decoded = text.decode(errors="ignore")
+        ids = list(self._vocabulary.encode(decoded))
+        tokens = [self._vocabulary.data.tokens[i] for i in ids]
+        at = 0
+        for count, token in enumerate(tokens):
+            if not token or text[at:at + len(token)] != token:  # the tokenizer added or normalized something
+                return ids[:count] if count and not self._may_change(text, tokens[:count]) else []
+            at += len(token)
+        kept = len(tokens)
+        while kept and self._may_change(text, tokens[:kept]):
+            kept -= 1
+        return ids[:kept] if self._library.validate_tokens(ids[:kept]) == kept else []
+
+    def _may_change(self, text: bytes, tokens: list[bytes]) -> bool:
+        """Return whether a token could reach beyond the end of the text from the beginning of the last token."""
+        return self._vocabulary.longer_token_exists(text[sum(map(len, tokens[:-1])):])
+
+    def _only_end(self, bits: NDArray[Any]) -> None:
+        words = bits.view(np.uint32)
+        words[:] = 0
+        for i in self._vocabulary.end_ids:
+            words[i // 32] |= np.uint32(1 << i % 32)
+
+    def _is_broken(self) -> bool:
+        return self._library.is_error() or self._library.stop_reason() not in _REASONS
+
+    def _check(self) -> None:
+        if self._is_broken():
+            reason = self._library.get_error() or self._library.stop_reason()
+            raise MatcherError(f"the constraint exceeds its limits: {reason.splitlines()[0][:200]}")
+
+
+_REASONS = frozenset({"NotStopped", "EndOfSentence", "NoExtension"})

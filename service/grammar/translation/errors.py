@@ -1,0 +1,10 @@
+"""Error of a constraint."""
+
+from __future__ import annotations
+
+
+class ConstraintError(ValueError):
+    """The constraint is malformed, not supported, or exceeds a limit. The message names the keyword or the position.
+
+    The client gets INVALID_ARGUMENT with this message.
+    """

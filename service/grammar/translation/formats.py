@@ -1,0 +1,70 @@
+"""Regular expressions of the formats of JSON Schema, in the syntax of the grammar library.
+
+Every text that they accept is valid by the RFC of the format, and by the checks of the Python package `jsonschema`.
+They leave out some valid texts: leap seconds, the year 0000, mail addresses with quotation marks, zones of IPv6
+addresses. Formats that JSON Schema does not define are annotations, as the specification says.
+"""
+
+from __future__ import annotations
+
+_YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = (
+    r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])"
+    r"|(?:0[48]|[2468][048]|[13579][26])00)"
+)
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_ZONE = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{_ZONE}"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
+_GROUP = r"[0-9a-fA-F]{1,4}"
+_IPV6 = "(?:" + "|".join([
+    rf"(?:{_GROUP}:){{7}}{_GROUP}",
+    *(rf"(?:{_GROUP}:){{{n}}}(?::{_GROUP}){{1,{7 - n}}}" for n in range(1, 7)),
+    rf":(?::{_GROUP}){{1,7}}",
+    rf"(?:{_GROUP}:){{1,7}}:",
+    "::",
+]) + ")"
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_TOP_LABEL = r"[a-zA-Z](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_HOSTNAME = rf"(?:{_LABEL}\.){{0,3}}{_TOP_LABEL}"
+"""At most 4 labels, so that it has at most 253 characters."""
+_UNRESERVED = r"a-zA-Z0-9._~!$&'()*+,;=\-"
+_PERCENT = r"%[0-9a-fA-F]{2}"
+_PCHAR = rf"(?:[{_UNRESERVED}:@]|{_PERCENT})"
+_AUTHORITY = (
+    rf"(?:(?:[{_UNRESERVED}:]|{_PERCENT})*@)?(?:\[{_IPV6}\]|(?:[{_UNRESERVED}]|{_PERCENT})*)(?::[0-9]{{0,5}})?"
+)
+_TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
+_PATH = rf"(?:/{_PCHAR}*)*"
+_URI = rf"[a-zA-Z][a-zA-Z0-9+.\-]*:(?://{_AUTHORITY}{_PATH}|/(?:{_PCHAR}+{_PATH})?|{_PCHAR}+{_PATH}){_TAIL}"
+_RELATIVE = rf"(?://{_AUTHORITY}{_PATH}|/(?:{_PCHAR}+{_PATH})?|(?:[{_UNRESERVED}@]|{_PERCENT})+{_PATH}|){_TAIL}"
+_POINTER = r"(?:/(?:[^\x00-\x1f~/]|~[01])*)*"
+_DURATION_TIME = r"T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
+_DURATION_DATE = r"(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": rf"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]+W)",
+    "email": r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+)*@" + _HOSTNAME,
+    "hostname": _HOSTNAME,
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+    "uri": _URI,
+    "uri-reference": f"(?:{_URI}|{_RELATIVE})",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(?:0|[1-9]{{1,9}})(?:\#|{_POINTER})",
+}
+"""Format -> expression of the whole text."""
+FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"],
+            "iri": FORMATS["uri"], "iri-reference": FORMATS["uri-reference"],
+            "ip-address": FORMATS["ipv4"], "host-name": FORMATS["hostname"]}
+"""An internationalized format accepts the plain texts; the last two are names of draft 3."""
+UNSUPPORTED = frozenset({"regex", "uri-template"})
+"""Formats of JSON Schema that are refused."""

@@ -1,0 +1,333 @@
+"""Check of JSON schemas, and their translation to the part of JSON Schema that the grammar library honours exactly.
+
+The library refuses some keywords, but not all that it cannot honour, and its errors have no path. So each schema is
+walked first. Keywords without effect are dropped, formats and patterns become expressions of the library, references
+become references to `$defs` of the result, and arrays of `items` become `prefixItems`. A keyword that restricts the
+answer and is not supported raises ConstraintError with its path.
+
+Specification: JSON Schema draft 2020-12; the drafts 4, 6, 7 and 2019-09 by their `$schema`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from npuserve.service.grammar.translation import formats, pattern
+from npuserve.service.grammar.translation.errors import ConstraintError
+from npuserve.service.grammar.translation.reachable import require_finite_value
+
+MAX_DEPTH = 64
+"""Nesting of subschemas."""
+MAX_INTEGER = 1 << 53
+"""Larger integers are not exact in the library."""
+MAX_COUNT = 100_000
+"""Bound of minLength, minItems and so on. A larger maxLength or maxItems is reduced to it."""
+
+_UNSUPPORTED = frozenset({
+    "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains",
+    "maxContains", "propertyNames", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef",
+    "$recursiveRef", "extends", "disallow", "divisibleBy"})
+_LISTS = ("anyOf", "allOf", "oneOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_OLD_DRAFTS = ("http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-06/schema",
+               "http://json-schema.org/draft-07/schema")
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+
+
+def translate(text: str) -> dict[str, Any]:
+    """Return the schema for the library. Raise ConstraintError."""
+    try:
+        root = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"json_schema: malformed JSON: {error}") from error
+    return translate_value(root)
+
+
+def translate_value(root: Any) -> dict[str, Any]:
+    """Return the schema for the library, of a schema that is parsed already. Raise ConstraintError."""
+    if root is False or not isinstance(root, dict | bool):
+        raise ConstraintError("json_schema: must be an object or true")
+    if root is True:
+        root = {}
+    return _Schema(root).translate()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _error(path: str, message: str) -> ConstraintError:
+    return ConstraintError(f"json_schema: {message} at {path or '/'}")
+
+
+class _Schema:
+    """Walk of one schema."""
+
+    def __init__(self, root: dict[str, Any]):
+        self._root = root
+        draft = root.get("$schema")
+        name = draft.rstrip("#") if isinstance(draft, str) else ""
+        if "draft-03" in name:
+            raise _error("/$schema", "draft 3 is not supported")
+        self._is_old = name in _OLD_DRAFTS
+        self._id = "id" if "draft-04" in name else "$id"
+        self._documents: dict[str, tuple[Any, str]] = {}  # URI -> subschema and its base
+        self._definitions: dict[tuple[int, str], str] = {}  # subschema and base -> its name in the result
+        self._ahead: list[tuple[Any, str, str, str]] = []  # subschema, base, path, name
+
+    def translate(self) -> dict[str, Any]:
+        base = self._base_of(self._root, "")
+        self._documents[urldefrag(base)[0]] = self._root, base
+        self._find_documents(self._root, "", 0)
+        result = self._walk(self._root, base, "", 0)
+        definitions: dict[str, Any] = {}
+        while self._ahead:
+            schema, inner, path, name = self._ahead.pop()
+            definitions[name] = self._walk(schema, inner, path, 0)
+        result = {} if result is True else result
+        if not isinstance(result, dict):
+            raise _error("", "the schema accepts nothing")
+        if definitions:
+            result = {**result, "$defs": definitions}
+        require_finite_value(result)
+        return result
+
+    def _find_documents(self, value: Any, base: str, depth: int) -> None:
+        """Enter the subschemas that have a URI or an anchor of their own."""
+        if depth > 4 * MAX_DEPTH:
+            raise ConstraintError(f"json_schema: must be nested at most {4 * MAX_DEPTH} deep")
+        if isinstance(value, dict):
+            base = self._base_of(value, base)
+            if base:
+                self._documents.setdefault(base, (value, base))
+            for keyword in ("$anchor", "$dynamicAnchor"):
+                if isinstance(anchor := value.get(keyword), str):
+                    self._documents.setdefault(f"{base}#{anchor}", (value, base))
+            if isinstance(own := value.get(self._id), str) and own.startswith("#"):
+                self._documents.setdefault(f"{base}{own}", (value, base))
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            self._find_documents(item, base, depth + 1)
+
+    def _base_of(self, schema: Any, base: str) -> str:
+        own = schema.get(self._id) if isinstance(schema, dict) else None
+        if not isinstance(own, str) or own.startswith("#"):
+            return base
+        try:
+            return urldefrag(urljoin(base, own))[0]
+        except ValueError:
+            return base
+
+    def _walk(self, schema: Any, base: str, path: str, depth: int) -> Any:
+        """Return the translated subschema: an object or a bool."""
+        if depth > MAX_DEPTH:
+            raise _error(path, f"subschemas must be nested at most {MAX_DEPTH} deep")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise _error(path, "a schema must be an object or a boolean")
+        base = self._base_of(schema, base)
+        if "$ref" in schema and self._is_old:  # in these drafts the keywords beside it have no effect
+            schema = {"$ref": schema["$ref"]}
+        self._refuse_unsupported(schema, path)
+        out: dict[str, Any] = {}
+        added: list[dict[str, Any]] = []
+        for keyword, value in schema.items():
+            here = f"{path}/{keyword}"
+            if keyword == "$ref":
+                out["$ref"] = self._reference(value, base, here)
+            elif keyword in _LISTS:
+                out[keyword] = [self._walk(item, base, f"{here}/{i}", depth + 1)
+                                for i, item in enumerate(_list(value, here))]
+            elif keyword in ("properties", "patternProperties"):
+                out[keyword] = self._properties(keyword, value, base, here, depth)
+            elif keyword == "additionalProperties":
+                out[keyword] = self._walk(value, base, here, depth + 1)
+            elif keyword in ("items", "prefixItems", "additionalItems"):
+                pass  # below
+            elif keyword == "format":
+                added += _format(value, here)
+            else:
+                _copy(keyword, value, here, out)
+        self._items(schema, base, path, depth, out)
+        _bounds(schema, path, out)
+        _check_properties(out, path)
+        if added:
+            out.setdefault("allOf", []).extend(added)
+        return out or True
+
+    def _refuse_unsupported(self, schema: Mapping[str, Any], path: str) -> None:
+        for keyword in _UNSUPPORTED & schema.keys():
+            value = schema[keyword]
+            has_effect = {
+                "uniqueItems": value is not False and schema.get("maxItems") not in (0, 1),
+                "if": "then" in schema or "else" in schema, "then": "if" in schema, "else": "if" in schema,
+                "minContains": "contains" in schema, "maxContains": "contains" in schema,
+            }.get(keyword, value not in (True, {}) or keyword == "not")
+            if has_effect:
+                raise _error(path, f"keyword '{keyword}' is not supported")
+
+    def _properties(self, keyword: str, value: Any, base: str, path: str, depth: int) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _error(path, f"'{keyword}' must be an object")
+        names = {name: _pattern(name, f"{path}/{name}") if keyword == "patternProperties" else name for name in value}
+        return {names[name]: self._walk(inner, base, f"{path}/{name}", depth + 1) for name, inner in value.items()}
+
+    def _items(self, schema: Mapping[str, Any], base: str, path: str, depth: int, out: dict[str, Any]) -> None:
+        items, prefix, rest = schema.get("items", True), schema.get("prefixItems"), "items"
+        if isinstance(items, list):
+            items, prefix, rest = schema.get("additionalItems", True), items, "additionalItems"
+        if prefix:
+            out["prefixItems"] = [self._walk(item, base, f"{path}/prefixItems/{i}", depth + 1)
+                                  for i, item in enumerate(_list(prefix, f"{path}/prefixItems"))]
+        if items is not True:
+            out["items"] = self._walk(items, base, f"{path}/{rest}", depth + 1)
+
+    def _reference(self, reference: Any, base: str, path: str) -> str:
+        if not isinstance(reference, str):
+            raise _error(path, "'$ref' must be a string")
+        schema, inner, target = self._target(reference, base, path)
+        key = (id(schema), inner)
+        if key not in self._definitions:
+            self._definitions[key] = f"r{len(self._definitions)}"
+            self._ahead.append((schema, inner, target, self._definitions[key]))
+        return f"#/$defs/{self._definitions[key]}"
+
+    def _target(self, reference: str, base: str, path: str) -> tuple[Any, str, str]:
+        """Return the subschema of a reference, its base and its path."""
+        try:
+            if reference.startswith("#"):  # also for a base that is no hierarchical URI, such as a URN
+                uri, fragment = base, unquote(reference[1:])
+            else:
+                uri, fragment = urldefrag(urljoin(base, reference))
+                fragment = unquote(fragment)
+        except ValueError as error:
+            raise _error(path, f"malformed '$ref': {error}") from error
+        if fragment and not fragment.startswith("/"):
+            if found := self._documents.get(f"{uri}#{fragment}"):
+                return *found, f"#{fragment}"
+            raise _error(path, f"'$ref' to the unknown anchor {reference[:100]!r}")
+        if uri not in self._documents:
+            raise _error(path, f"'$ref' to another document is not supported: {reference[:100]!r}")
+        value, inner = self._documents[uri]
+        for step in fragment.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and step in value:
+                value = value[step]
+            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+                value = value[int(step)]
+            else:
+                raise _error(path, f"'$ref' to an unknown part of the schema: {reference[:100]!r}")
+            inner = self._base_of(value, inner)
+        return value, inner, fragment
+
+
+def _list(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise _error(path, "must be an array of at least one schema")
+    return value
+
+
+def _pattern(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise _error(path, "must be a regular expression")
+    try:
+        return pattern.translate(value, quoted=True)
+    except pattern.PatternError as error:
+        raise _error(path, f"regular expression {value[:60]!r}: {error}") from error
+
+
+def _format(value: Any, path: str) -> Iterator[dict[str, Any]]:
+    if not isinstance(value, str):
+        raise _error(path, "'format' must be a string")
+    if value in formats.UNSUPPORTED:
+        raise _error(path, f"format '{value}' is not supported")
+    if value in formats.FORMATS:
+        yield {"pattern": f"^(?:{formats.FORMATS[value]})$"}
+
+
+def _copy(keyword: str, value: Any, path: str, out: dict[str, Any]) -> None:
+    """Check a keyword without subschemas and enter it. Other ones are annotations."""
+    if keyword == "pattern":
+        out[keyword] = _pattern(value, path)
+    elif keyword == "type":
+        for name in value if isinstance(value, list) else [value]:
+            if not isinstance(name, str) or name not in _TYPES:
+                raise _error(path, f"'type' must be one or several of {', '.join(sorted(_TYPES))}")
+        out[keyword] = value
+    elif keyword in ("enum", "const"):
+        if keyword == "enum" and (not isinstance(value, list) or not value):
+            raise _error(path, "'enum' must be an array of at least one value")
+        _check_value(value, path, 0)
+        out[keyword] = value
+    elif keyword == "required":
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise _error(path, "'required' must be an array of strings")
+        out[keyword] = list(dict.fromkeys(value))
+    elif keyword in _COUNTS:
+        is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_integer or value < 0:
+            raise _error(path, f"'{keyword}' must be an integer of at least 0")
+        if keyword.startswith("min") and value > MAX_COUNT:
+            raise _error(path, f"'{keyword}' must be at most {MAX_COUNT}")
+        out[keyword] = min(int(value), MAX_COUNT)
+    elif keyword == "multipleOf":
+        if not _is_number(value) or not 1e-9 <= value <= MAX_INTEGER:
+            raise _error(path, f"'multipleOf' must be a number in [1e-9, {MAX_INTEGER}]")
+        out[keyword] = value
+
+
+def _check_value(value: Any, path: str, depth: int) -> None:
+    """Raise for a constant that the library would not write exactly."""
+    if depth > MAX_DEPTH:
+        raise _error(path, f"values must be nested at most {MAX_DEPTH} deep")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_value(item, path, depth + 1)
+    elif _is_number(value) and abs(value) > MAX_INTEGER:
+        raise _error(path, f"a number must be at most {MAX_INTEGER}")
+    for text in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
+        if any((ord(c) < 32 and c not in "\b\t\n\f\r") or 0xD800 <= ord(c) < 0xE000 or c == "\x7f" for c in text):
+            raise _error(path, "control characters without an escape of one letter are not supported")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any]) -> None:
+    """Enter the bounds of numbers, tightened to what a double holds."""
+    for (inclusive, exclusive), is_lower in ((_LOWER, True), (_UPPER, False)):
+        for keyword in (inclusive, exclusive):
+            value = schema.get(keyword)
+            if isinstance(value, bool) and keyword == exclusive:  # draft 4
+                if value and inclusive in out:
+                    out[exclusive] = out.pop(inclusive)
+            elif value is not None:
+                if not _is_number(value):
+                    raise _error(f"{path}/{keyword}", f"'{keyword}' must be a number")
+                out[keyword] = _tightened(value, is_lower, f"{path}/{keyword}")
+
+
+def _tightened(value: float, is_lower: bool, path: str) -> float:
+    inside = MAX_INTEGER if not is_lower else -MAX_INTEGER
+    if (value < inside) if is_lower else (value > inside):
+        return inside
+    if abs(value) > MAX_INTEGER:
+        raise _error(path, f"a bound must be within {MAX_INTEGER} of 0")
+    if 0 < abs(value) < 1e-12:
+        raise _error(path, "a bound must be 0 or at least 1e-12 away from it")
+    assert Fraction(float(value)) == Fraction(value)
+    return value
+
+
+def _check_properties(out: Mapping[str, Any], path: str) -> None:
+    """Refuse a minProperties that a repeated name would satisfy. Names of additional properties are not compared."""
+    least = out.get("minProperties", 0)
+    if least - len(out.get("required", ())) > 1:
+        raise _error(path, "keyword 'minProperties' is supported for at most one property that is not in 'required'")

@@ -1,0 +1,80 @@
+"""Parser of the deltas of a detokenizer, which keeps the parts of an answer and its tokens together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from npuserve.service.parsing.answer_parser import AnswerParser, Parts, Reasoning
+from npuserve.service.text.answer_format import THINK_BEGIN, THINK_END, AnswerFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from npuserve.service.text.detokenizer import Delta
+    from npuserve.service.text.tokenizer import Tokenizer
+
+PROMPT_END_TOKENS = 32
+"""Tokens at the end of a prompt that are searched for the tags of reasoning. White space may follow a tag."""
+
+
+class ParsedDelta(NamedTuple):
+    """Next parts of an answer. num_tokens: tokens whose text they are."""
+
+    parts: Parts
+    num_tokens: int
+
+
+class ParsedStream:
+    """Parser of one answer by tokens. A delta ends after a token up to which the meaning of all text is known.
+
+    client_tokens: number of the answer's tokens that the client has. The parts that could have been sent with them are
+        left out; their tokens are counted.
+    """
+
+    def __init__(self, parser: AnswerParser, client_tokens: int = 0):
+        self._parser = parser
+        self._client_tokens = client_tokens
+        self._pushed = 0  # tokens
+        self._returned = 0
+
+    def push(self, delta: Delta) -> ParsedDelta:
+        """Parse the next delta. Its tokens that are not returned are returned later."""
+        parts, known, start = Parts(), self._returned, 0
+        for end, tokens in (*delta.boundaries, (len(delta.text), delta.num_tokens)):
+            self._parser.feed(delta.text[start:end])
+            start = end
+            if self._parser.is_clean:
+                known = self._pushed + tokens
+                self._take(parts, known)
+        self._pushed += delta.num_tokens
+        return self._delta(parts, known)
+
+    def finish(self) -> ParsedDelta:
+        """Return the rest of the answer."""
+        self._parser.finish()
+        return self._delta(self._parser.take(), self._pushed)
+
+    def _take(self, parts: Parts, tokens: int) -> None:
+        """Add the parser's new parts, which end after so many tokens, unless the client has them."""
+        found = self._parser.take()
+        if tokens > self._client_tokens:
+            parts.add(found)
+
+    def _delta(self, parts: Parts, known: int) -> ParsedDelta:
+        count, self._returned = known - self._returned, known
+        return ParsedDelta(parts, count)
+
+
+def parsed_stream(
+    form: AnswerFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int], client_tokens: int = 0
+) -> ParsedStream:
+    """Return the parser of an answer to a rendered chat."""
+    return ParsedStream(AnswerParser(form, reasoning_state(tokenizer, prompt_ids)), client_tokens)
+
+
+def reasoning_state(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Reasoning:
+    """Return the state of the reasoning at the end of a rendered chat."""
+    end = tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:])).rstrip()
+    if end.endswith(THINK_BEGIN):
+        return "begun"
+    return "ended" if end.endswith(THINK_END) else "possible"

@@ -1,0 +1,36 @@
+"""Format in which a model writes its reasoning and its tool calls, decided from its chat template."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+TAGS = (THINK_BEGIN, THINK_END, CALL_BEGIN, CALL_END)
+
+
+class AnswerFormat(NamedTuple):
+    """Parts of an answer that a model marks by tags, as in Hermes and Qwen3.
+
+    has_reasoning: the answer may begin with <think>, the reasoning, </think>.
+    has_tool_calls: a tool call is <tool_call>, a JSON object with the keys "name" and "arguments", </tool_call>.
+    """
+
+    has_reasoning: bool = False
+    has_tool_calls: bool = False
+
+    def __bool__(self) -> bool:
+        return self.has_reasoning or self.has_tool_calls
+
+
+PLAIN = AnswerFormat()
+"""Format of a model whose answers are text only, as far as the server knows."""
+
+
+def template_format(source: str) -> AnswerFormat:
+    """Return the format that the source of a chat template writes.
+
+    Other formats put XML between the same tags, as Qwen3-Coder does; their templates have no key "arguments".
+    """
+    has_json = '"arguments":' in source.replace('\\"', '"')
+    return AnswerFormat(THINK_BEGIN in source, CALL_BEGIN in source and has_json)

@@ -1,0 +1,77 @@
+"""The compiler of the engine process, with the library and the tokenizer of the built-in model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from npuserve.npu import storyteller
+from npuserve.service.engine.grammars import Grammars, PendingGrammar
+from npuserve.service.engine.process import build_compiler
+from npuserve.service.errors import NoTokenizer, QueueFull
+from npuserve.service.grammar.errors import CompilerFull, UnsupportedVocabulary
+from npuserve.service.ipc.messages import Constraint, PriorProgress, Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.text.model_folder import open_folder
+
+CHOICES = Constraint("choices", '["yes", "no"]')
+
+
+def request(**fields: object) -> Request:
+    return Request("r", [1], 9, 0.0, constraint=CHOICES, **fields)  # type: ignore[arg-type]
+
+
+def test_build_compiler_matches_answers_of_the_tokenizer() -> None:
+    folder = open_folder(storyteller.FOLDER, "", "")
+    assert folder.tokenizer
+    size = int(folder.config["vocab_size"])
+    compiler, end_ids = build_compiler(storyteller.FOLDER, size)
+    try:
+        compilation = compiler.submit(CHOICES)
+        deadline = time.monotonic() + 60
+        while not compilation.done:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert compilation.error is None
+        matcher = AnswerMatcher(CHOICES, compilation, end_ids)
+        mask = np.zeros(-(-size // 32), np.int32)
+        for token in (*folder.tokenizer.encode("yes", add_special_tokens=False), min(folder.eos_token_ids)):
+            assert matcher.fill(mask)
+            assert int(mask[token // 32]) >> token % 32 & 1
+            matcher.advance(token)
+        assert matcher.error is None
+        assert (matcher.has_ended, matcher.is_complete) == (True, True)
+        assert not matcher.is_complete_after(folder.tokenizer.encode("ye", add_special_tokens=False))
+    finally:
+        compiler.close()
+
+
+def test_build_compiler_without_a_tokenizer_is_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedVocabulary, match="no tokenizer"):
+        build_compiler(tmp_path, 100)
+
+
+def test_constraint_without_a_compiler_is_refused() -> None:
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
+    pending = Grammars(scheduler).pending(request())
+    assert pending
+    with pytest.raises(NoTokenizer, match="choices"):
+        pending.submit()
+
+
+def test_full_compiler_refuses_new_requests_only() -> None:
+    def full(constraint: Constraint) -> Compilation | None:
+        raise CompilerFull("256 constraints wait")
+
+    with pytest.raises(QueueFull, match=r"choices: 256 constraints wait"):
+        PendingGrammar(request(), CHOICES, full).submit()
+    accepted = PendingGrammar(request(prior=PriorProgress(accepted=True)), CHOICES, full)
+    accepted.submit()
+    assert accepted.compilation is None

@@ -1,0 +1,207 @@
+"""Constrained requests in the engine: acceptance after the compilation, equal tokens in every order of work, errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service.engine.grammars import BuiltCompiler
+from npuserve.service.engine.loop import Engine
+from npuserve.service.grammar.errors import UnsupportedVocabulary
+from npuserve.service.ipc import messages as m
+from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.resumable_streams import Records
+from tests.service.engine.test_loop import MODEL, Peer, Running, until
+from tests.support.fake_grammar import FakeCompiler, FakeMatcher, first_allowed
+
+VOCABULARY = MODEL.vocabulary_size
+END_IDS = frozenset([999])
+RULE = m.Constraint("regex", "3 9")
+
+
+class Constrained(Running):
+    def __init__(self, tmp_path: Path, compiler: FakeCompiler | None, delay: float, blocks: int, overlap: bool):
+        self.compiler = compiler
+        self._overlap = overlap
+        super().__init__(tmp_path, delay, 64, blocks)
+
+    def make(self) -> Engine:
+        def build() -> BuiltCompiler:
+            if self.compiler is None:
+                raise UnsupportedVocabulary("no bytes")
+            return BuiltCompiler(self.compiler, END_IDS)
+
+        return Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, 7, self._overlap,
+                      records=Records(60.0), build_compiler=build)
+
+    def stop(self) -> None:
+        super().stop()
+        self.engine.registry.check_integrity()
+        self.engine.grammars.close()
+        assert self.compiler is None or self.compiler.is_closed
+
+
+@contextmanager
+def running(
+    tmp_path: Path, *, is_slow: bool = False, delay: float = 0.0, blocks: int = 64, overlap: bool = True,
+    is_usable: bool = True,
+) -> Iterator[Constrained]:
+    compiler = FakeCompiler(VOCABULARY, END_IDS, is_slow) if is_usable else None
+    engine = Constrained(tmp_path, compiler, delay, blocks, overlap)
+    yield engine
+    engine.stop()
+
+
+def expected(prompt: list[int], max_tokens: int, rule: m.Constraint = RULE) -> list[int]:
+    """Return the answer of the counting model under a constraint."""
+    matcher, tokens = FakeMatcher(rule.text, VOCABULARY, END_IDS), list(prompt)
+    mask = np.zeros(-(-VOCABULARY // 32), np.int32)
+    while len(tokens) - len(prompt) < max_tokens and tokens[-1] not in END_IDS:
+        matcher.fill(mask)
+        tokens.append(first_allowed((tokens[-1] + 1) % VOCABULARY, VOCABULARY, mask))
+        assert matcher.advance(tokens[-1])
+    return tokens[len(prompt):]
+
+
+class Reader(Peer):
+    def __init__(self, address: str):
+        self.accepted: list[int] = []
+        super().__init__(address)
+
+    def receive(self) -> m.ToFrontend:
+        message = super().receive()
+        if isinstance(message, m.Outputs):
+            self.accepted += message.accepted
+        return message
+
+
+def test_acceptance_waits_for_the_compilation(tmp_path: Path) -> None:
+    with running(tmp_path, is_slow=True) as engine:
+        peer = Reader(engine.address)
+        peer.submit(1, [5, 6], 5, constraint=RULE)
+        peer.submit(2, [5, 6], 5)
+        assert peer.until_end(2)[2].finish
+        assert peer.accepted == [2]
+        assert engine.scheduler.num_waiting == 1
+        assert engine.compiler
+        until(lambda: bool(engine.compiler and engine.compiler.submitted))
+        engine.compiler.finish()
+        finish = peer.until_end(1)[1].finish
+        assert peer.accepted == [2, 1]
+        assert peer.tokens(1) == expected([5, 6], 5)
+        assert finish
+        assert (finish.reason, finish.grammar_completed) == ("length", False)
+
+
+def test_refused_constraint_names_its_field_and_is_not_accepted(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        peer = Reader(engine.address)
+        peer.submit(1, [5, 6], 5, constraint=m.Constraint("json_schema", "bad"))
+        assert peer.until_end(1)[1].error == ("InvalidField", "json_schema: bad", 0.0)
+        assert peer.accepted == []
+
+
+def test_constraint_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, is_usable=False) as engine:
+        peer = Reader(engine.address)
+        peer.submit(1, [5, 6], 5, constraint=RULE)
+        assert peer.until_end(1)[1].error == ("NoTokenizer", "regex: no bytes", 0.0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("blocks", [64, 16])
+def test_tokens_are_those_of_a_request_alone(tmp_path: Path, overlap: bool, blocks: int) -> None:
+    with running(tmp_path, overlap=overlap, blocks=blocks) as engine:
+        peer = Reader(engine.address)
+        rules = [m.Constraint("regex", f"{key} {6 + key}") if key % 3 else None for key in range(6)]
+        for key, rule in enumerate(rules):
+            peer.submit(key, [key, key + 1, key + 2], 14, constraint=rule)
+        ends = peer.until_end(*range(6))
+        for key, rule in enumerate(rules):
+            prompt = [key, key + 1, key + 2]
+            answer = expected(prompt, 14, rule) if rule else [key + 3 + i for i in range(14)]
+            assert peer.tokens(key) == answer
+            finish = ends[key].finish
+            assert finish
+            assert finish.grammar_completed == (rule is not None)
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
+def test_end_while_compiling(tmp_path: Path, how: str) -> None:
+    with running(tmp_path, is_slow=True) as engine:
+        peer, admin = Reader(engine.address), Peer(engine.address)
+        deadline = time.monotonic() + 0.3 if how == "deadline" else None
+        peer.submit(1, [5, 6], 5, constraint=RULE, deadline=deadline)
+        until(lambda: engine.scheduler.num_waiting == 1 or how == "deadline")
+        if how == "cancel":
+            peer.send(m.Cancel(1))
+        elif how == "abort":
+            admin.send(m.Abort(1, "r1"))
+            assert admin.reply(1) == 1
+            finish = peer.until_end(1)[1].finish
+            assert finish
+            assert (finish.reason, peer.accepted) == ("aborted", [1])
+        else:
+            error = peer.until_end(1)[1].error
+            assert error
+            assert error[0] == "DeadlineExceeded"
+        until(lambda: not engine.engine.registry.live)
+        until(lambda: not engine.engine.grammars)
+
+
+def test_restored_request_continues_under_its_constraint(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        peer = Reader(engine.address)
+        answer = expected([5, 6], 9)
+        record = m.Record(m.Request("r1", [5, 6], 9, time.monotonic(), constraint=RULE))
+        record.add(m.Output(1, answer[:2]))
+        peer.send(m.Restore([(1, record)], []))
+        finish = peer.until_end(1)[1].finish
+        assert peer.tokens(1) == answer[2:]
+        assert peer.accepted == [1]
+        assert finish
+
+
+def test_resumed_stream_continues_under_its_constraint(tmp_path: Path) -> None:
+    with running(tmp_path, delay=0.005) as engine:
+        peer = Reader(engine.address)
+        answer = expected([5, 6], 9)
+        assert len(answer) > 4
+        peer.submit(1, [5, 6], 9, constraint=RULE, resume_token="t", owner="me")
+        peer.until_tokens(1, 2)
+        peer.send(m.Cancel(1))
+        peer.send(m.Resume(2, "t", 2, "me", None))
+        while not isinstance(message := peer.receive(), m.Resumed):
+            peer.keep(message)
+        finish = message.record.finish or peer.until_end(2)[2].finish
+        assert finish
+        assert message.record.token_ids + peer.tokens(2) == answer
+
+
+def test_samples_share_one_compilation(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        peer, arrival = Reader(engine.address), time.monotonic()
+        for index in range(3):
+            peer.send(m.Submit(index, m.Request(
+                "call", [5, 6, 7], 9, arrival, SamplingParams(seed=index), index=index, samples=3, constraint=RULE)))
+        peer.until_end(0, 1, 2)
+        assert [peer.tokens(key) for key in range(3)] == [expected([5, 6, 7], 9)] * 3
+        assert engine.compiler
+        assert len(engine.compiler.compilations) == 1
+
+
+def test_matcher_beyond_its_limits_ends_its_request(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        peer = Reader(engine.address)
+        peer.submit(1, [5, 6], 9, constraint=m.Constraint("grammar", "heavy 3"))
+        peer.submit(2, [5, 6], 9, constraint=RULE)
+        ends = peer.until_end(1, 2)
+        assert ends[1].error
+        assert ends[1].error[:2] == ("InvalidField", "grammar: cannot be followed within limits: too many items")
+        assert peer.tokens(2) == expected([5, 6], 9)

@@ -1,0 +1,195 @@
+"""Compilation in other processes: limits of time and memory, the cache, the queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from npuserve.service.grammar.compile_process import CompileProcess
+from npuserve.service.grammar.compiler import GrammarCompiler
+from npuserve.service.grammar.errors import CompilerFull, ConstraintError
+from npuserve.service.ipc.messages import Constraint
+from tests.support.grammars import Kind, accepts, vocabulary
+
+SECONDS = 60
+GOOD = Constraint("choices", '["yes", "no"]')
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(vocabulary(), max_seconds=20)
+    yield made
+    made.close()
+
+
+def test_compiled_constraint_makes_independent_matchers(compiler: GrammarCompiler):
+    compilation = compiler.submit(GOOD)
+    assert compilation.wait(SECONDS)
+    assert compilation.done
+    assert compilation.error is None
+    assert accepts(compilation.matcher(), "yes")
+    assert accepts(compilation.matcher(), "no")
+    assert not accepts(compilation.matcher(), "maybe")
+
+
+def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler):
+    first = compiler.submit(GOOD)
+    assert compiler.submit(Constraint("choices", '["yes", "no"]')) is first
+    assert first.wait(SECONDS)
+    assert compiler.submit(GOOD) is first
+    assert compiler.submit(Constraint("choices", '["yes"]')) is not first
+
+
+def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: GrammarCompiler):
+    bad = compiler.submit(Constraint("json_schema", '{"properties": {"a": {"not": {}}}}'))
+    assert bad.wait(SECONDS)
+    assert str(bad.error) == "json_schema: keyword 'not' is not supported at /properties/a"
+    with pytest.raises(ConstraintError, match="keyword 'not'"):
+        bad.matcher()
+    good = compiler.submit(GOOD)
+    assert good.wait(SECONDS)
+    assert good.error is None
+
+
+def test_cache_is_bounded_by_bytes():
+    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=1 << 20, max_seconds=20)
+    for i in range(40):
+        compilation = compiler.submit(Constraint("choices", json.dumps([f"answer {i}"])))
+        assert compilation.wait(SECONDS)
+        assert compiler.cached_bytes <= 1 << 20
+    assert accepts(compilation.matcher(), "answer 39")
+    compiler.close()
+
+
+def test_error_of_the_machine_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch):
+    def fail(self: CompileProcess, constraint: Constraint) -> Any:
+        raise OSError("no process")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompileProcess, "compile", fail)
+        failed = compiler.submit(GOOD)
+        assert failed.wait(SECONDS)
+        assert str(failed.error) == "choices: cannot be compiled: OSError"
+    again = compiler.submit(GOOD)
+    assert again is not failed
+    assert again.wait(SECONDS)
+    assert again.error is None
+
+
+def test_close_interrupts_a_compilation(monkeypatch: pytest.MonkeyPatch):
+    compiler = GrammarCompiler(vocabulary(), max_seconds=20)
+    assert compiler.submit(GOOD).wait(SECONDS)
+    (process,) = compiler._processes
+    assert process._process
+    os.kill(process._process.pid, signal.SIGSTOP)
+    stuck = compiler.submit(Constraint("regex", "a"))
+    compiler.close()
+    assert stuck.done
+
+
+def test_full_queue_is_refused(monkeypatch: pytest.MonkeyPatch):
+    go, began = threading.Event(), threading.Semaphore(0)
+    compile_one = CompileProcess.compile
+
+    def waiting(self: CompileProcess, constraint: Constraint) -> Any:
+        began.release()
+        go.wait(SECONDS)
+        return compile_one(self, constraint)
+
+    monkeypatch.setattr(CompileProcess, "compile", waiting)
+    compiler = GrammarCompiler(vocabulary(), max_queue=2, max_seconds=20)
+    made = []
+    for i in range(2):  # one for each thread
+        made.append(compiler.submit(Constraint("choices", json.dumps([str(i)]))))
+        assert began.acquire(timeout=SECONDS)
+    made += [compiler.submit(Constraint("choices", json.dumps([str(i)]))) for i in (2, 3)]
+    with pytest.raises(CompilerFull):
+        compiler.submit(GOOD)
+    assert compiler.submit(Constraint("choices", '["3"]')) is made[3]
+    go.set()
+    assert all(compilation.wait(SECONDS) and compilation.error is None for compilation in made)
+    compiler.close()
+
+
+def test_close_refuses_what_waits(monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+    monkeypatch.setattr(CompileProcess, "compile", lambda self, constraint: go.wait(SECONDS))
+    compiler = GrammarCompiler(vocabulary())
+    made = [compiler.submit(Constraint("choices", json.dumps([str(i)]))) for i in range(4)]
+    threading.Timer(0.2, go.set).start()
+    compiler.close()
+    assert all(compilation.done for compilation in made)
+    with pytest.raises(RuntimeError, match="closed"):
+        compiler.submit(GOOD)
+
+
+def test_on_done_is_called_after_each_compilation():
+    called = threading.Event()
+    compiler = GrammarCompiler(vocabulary(), max_seconds=20, on_done=called.set)
+    compilation = compiler.submit(GOOD)
+    assert called.wait(SECONDS)
+    assert compilation.done
+    compiler.close()
+
+
+def test_killed_process_refuses_the_constraint_and_is_replaced():
+    process = CompileProcess(vocabulary(), 20, 512 << 20)
+    process.compile(GOOD)
+    assert process._process
+    os.kill(process._process.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.2, os.kill, (process._process.pid, signal.SIGKILL))
+    timer.start()
+    with pytest.raises(ConstraintError, match="must take at most 20 seconds and 512 MiB"):
+        process.compile(Constraint("regex", "a"))
+    assert process.compile(GOOD).grammar
+    process.end()
+
+
+HOSTILE: dict[str, tuple[Kind, Any]] = {
+    "deep JSON": ("json_schema", '{"properties":' * 5000 + "{}" + "}" * 5000),
+    "deep schema": ("json_schema", '{"properties":{"a":' * 200 + "{}" + "}}" * 200),
+    "huge enum": ("json_schema", {"enum": [f"value {i}" for i in range(50_000)]}),
+    "products of alternatives": ("json_schema", {"allOf": [
+        {"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(12)]} for i in range(8)]}),
+    "doubling references": ("json_schema", {"$ref": "#/$defs/a0", "$defs": {
+        **{f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}, "a30": {"type": "string"}}}),
+    "circular reference": ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    "recursive regex": ("regex", "(" * 5000 + ")" * 5000),
+    "counted repetitions": ("regex", "((a{1000}){1000}){1000}"),
+    "catastrophic regex": ("regex", "(a|a)*" * 200 + "b"),
+    "exponential automaton": ("regex", "(a|b)*a(a|b){3000}"),
+    "large classes": ("regex", r"[\p{L}\p{N}]{1,2000}[^\p{L}]{1,2000}" * 20),
+    "deep EBNF": ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+    "doubling EBNF": ("grammar", "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60))
+                      + '\na60 ::= "a"'),
+    "ambiguous EBNF": ("grammar", 'root ::= root root root | "a" | ""'),
+    "endless EBNF": ("grammar", 'root ::= "a" root'),
+    "deep Lark": ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    "deep tag": ("structural_tag", '{"format":' + '{"type":"star","content":' * 3000 + "1" + "}" * 3001),
+}
+
+
+def refusal(process: CompileProcess, constraint: Constraint) -> str | None:
+    """Return the message of a refused constraint, None for a compiled one."""
+    try:
+        assert process.compile(constraint).grammar
+    except ConstraintError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_constraint_is_compiled_or_refused_within_limits(name: str):
+    kind, value = HOSTILE[name]
+    text = value if isinstance(value, str) else json.dumps(value)
+    process = CompileProcess(vocabulary(), 5, 256 << 20)
+    message = refusal(process, Constraint(kind, text))
+    assert message is None or (message.startswith(kind) and len(message) < 1000)
+    assert process.compile(GOOD).grammar
+    process.end()

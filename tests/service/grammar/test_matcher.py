@@ -1,0 +1,169 @@
+"""Masks, tokens and ends of matchers on a small vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.grammar.matcher import Matcher
+from tests.support.grammars import CALL, END, Kind, accepts, allowed, encode, matcher, vocabulary, walk
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+          "required": ["name", "age"], "additionalProperties": False}
+CONSTRAINTS: dict[str, tuple[Kind, Any]] = {
+    "schema": ("json_schema", PERSON),
+    "any object": ("json_object", ""),
+    "pattern": ("json_schema", {"type": "string", "pattern": '^[^"a]{1,3}x$'}),
+    "regex": ("regex", r"(ab|a)*c?"),
+    "choices": ("choices", ["a", "ab", "abc", "é", ""]),
+    "EBNF": ("grammar", 'root ::= "(" root ")" | "a"*'),
+    "Lark": ("grammar", 'start: "[" (/[0-9]+/ ("," /[0-9]+/)*)? "]"'),
+    "tag": ("structural_tag", {"format": {"type": "tag", "begin": "<call>", "content": {"type": "any_text"},
+                                          "end": "</a>"}}),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_mask_equals_advance(name: str):
+    """For every token of the vocabulary, along random walks."""
+    kind, value = CONSTRAINTS[name]
+    rng = random.Random(3)
+    for _ in range(4):
+        taken: list[int] = []
+        state = matcher(kind, value)
+        for _ in range(12):
+            ids = allowed(state)
+            for token in range(-1, vocabulary().size + 2):
+                other = matcher_at(kind, value, taken) if token in ids else state
+                assert other.advance(token) is (token in ids), (taken, token)
+            token = rng.choice(ids)
+            assert state.advance(token)
+            taken.append(token)
+            if token == END:
+                break
+
+
+_COPIES: dict[str, Matcher] = {}
+
+
+def matcher_at(kind: Kind, value: Any, taken: list[int]) -> Matcher:
+    """Return a matcher after some tokens."""
+    key = json.dumps([kind, value])
+    if key not in _COPIES:
+        _COPIES[key] = matcher(kind, value)
+    base = _COPIES[key]
+    copy = Matcher(vocabulary(), base._library.deep_copy())
+    assert all(copy.advance(i) for i in taken)
+    return copy
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_walks_end_in_complete_texts(name: str):
+    """So no allowed token leads to a dead end."""
+    kind, value = CONSTRAINTS[name]
+    rng = random.Random(1)
+    ended = 0
+    for _ in range(20):
+        text = walk(matcher(kind, value), rng)
+        ended += text is not None
+        if text is not None and name != "tag":
+            assert accepts(matcher(kind, value), text)
+    assert ended > 5
+
+
+def test_end_is_allowed_at_complete_texts_only():
+    state = matcher("regex", "a{1,2}")
+    assert not state.is_complete
+    assert not state.is_stopped
+    assert END not in allowed(state)
+    assert state.advance(END) is False
+    assert state.advance(ord("a"))
+    assert state.is_complete
+    assert not state.is_stopped
+    assert END in allowed(state)
+    assert state.advance(ord("a"))
+    assert state.is_stopped
+    assert allowed(state) == [END]
+
+
+def test_advance_after_the_end_is_refused():
+    state = matcher("choices", ["ab"])
+    assert accepts(state, "ab")
+    assert state.is_stopped
+    assert state.advance(ord("a")) is False
+    assert state.advance(END)
+    assert state.is_complete
+    assert state.advance(END) is False
+    assert allowed(state) == [END]
+
+
+def test_advance_of_a_refused_token_changes_nothing():
+    state = matcher("json_schema", PERSON)
+    for byte in b'{"na':
+        before = allowed(state)
+        for token in (ord("x"), END, CALL, 256, vocabulary().size - 1, vocabulary().size, -1):
+            assert state.advance(token) is False
+        assert allowed(state) == before
+        assert state.advance(byte)
+
+
+def test_padding_and_special_tokens_are_never_text():
+    for ids in (allowed(matcher("regex", "(?:.|\\n)*")), allowed(matcher("json_object", ""))):
+        assert not {256, CALL, vocabulary().size - 1, vocabulary().size - 2} & set(ids)
+
+
+def test_duplicate_tokens_are_both_allowed():
+    first, second = ord("a"), vocabulary().size - 3
+    assert vocabulary().data.tokens[second] == b"a"
+    assert {first, second} <= set(allowed(matcher("choices", ["a"])))
+    assert accepts(matcher("choices", ["a"]), "", [second])
+
+
+def test_fill_checks_the_buffer():
+    state = matcher("choices", ["a"])
+    words = -(-vocabulary().size // 32)
+    for bits in (np.zeros(words - 1, np.int32), np.zeros(words, np.int64), np.zeros(2 * words, np.int32)[::2]):
+        with pytest.raises(ValueError, match="bits: must be"):
+            state.fill(bits)
+    signed = np.zeros(words, np.int32)
+    state.fill(signed)
+    assert signed.view(np.uint32)[ord("a") // 32] >> np.uint32(ord("a") % 32) & 1
+
+
+def test_forced_tokens_follow_from_the_grammar():
+    state = matcher("choices", ["abc123 yes", "abc123 no"])
+    forced = state.forced()
+    assert forced == encode("abc123 ")[: len(forced)]
+    assert len(forced) >= 1
+    for token in forced:
+        assert state.advance(token)
+    assert matcher("choices", ["a", "b"]).forced() == []
+    assert matcher("choices", [""]).forced() == []
+
+
+def test_forced_leaves_out_what_a_longer_token_may_replace():
+    """The text after "a" may begin with "b", and "ab" is one token."""
+    assert matcher("choices", ["ab", "ac"]).forced() == []
+
+
+def test_step_beyond_the_limits_is_a_matcher_error():
+    text = "start: x\nx: x x | /[a-z]/"
+    state = matcher("grammar", text)
+
+    def step() -> None:
+        for _ in range(3000):
+            assert state.advance(ord("a"))
+            allowed(state)
+
+    with pytest.raises(MatcherError, match="exceeds its limits"):
+        step()
+    with pytest.raises(MatcherError):
+        allowed(state)
+    with pytest.raises(MatcherError):
+        state.advance(ord("a"))
+    assert not state.is_complete

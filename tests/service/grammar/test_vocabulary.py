@@ -1,0 +1,106 @@
+"""Vocabularies of real kinds of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from npuserve.npu.storyteller import __file__ as storyteller
+from npuserve.service.grammar.compile_process import build_library_matcher
+from npuserve.service.grammar.errors import UnsupportedVocabulary
+from npuserve.service.grammar.matcher import Matcher
+from npuserve.service.grammar.translation.translate import translate
+from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData
+from npuserve.service.ipc.messages import Constraint
+from npuserve.service.text.fast_tokenizer import FastTokenizer
+from npuserve.service.text.tokenizer import Tokenizer
+from npuserve.service.text.tokenizer_loader import load_tokenizer
+from tests.support.tokenizers import train, train_byte_fallback
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}},
+          "required": ["name", "n"], "additionalProperties": False}
+TEXTS = ['{"name": "Zoë 日本", "n": 12}', '{"name":"a\\n","n":-3}']
+
+
+def built_in() -> Tokenizer:
+    loaded = load_tokenizer(Path(storyteller).parent / "model")
+    assert loaded
+    return loaded
+
+
+KINDS = {"byte-level": lambda: Tokenizer(FastTokenizer(train())),
+         "byte fallback": lambda: Tokenizer(FastTokenizer(train_byte_fallback())), "built-in": built_in}
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    made: Tokenizer = KINDS[request.param]()
+    return made
+
+
+def state(vocabulary: Vocabulary) -> Matcher:
+    grammar = translate(Constraint("json_schema", json.dumps(SCHEMA)), vocabulary.data.special)
+    return Matcher(vocabulary, build_library_matcher(vocabulary.library, grammar, "json_schema"))
+
+
+def test_bytes_of_tokens_are_the_text(tokenizer: Tokenizer):
+    tokens = tokenizer.token_bytes()
+    assert tokens is not None
+    assert len(tokens) == tokenizer.vocabulary_size
+    for text in [*TEXTS, "x = [1, 2]\n\ty  z"]:
+        found = b"".join(tokens[i] for i in tokenizer.encode(text, add_special_tokens=False))
+        assert found.decode().removeprefix(" ") == text
+
+
+def test_answers_decode_to_valid_texts(tokenizer: Tokenizer):
+    end = max(tokenizer.special_ids)
+    size = tokenizer.vocabulary_size + 5
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, size, [end])
+    rng = random.Random(4)
+    bits = np.zeros(-(-size // 32), np.uint32)
+    ended = 0
+    for _ in range(10):
+        matcher, ids = state(vocabulary), list[int]()
+        for _ in range(120):
+            matcher.fill(bits)
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            assert len(allowed)
+            assert allowed[-1] < tokenizer.vocabulary_size
+            token = int(end if end in allowed else rng.choice(allowed))
+            assert matcher.advance(token)
+            if token == end:
+                ended += 1
+                answer = json.loads(tokenizer.decode(ids))
+                assert set(answer) == {"name", "n"}
+                break
+            assert token not in tokenizer.special_ids
+            ids.append(token)
+    assert ended > 3
+
+
+def test_forced_tokens_are_the_tokenizers_own(tokenizer: Tokenizer):
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, tokenizer.vocabulary_size, [max(tokenizer.special_ids)])
+    text = "Once upon a time there was a little girl"
+    grammar = translate(Constraint("choices", json.dumps([text + " a", text + " b"])), {})
+    matcher = Matcher(vocabulary, build_library_matcher(vocabulary.library, grammar, "choices"))
+    forced = matcher.forced()
+    assert forced == tokenizer.encode(text + " ", add_special_tokens=False)[: len(forced)]
+    assert all(matcher.advance(i) for i in forced)
+
+
+def test_model_without_an_end_token_is_refused():
+    with pytest.raises(UnsupportedVocabulary, match="token that ends an answer"):
+        Vocabulary(VocabularyData([b"a"], {}, []))
+    with pytest.raises(UnsupportedVocabulary, match="token that ends an answer"):
+        Vocabulary(VocabularyData([b"a"], {}, [1]))
+
+
+def test_tokenizer_without_bytes_is_refused():
+    inner = train()
+    inner.decoder = None
+    with pytest.raises(UnsupportedVocabulary, match="byte-level"):
+        Vocabulary.from_tokenizer(Tokenizer(FastTokenizer(inner)), 800, [1])

@@ -1,0 +1,94 @@
+"""EBNF and Lark: the converted grammar has exactly the texts of the original."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from npuserve.service.grammar.translation.errors import ConstraintError
+from npuserve.service.grammar.translation.gbnf import Alt, Chars, Node, Ref, Rep, Seq, parse
+from tests.support.grammars import accepts, matcher
+
+GRAMMARS = [
+    'root ::= x "b"\nx ::= [a-c]*', 'root ::= ("a" | "ab") "bc"?', 'root ::= "(" root ")" | "a" | ""',
+    'root ::= root "a" | "b"',
+    'root ::= "a" root "a" | "b" root "b" | "c"', 'root ::= x root x | ""\nx ::= "a" | "ab"',
+    'root ::= [^ab]{1,2} | "a"+ "b"', 'root ::= s root? "c"\ns ::= [ab]*',
+    'root ::= (root "a"?){0,2} "b"', "root ::= y | y root\ny ::= \"a\" [bc]* | \"b\"  # comment\n",
+    'root ::= ("a" |\n  "b")\n  c\nc ::= "c" root | ""',
+]
+ALPHABET = "abc()"
+LENGTH = 5
+
+
+def language(rules: dict[str, Node]) -> set[str]:
+    """Return all texts of `root` over ALPHABET up to LENGTH: the least fixed point over all rules."""
+    known: dict[str, set[str]] = {name: set() for name in rules}
+
+    def of(node: Node, length: int) -> set[str]:
+        if isinstance(node, Chars):
+            return {c for c in ALPHABET if length and any(low <= ord(c) <= high for low, high in node.ranges)}
+        if isinstance(node, Ref):
+            return {text for text in known[node.name] if len(text) <= length}
+        if isinstance(node, Alt):
+            return set().union(*(of(item, length) for item in node.items))
+        items = node.items if isinstance(node, Seq) else (node.item,) * node.least
+        done = {""}
+        for item in items:
+            done = {a + b for a in done for b in of(item, length - len(a))}
+        if isinstance(node, Rep):
+            most = LENGTH if node.most == -1 else node.most - node.least
+            for _ in range(most):
+                done |= {a + b for a in done for b in of(node.item, length - len(a))}
+        return done
+
+    while (found := {name: of(node, LENGTH) for name, node in rules.items()}) != known:
+        known = found
+    return known["root"]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_converted_grammar_has_the_same_texts(grammar: str):
+    expected = language(parse(grammar))
+    rng = random.Random(1)
+    candidates = ["".join(c) for n in range(LENGTH + 1) for c in itertools.product(ALPHABET, repeat=n)]
+    for text in {*rng.sample(candidates, 300), *sorted(expected)[:300]}:
+        assert accepts(matcher("grammar", grammar), text) is (text in expected), text
+
+
+def test_escapes_and_classes():
+    state = r'root ::= "\"\\\n\x41\u00e9" [\]\-&~\[a-c]{2} [^\x00-\x7f] .'
+    assert accepts(matcher("grammar", state), '"\\\nAé&]é!')
+    assert not accepts(matcher("grammar", state), '"\\\nAé&]e!')
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "empty"), ('a ::= "x"', "must have the rule 'root'"), ("root ::= b", "unknown rule 'b'"), ('root ::= ("a"',
+        "unclosed '\\('"),
+    ('root ::= "a")', "unmatched '\\)'"), ("root ::= *", "nothing to repeat"), ('root ::= "a" root',
+        "no finite text"), ('root ::= "\\q"', "escape"),
+    ('root ::= "a"\nroot ::= "b"', "defined twice at line 2"), ('root ::= "a"{3,1}', "in order"),
+    ('root ::= "a"{99999}', "at most|in \\[0"), ("root ::= [b-a]", "wrong order"),
+    ("root ::= @", "unexpected '@' at line 1, column 10"), ('root ::= "\\ud800"', "must be a character"), ("start: x",
+        "unknown"), ("start: (", "xpected"),
+    ('start: %json {"type": "object"}', "%json"), ('%llguidance {"no_forcing": false}\nstart: "a"', "%llguidance"),
+    ("start: <call>", "<call>"), ("start: <[257]>", "257"),
+    ("start: @other", "@other"), ('start: x\nx[stop="a"]: /.*/', "the option"), ('start: x\nx[max_tokens=3]: /.*/',
+        "the option"), ("start: x::_\n", "the parameter"),
+])
+def test_malformed_or_refused_grammar(text: str, message: str):
+    with pytest.raises(ConstraintError, match=message):
+        matcher("grammar", text)
+
+
+def test_lark_brackets_are_an_optional_part():
+    for text, expected in (("ac", True), ("abc", True), ("abbc", False)):
+        assert accepts(matcher("grammar", 'start: "a" ["b"] "c"'), text) is expected
+    assert accepts(matcher("grammar", 'start: x "!"\nx[lazy]: /[a-z ]*b/'), "a b!")
+
+
+def test_lark_words_in_strings_and_comments_are_no_directives():
+    grammar = '// %json <call> @x\nstart: "<call> %json @x [stop=1] ::" /[<>@%]+/  # @y'
+    assert accepts(matcher("grammar", grammar), "<call> %json @x [stop=1] ::<@%>")

@@ -1,0 +1,184 @@
+"""JSON schemas: refused keywords, references, formats, and answers judged by `jsonschema`."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import random
+from decimal import Decimal
+from typing import Any
+from urllib.parse import urlsplit
+
+import jsonschema
+import pytest
+
+from npuserve.service.grammar.translation.errors import ConstraintError
+from tests.support.grammars import accepts, matcher, walk
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
+SCHEMAS: dict[str, Any] = {
+    "object": OBJECT,
+    "closed object": {**OBJECT, "additionalProperties": False},
+    "additional": {"type": "object", "properties": {"a\n\"": {"type": "integer"}},
+                   "additionalProperties": {"type": "boolean"}},
+    "pattern properties": {"type": "object", "patternProperties": {"^x": {"type": "integer"}, "^y": {"type": "null"}},
+                           "additionalProperties": False},
+    "counts": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1, "maxProperties": 2},
+    "array": {"type": "array", "items": {"type": "integer", "minimum": -3, "maximum": 12}, "minItems": 1,
+              "maxItems": 3},
+    "tuple": {"prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False, "type": "array", "minItems": 2},
+    "old tuple": {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "minItems": 1,
+                  "items": [{"type": "integer"}], "additionalItems": {"type": "string"}},
+    "numbers": {"type": "number", "exclusiveMinimum": -1.5, "maximum": 2.25},
+    "multiples": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 10},
+    "draft 4 bounds": {"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 3,
+                       "exclusiveMinimum": True,
+                       "maximum": 6},
+    "int64": {"type": "integer", "minimum": -9223372036854775808, "maximum": 9223372036854775807},
+    "strings": {"type": "string", "minLength": 2, "maxLength": 4},
+    "pattern": {"type": "string", "pattern": '^[^"\\\\]{1,3}$'},
+    "enum": {"enum": [1, "a", None, True, [1, {"b": 2}], "é\"\\\n", 2.5]},
+    "const": {"const": {"a": [1, 2], "b": {}}},
+    "any of": {"anyOf": [{"type": "integer", "maximum": 5}, {"type": "string", "maxLength": 2}, OBJECT]},
+    "all of": {"allOf": [OBJECT, {"properties": {"a": {"minimum": 3}}, "required": ["b"]}]},
+    "one of": {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
+    "recursive": {"$ref": "#/$defs/n",
+                  "$defs": {"n": {"type": "object",
+                                  "properties": {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+                                                       "required": ["next"], "additionalProperties": False}}},
+    "root reference": {"type": "object",
+                       "properties": {"c": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}},
+                       "additionalProperties": False},
+    "escaped reference": {"type": "array", "items": {"$ref": "#/$defs/a~1b%25"}, "maxItems": 2, "minItems": 1,
+                          "$defs": {"a/b%": {"type": "null"}}},
+    "anchor": {"$id": "https://example.com/root", "$ref": "#here",
+               "$defs": {"x": {"$anchor": "here", "type": "boolean"}}},
+    "own URI": {"$id": "urn:example:root", "$ref": "#/$defs/x", "$defs": {"x": {"type": "boolean"}}},
+    "inner document": {"$id": "https://example.com/root", "$ref": "inner", "$defs": {
+        "x": {"$id": "https://example.com/inner", "$ref": "#/$defs/y", "$defs": {"y": {"type": "null"}}},
+        "y": {"type": "integer"}}},
+    "old siblings": {"$schema": "http://json-schema.org/draft-07/schema#",
+                     "definitions": {"x": {"type": "integer", "maximum": 9}},
+                     "$ref": "#/definitions/x", "uniqueItems": True},
+    "any value": True,
+    "annotations": {"type": "integer", "maximum": 3, "title": "t", "default": "x", "x-guidance": {"lenient": True,
+        "whitespace_flexible": False},
+                    "unknown": {"not": {}}, "format": "int32", "uniqueItems": False},
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_are_valid(name: str):
+    schema = json.loads(json.dumps(SCHEMAS[name]), parse_float=Decimal)
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    judge = kind(schema, format_checker=kind.FORMAT_CHECKER)
+    rng = random.Random(5)
+    ended = 0
+    for _ in range(40):
+        text = walk(matcher("json_schema", SCHEMAS[name]), rng, 120)
+        if text is not None:
+            ended += 1
+            judge.validate(json.loads(text, parse_float=Decimal))
+    assert ended > 3
+
+
+@pytest.mark.parametrize("text", ['{"a":1,"b":"x"}', '{"a": 1, "b": "x"}', '{\n  "a": 1,\n  "b": "x"\n}', '{"a" : 1}'])
+def test_usual_whitespace_is_allowed(text: str):
+    assert accepts(matcher("json_schema", OBJECT), text)
+
+
+@pytest.mark.parametrize("text", [' {"a":1}', '{"a":1} ', '{"a":  1}', '{"a":\n\n1}', '{\n' + " " * 41 + '"a":1}'])
+def test_unbounded_whitespace_is_refused(text: str):
+    assert not accepts(matcher("json_schema", OBJECT), text)
+
+
+@pytest.mark.parametrize("schema", [True, {}])
+def test_empty_schema_accepts_any_value(schema: Any):
+    for text in ("1", "null", "[1]", '{"a":true}', '"x"', "-1.5e3"):
+        assert accepts(matcher("json_schema", json.dumps(schema)), text)
+    assert not accepts(matcher("json_schema", json.dumps(schema)), "nul")
+
+
+def test_json_object_accepts_any_object_only():
+    for text in ("{}", '{"a": [1, {"b": null}], "c": "\\n"}'):
+        assert accepts(matcher("json_object", ""), text)
+    for text in ("[]", "1", '"a"', "{", '{"a"}'):
+        assert not accepts(matcher("json_object", ""), text)
+
+
+CHECKS: dict[str, Any] = {
+    "date": datetime.date.fromisoformat,
+    "date-time": lambda text: datetime.datetime.fromisoformat(text.replace("Z", "+00:00")),
+    "time": lambda text: datetime.time.fromisoformat(text.replace("Z", "+00:00")),
+    "ipv4": ipaddress.IPv4Address, "ipv6": ipaddress.IPv6Address, "uri": lambda text: urlsplit(text).scheme or 1 / 0,
+}
+EXAMPLES = {
+    "date": ["2024-02-29", "1999-12-31"], "date-time": ["2024-01-02T03:04:05Z", "2024-01-02T03:04:05.123+01:00"],
+    "time": ["03:04:05Z"],
+    "duration": ["P1Y2M3DT4H", "PT5M", "P3W"], "email": ["a.b@example.com"], "hostname": ["example.com", "localhost"],
+    "ipv4": ["127.0.0.1"],
+    "ipv6": ["::1", "2001:db8::1", "::", "1:2:3:4:5:6:7:8"], "uuid": ["123e4567-e89b-12d3-a456-426614174000"],
+    "uri": ["https://example.com/a?b=c#d", "mailto:a@b.c"], "uri-reference": ["../a", "/a/b?c", ""],
+    "json-pointer": ["", "/a~1b/0"],
+    "relative-json-pointer": ["0/a", "1#"],
+}
+WRONG = {"date": ["2023-02-29", "1900-02-29", "0000-01-01", "2024-13-01", "2024-1-1"], "time": ["24:00:00Z",
+    "03:04:05"], "ipv4": ["256.1.1.1", "01.1.1.1"],
+         "ipv6": ["1::2::3", ":1", "1:2:3:4:5:6:7:8:9"], "email": ["a@", "a b@c.d"], "uuid": ["123"],
+         "hostname": ["-a"], "duration": ["P", "PT", "1D"]}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_format(name: str):
+    schema = {"type": "string", "format": name}
+    for text in EXAMPLES[name]:
+        assert accepts(matcher("json_schema", schema), json.dumps(text)), text
+    for text in WRONG.get(name, []):
+        assert not accepts(matcher("json_schema", schema), json.dumps(text)), text
+    judge = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    rng = random.Random(7)
+    for _ in range(30):
+        text = walk(matcher("json_schema", schema), rng, 80)
+        if text is not None:
+            judge.validate(json.loads(text))
+            if name in CHECKS:
+                CHECKS[name](json.loads(text))
+
+
+REFUSED = [
+    ({"not": {}}, "keyword 'not' is not supported at /"), ({"properties": {"a": {"uniqueItems": True}}},
+        "'uniqueItems' is not supported at /properties/a"),
+    ({"if": {}, "then": {"maximum": 1}}, "keyword '(if|then)'"), ({"items": {"contains": {"type": "null"}}},
+        "'contains' is not supported at /items"),
+    ({"propertyNames": {"maxLength": 3}}, "propertyNames"), ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"dependencies": {"a": ["b"]}}, "dependencies"), ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"$dynamicRef": "#x"}, "dynamicRef"),
+    ({"format": "regex"}, "format 'regex' is not supported at /format"), ({"$ref": "https://example.com/x"},
+        "another document"),
+    ({"$ref": "file:///etc/passwd"}, "another document"), ({"$ref": "#/$defs/x"}, "unknown part"), ({"$ref": "#x"},
+        "unknown anchor"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no finite value"),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite value"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+    ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"type": "string", "pattern": "^a{5}$", "maxLength": 3}, "empty"),
+    ({"type": "integer", "const": "a"}, "nsatisfiable"), ({"enum": []}, "at least one value"), ({"type": "foo"},
+        "'type' must be"), (False, "must be an object"), ([], "must be"),
+    ({"minLength": -1}, "minLength"), ({"minimum": "1"}, "minimum"), ({"multipleOf": 0}, "multipleOf"),
+    ({"const": 2**53 + 1}, "at most 9007199254740992"),
+    ({"const": "\x01"}, "control characters"), ({"required": "a"}, "required"), ({"properties": []}, "properties"),
+    ({"anyOf": []}, "at least one"),
+    ({"type": "object", "minProperties": 3}, "minProperties"), ({"minimum": 1e300}, "must be within"), ({"items": 3},
+        "must be an object or a boolean at /items"),
+    ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
+    ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft 3"),
+    ('{"a": NaN}', "NaN"), ("{", "malformed JSON"), ('{"a": 1' * 3000, "malformed JSON"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_schema_that_cannot_be_honoured_is_refused(schema: Any, message: str):
+    with pytest.raises(ConstraintError, match=message):
+        matcher("json_schema", schema)

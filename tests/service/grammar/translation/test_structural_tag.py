@@ -1,0 +1,112 @@
+"""Structural tags in the formats of vLLM, xgrammar and gateways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from npuserve.service.grammar.translation.errors import ConstraintError
+from tests.support.grammars import CALL, accepts, encode, matcher
+
+CALL_F = {"begin": '<tool>{"f": ', "content": {"type": "json_schema",
+                                               "json_schema": {"type": "integer", "maximum": 9}}, "end": "}</tool>"}
+CALL_G = {"type": "tag", "begin": '<tool>{"g": ', "content": {"type": "const_string", "value": "null"},
+          "end": ["}</tool>", "}<|>"]}
+F, G = '<tool>{"f": 3}</tool>', '<tool>{"g": null}<|>'
+TAGS = {"type": "triggered_tags", "triggers": ["<tool>"], "tags": [CALL_F, CALL_G]}
+
+
+def tag(value: Any) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": value}
+
+
+@pytest.mark.parametrize(("flags", "good", "bad"), [
+    ({}, ["", "hi", F, "a" + F + "b" + G + "c", "<too"], ["<tool>", '<tool>{"f": 30}</tool>', '<tool>{"h": 1}</tool>',
+        "a<tool>b", '<tool>{"g": null}</tool']),
+    ({"at_least_one": True}, [F, F + "a" + G, F + "b"], ["", "hi", "a" + F]),
+    ({"stop_after_first": True}, ["", "hi", "a" + F], [F + "a", F + G]),
+    ({"at_least_one": True, "stop_after_first": True}, [F, G], ["", "a", "a" + F, F + "a", F + F]),
+    ({"excludes": ["zz"]}, ["z" + F + "z"], ["zz", F + "zz"]),
+])
+def test_triggered_tags(flags: dict[str, Any], good: list[str], bad: list[str]):
+    for text in good:
+        assert accepts(matcher("structural_tag", tag({**TAGS, **flags})), text), text
+    for text in bad:
+        assert not accepts(matcher("structural_tag", tag({**TAGS, **flags})), text), text
+
+
+ANY = {"type": "any_text"}
+CONST = {"type": "const_string", "value": "ab"}
+FORMATS: dict[str, tuple[Any, list[str], list[str]]] = {
+    "legacy": ({"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]},
+               ["x<f>3</f>y"], ["<f>a</f>", "<f"]),
+    "legacy text": ({"structures": [{"begin": "<f>", "schema": '{"type": "null"}', "end": ""}], "triggers": ["<f>"]},
+                    ["<f>nullx"], ["<f>3"]),
+    "const": (tag(CONST), ["ab"], ["a", "abc"]),
+    "or": (tag({"type": "or", "elements": [CONST, {"type": "regex", "pattern": "[0-9]+"}]}), ["ab", "12"], ["ab1", ""]),
+    "regex before an end": (tag({"type": "tag", "begin": "[", "content": {"type": "regex", "pattern": "[a-z]*"},
+                                 "end": "b"}), ["[b", "[ab", "[bb"], ["[", "[a"]),
+    "sequence": (tag({"type": "sequence", "elements": [CONST, ANY]}), ["ab", "abxyz"], ["xab"]),
+    "text before a const": (tag({"type": "sequence", "elements": [ANY, CONST,
+        {"type": "json_schema", "json_schema": True}]}), ["xab3", "ab{}"], ["abab", "xab", "3"]),
+    "thinking": (tag({"type": "sequence",
+                      "elements": [{"type": "tag", "begin": "<think>", "content": ANY, "end": "</think>"},
+                                                       {"type": "json_schema", "json_schema": {"type": "object"}}]}),
+                 ["<think>a < b</think>{}", "<think></think>{}"], ["<think>a", "{}", "<think>a</think>b</think>{}"]),
+    "excludes": (tag({"type": "any_text", "excludes": ["no", "x"]}), ["n o", ""], ["no", "ax"]),
+    "max_chars": (tag({"type": "any_text", "max_chars": 2}), ["é日", ""], ["abc"]),
+    "separator": (tag({"type": "tags_with_separator", "separator": ", ", "tags": [CALL_F, CALL_G]}), ["", F,
+        F + ", " + G], [F + G, F + ", "]),
+    "separator, one": (tag({"type": "tags_with_separator", "separator": ",", "tags": [CALL_F], "at_least_one": True,
+                            "stop_after_first": True}), [F], ["", F + "," + F]),
+    "optional": (tag({"type": "optional", "content": CONST}), ["", "ab"], ["abab"]),
+    "plus": (tag({"type": "plus", "content": CONST}), ["ab", "abab"], [""]),
+    "star": (tag({"type": "star", "content": CONST}), ["", "abab"], ["a"]),
+    "repeat": (tag({"type": "repeat", "min": 1, "max": 2, "content": CONST}), ["ab", "abab"], ["", "ababab"]),
+    "dispatch": (tag({"type": "dispatch", "rules": [["<f>", CONST]]}), ["x<f>aby<f>ab", "x"], ["<f>x"]),
+    "dispatch once": (tag({"type": "dispatch", "rules": [["<f>", CONST]], "loop": False}), ["x<f>ab", "x"], ["<f>abx"]),
+    "grammar": (tag({"type": "grammar", "grammar": 'root ::= "(" root ")" | "a"'}), ["((a))"], ["(a"]),
+    "tags in a tag": (tag({"type": "tag", "begin": "[", "content": TAGS, "end": "]"}), ["[]", "[x" + F + "y]"],
+                      ["[x]y", "["]),
+    "whitespace": (tag({"type": "json_schema", "json_schema": {"type": "array"}, "max_whitespace_cnt": 0}), ["[1,2]"],
+                   ["[1, 2]"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_format(name: str):
+    value, good, bad = FORMATS[name]
+    for text in good:
+        assert accepts(matcher("structural_tag", value), text), text
+    for text in bad:
+        assert not accepts(matcher("structural_tag", value), text), text
+
+
+def test_text_of_a_special_token_may_be_the_token():
+    value = tag({"type": "tag", "begin": "<call>", "content": CONST, "end": ""})
+    assert accepts(matcher("structural_tag", value), "<call>ab")
+    assert accepts(matcher("structural_tag", value), "", [CALL, *encode("ab")])
+    only = tag({"type": "sequence", "elements": [{"type": "token", "token": "<call>"},
+                                                 {"type": "token", "token": CALL}]})
+    assert accepts(matcher("structural_tag", only), "", [CALL, CALL])
+    assert not accepts(matcher("structural_tag", only), "<call><call>")
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ("{", "malformed JSON"), ({"type": "json_schema"}, "must be an object with"), ({}, "must have 'format'"),
+    (tag({"type": "foo"}), "'foo' is not supported; it must be one of"),
+    (tag({"type": "json_schema", "json_schema": {"not": {}}}), "keyword 'not'"),
+    (tag({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "'style' must be 'json'"),
+    (tag({"type": "any_text", "max_tokens": 3}), "max_tokens"), (tag({"type": "sequence", "elements": [ANY, ANY]}),
+        "must be last"), (tag({"type": "or", "elements": []}), "elements"),
+    (tag({**TAGS, "triggers": ["x"]}), "exactly one of the triggers at /format/tags/0"),
+    (tag({**TAGS, "triggers": [""]}), "at least one character"), (tag({"type": "token", "token": "x"}),
+        "special token"),
+    (tag({"type": "token_triggered_tags"}), "not supported"), (tag({"type": "grammar", "grammar": "root ::= x"}),
+        "unknown rule 'x'.* at /format/grammar"),
+    (tag({"type": "regex", "pattern": "(?=a)"}), "look-around"),
+])
+def test_malformed_tag_is_refused(value: Any, message: str):
+    with pytest.raises(ConstraintError, match=f"structural_tag: .*{message}|{message}"):
+        matcher("structural_tag", value)

@@ -1,0 +1,124 @@
+"""A grammar without a library: the allowed tokens follow from a hash of all tokens so far. A matcher that missed,
+repeated or confused a token therefore allows others.
+
+    Constraint("regex", "7 12")     key 7; after at most 12 tokens only end tokens are allowed
+
+Each state allows about a third of the tokens, and the end tokens after 3, 6, 9 ... tokens. Texts
+that begin with "bad" are refused by the compiler, "heavy" ones exceed the limits of their matcher after 2 tokens.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from npuserve.service.grammar.errors import CompilerFull, ConstraintError, MatcherError
+from npuserve.service.ipc.messages import Constraint
+from npuserve.service.scheduling.constraint import AnswerMatcher
+
+
+class FakeMatcher:
+    """vocabulary: number of token ids. end_ids: tokens that end an answer."""
+
+    def __init__(self, text: str, vocabulary: int, end_ids: frozenset[int]):
+        self._is_heavy = text.startswith("heavy")
+        key, _, longest = text.removeprefix("heavy ").partition(" ")
+        self._key, self._longest = int(key), int(longest or 1 << 30)
+        self._vocabulary = vocabulary
+        self._end_ids = end_ids
+        self._hash = self._key
+        self.tokens: list[int] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.tokens and self.tokens[-1] in self._end_ids) or self._may_end
+
+    @property
+    def _may_end(self) -> bool:
+        return (len(self.tokens) % 3 == 0 and bool(self.tokens)) or len(self.tokens) >= self._longest
+
+    def allows(self, token_id: int) -> bool:
+        if self.tokens and self.tokens[-1] in self._end_ids:
+            return False
+        if token_id in self._end_ids:
+            return self._may_end
+        if len(self.tokens) >= self._longest:
+            return False
+        return (self._hash + 2654435761 * token_id) % 3 == 0
+
+    def advance(self, token_id: int) -> bool:
+        if self._is_heavy and len(self.tokens) >= 2:
+            raise MatcherError("too many items")
+        if not self.allows(token_id):
+            return False
+        self.tokens.append(token_id)
+        self._hash = crc32(b"%d" % token_id, self._hash)
+        return True
+
+    def fill(self, bits: npt.NDArray[np.int32]) -> None:
+        if self._is_heavy and len(self.tokens) >= 2:
+            raise MatcherError("too many items")
+        words = bits.view(np.uint32)
+        words[:] = 0
+        for token_id in filter(self.allows, range(self._vocabulary)):
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def forced(self) -> list[int]:
+        return []
+
+
+class FakeCompilation:
+    def __init__(self, constraint: Constraint, vocabulary: int, end_ids: frozenset[int], done: bool):
+        self.done = done
+        self.error = ConstraintError(f"{constraint.kind}: bad") if constraint.text.startswith("bad") else None
+        self.made: list[FakeMatcher] = []
+        self._rule = constraint.text, vocabulary, end_ids
+
+    def matcher(self) -> FakeMatcher:
+        assert self.done
+        self.made.append(FakeMatcher(*self._rule))
+        return self.made[-1]
+
+
+class FakeCompiler:
+    """Compiler whose results are done at once, or when `finish` is called. most: constraints that may wait."""
+
+    def __init__(self, vocabulary: int, end_ids: frozenset[int], is_slow: bool = False, most: int = 1 << 30):
+        self.is_slow = is_slow
+        self.is_closed = False
+        self.submitted: list[Constraint] = []
+        self.compilations: dict[Constraint, FakeCompilation] = {}
+        self._rule = vocabulary, end_ids
+        self._most = most
+
+    def submit(self, constraint: Constraint) -> FakeCompilation:
+        if constraint not in self.compilations:
+            if sum(not one.done for one in self.compilations.values()) >= self._most:
+                raise CompilerFull("too many constraints wait")
+            self.compilations[constraint] = FakeCompilation(constraint, *self._rule, done=not self.is_slow)
+        self.submitted.append(constraint)
+        return self.compilations[constraint]
+
+    def finish(self) -> None:
+        """Complete all that wait."""
+        for one in list(self.compilations.values()):
+            one.done = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def answer_matcher(constraint: Constraint, vocabulary: int, end_ids: frozenset[int]) -> AnswerMatcher:
+    return AnswerMatcher(constraint, FakeCompilation(constraint, vocabulary, end_ids, done=True), end_ids)
+
+
+def allowed(token_id: int, mask: npt.NDArray[np.int32] | None) -> bool:
+    """Return whether a mask allows a token; None allows all."""
+    return mask is None or bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def first_allowed(token_id: int, vocabulary: int, mask: npt.NDArray[np.int32] | None) -> int:
+    """Return the first allowed token from `token_id` on, in the cycle of all tokens."""
+    return next(one for i in range(vocabulary) if allowed(one := (token_id + i) % vocabulary, mask))
