@@ -28,6 +28,7 @@ import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from npuserve.service.cli.bench.load import Outcome
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.gateway_overhead import FIGURES, RATIOS, figures, now, recorded, worker
+from bench.serving.gateway_overhead import FIGURES, RATIOS, figures, now, read_vllm, recorded, worker
 from bench.serving.server import arguments, report, serving
 
 SECONDS = 600.0
@@ -63,16 +64,7 @@ async def generate(stub: Any, name: str, prompt: Sequence[int], tokens: int, sch
     if schema:
         request.sampling_params.json_schema = schema
 
-    async def read(outcome: Outcome) -> None:
-        async for answer in stub.Generate(request, timeout=SECONDS):
-            if answer.HasField("complete"):
-                done = answer.complete
-                outcome.reason, outcome.generated_tokens = done.finish_reason, done.completion_tokens
-                outcome.prompt_tokens = done.prompt_tokens
-            elif answer.chunk.token_ids:
-                outcome.arrivals.append((now(), 1))
-
-    return await recorded(read)
+    return await recorded(partial(read_vllm, stub.Generate(request, timeout=SECONDS)))
 
 
 async def measure(stub: Any, share: int, round_name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -69,6 +69,8 @@ from tests.e2e.gateway.smg import Gateway, find_program, gateway
 
 SECONDS = 300.0
 """Deadline of a call."""
+SETTLE_SECONDS = 1.0
+"""Pause before a measurement: the threads of the server that was measured before may wait for work without sleeping."""
 FIGURES = ("tokens_per_second", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "tokens_per_message")
 RATIOS = FIGURES[:5]
 TEXT = "{:06d} Once upon a time there was a little girl named Lily. She liked to play with her"
@@ -153,16 +155,17 @@ async def vllm_generate(stub: Any, tokens: int, names: Iterator[int], prompt: Pr
             temperature=0, top_p=1, repetition_penalty=1, n=1, max_tokens=tokens, ignore_eos=True,
             skip_special_tokens=True, spaces_between_special_tokens=True))
 
-    async def read(outcome: Outcome) -> None:
-        async for answer in stub.Generate(request, timeout=SECONDS):
-            if answer.HasField("complete"):
-                done = answer.complete
-                outcome.reason, outcome.generated_tokens = done.finish_reason, done.completion_tokens
-                outcome.prompt_tokens = done.prompt_tokens
-            elif answer.chunk.token_ids:
-                outcome.arrivals.append((now(), 1))
+    return await recorded(partial(read_vllm, stub.Generate(request, timeout=SECONDS)))
 
-    return await recorded(read)
+
+async def read_vllm(call: Any, outcome: Outcome) -> None:
+    """Read a stream of VllmEngine. The last message of vLLM's own server counts only the tokens of its last step."""
+    async for answer in call:
+        if answer.HasField("complete"):
+            outcome.reason, outcome.prompt_tokens = answer.complete.finish_reason, answer.complete.prompt_tokens
+        elif answer.chunk.token_ids:
+            outcome.arrivals.append((now(), 1))
+            outcome.generated_tokens += len(answer.chunk.token_ids)
 
 
 async def through_smg(url: str, model: str, tokens: int, prompt: Prompt) -> Outcome:
@@ -242,6 +245,7 @@ async def alternate(routes: Sequence[Route], args: argparse.Namespace) -> dict[s
         first = place % len(routes)
         for route in [*routes[first:], *routes[:first]]:
             prompts = prompts_of(route, numbers, args.streams * args.requests)
+            await asyncio.sleep(SETTLE_SECONDS)
             measured = await measure(route, prompts, args.streams, args.tokens)
             if place:
                 found[route.name].append(measured)
