@@ -38,7 +38,7 @@ from npuserve.service.cli.bench.load import Outcome
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.gateway_overhead import FIGURES, RATIOS, figures, now, read_vllm, recorded, worker
+from bench.serving.gateway_overhead import FIGURES, RATIOS, figures, now, read_vllm, recorded, vllm_request, worker
 from bench.serving.server import arguments, report, serving
 
 SECONDS = 600.0
@@ -54,13 +54,7 @@ SCHEMA = json.dumps({
 
 async def generate(stub: Any, name: str, prompt: Sequence[int], tokens: int, schema: str) -> Outcome:
     """Send one request. schema: "" for no constraint."""
-    from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-
-    request = vllm.GenerateRequest(
-        request_id=name, stream=True, tokenized=vllm.TokenizedInput(input_ids=prompt),
-        sampling_params=vllm.SamplingParams(
-            temperature=1, top_p=1, repetition_penalty=1, n=1, max_tokens=tokens, ignore_eos=True,
-            skip_special_tokens=True, spaces_between_special_tokens=True))
+    request = vllm_request(name, prompt, tokens, temperature=1)
     if schema:
         request.sampling_params.json_schema = schema
 

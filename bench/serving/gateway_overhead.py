@@ -145,16 +145,19 @@ async def stream_generate(stub: InferenceServiceStub, tokens: int, prompt: Promp
     return await recorded(read)
 
 
-async def vllm_generate(stub: Any, tokens: int, names: Iterator[int], prompt: Prompt) -> Outcome:
+def vllm_request(name: str, ids: Sequence[int], tokens: int, temperature: float) -> Any:
+    """Return a request of VllmEngine for an answer of `tokens` tokens."""
     from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-    request = vllm.GenerateRequest(
-        request_id=f"bench-{os.getpid()}-{next(names)}", stream=True,
-        tokenized=vllm.TokenizedInput(input_ids=prompt.ids),
+    return vllm.GenerateRequest(
+        request_id=name, stream=True, tokenized=vllm.TokenizedInput(input_ids=ids),
         sampling_params=vllm.SamplingParams(
-            temperature=0, top_p=1, repetition_penalty=1, n=1, max_tokens=tokens, ignore_eos=True,
+            temperature=temperature, top_p=1, repetition_penalty=1, n=1, max_tokens=tokens, ignore_eos=True,
             skip_special_tokens=True, spaces_between_special_tokens=True))
 
+
+async def vllm_generate(stub: Any, tokens: int, names: Iterator[int], prompt: Prompt) -> Outcome:
+    request = vllm_request(f"bench-{os.getpid()}-{next(names)}", prompt.ids, tokens, temperature=0)
     return await recorded(partial(read_vllm, stub.Generate(request, timeout=SECONDS)))
 
 

@@ -13,7 +13,6 @@ Messages are a length of 4 bytes and msgpack.
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import struct
@@ -34,9 +33,6 @@ from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData, buil
 from npuserve.service.ipc import process_control
 from npuserve.service.ipc.messages import Constraint
 
-KEPT_VARIABLES = frozenset({
-    "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
-"""Environment variables that a process inherits. Other ones may hold secrets."""
 COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
 MAX_WALL_RATIO = 10
 """Real time of a compilation, as a multiple of its limit of processor time."""
@@ -111,8 +107,8 @@ class CompileProcess:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.end()
-        kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
-        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
+        process = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=process_control.kept_environment())
         weakref.finalize(self, _end, process)
         _write(process.stdin, msgspec.msgpack.encode(self._start))
         if _read(process.stdout) is None:

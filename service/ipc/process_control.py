@@ -16,6 +16,14 @@ from pathlib import Path
 
 _SET_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
 """Operations of prctl(2)."""
+KEPT_VARIABLES = frozenset({
+    "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
+"""Environment variables that a process for the data of clients inherits. Other ones may hold secrets."""
+
+
+def kept_environment() -> dict[str, str]:
+    """Return the variables of KEPT_VARIABLES that are set."""
+    return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
 
 
 def die_with_parent() -> None:

@@ -34,13 +34,9 @@ class Matcher(Protocol):
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """Write one bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)] int32."""
 
-    def forced(self) -> list[int]:
-        """Return the tokens that must follow, as far as there is no choice."""
-
     @property
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
-
 
 
 class Compilation(Protocol):

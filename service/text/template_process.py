@@ -17,7 +17,6 @@ Request and reply are one line of JSON each.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -36,9 +35,6 @@ from npuserve.service.text.chat_template import MAX_SECONDS, load_chat_template
 MAX_MEMORY_BYTES = 2 << 30
 """Memory limit for a conversation, above the memory of the idle process. The largest conversation needs some tens of
 MiB, several times over."""
-KEPT_VARIABLES = frozenset({
-    "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
-"""Environment variables that a process inherits. Other ones may hold secrets."""
 COMMAND = (sys.executable, "-m", "npuserve.service.text.template_process")
 
 
@@ -105,8 +101,8 @@ class _Process:
     """One process, for one conversation at a time. It is killed when this object is garbage-collected."""
 
     def __init__(self, start: Mapping[str, Any]):
-        kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
-        self.popen = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
+        self.popen = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=process_control.kept_environment())
         self.end = weakref.finalize(self, _end, self.popen)
         assert self.popen.stdin
         self.popen.stdin.write(json.dumps(start).encode() + b"\n")

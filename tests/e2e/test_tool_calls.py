@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from npuserve.client import Client, InvalidRequest
 from npuserve.client.answer import Answer
@@ -17,9 +15,8 @@ from npuserve.client.request_builder import build_request
 from npuserve.service.cli import main as cli
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.gateway import scripted
-from tests.e2e.gateway.test_tools import ANSWER, CALLS, CONFIG, QUESTION, THOUGHT, TOOL, call_text
+from tests.e2e.gateway.test_tools import ANSWER, CALLS, QUESTION, THOUGHT, TOOL, call_text
 from tests.e2e.server import Server, serving
-from tests.support.real_models import model_folder
 
 pytestmark = pytest.mark.model
 
@@ -37,23 +34,13 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = model_folder("../tokenizers/qwen3")
-    made = Path(shutil.copytree(source, tmp_path_factory.mktemp("model") / "qwen3"))
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    return made
+    return scripted.make_folder(tmp_path_factory.mktemp("model") / "qwen3")
 
 
 @pytest.fixture(scope="module")
 def script(folder: Path) -> Callable[[str], list[int]]:
     """Function that sets the text of the next answers, and returns its ids."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-    def write(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        (folder / scripted.SCRIPT).write_text(json.dumps(ids))
-        return ids
-
-    return write
+    return scripted.writer(folder)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +111,7 @@ def test_stream_equals_the_unary_answer(
     whole, messages = unary(server, request), list(client.stream(request))
     streamed = joined(messages)
     assert parts(streamed) == parts(whole)
-    assert list(whole.token_ids) == [*ids, CONFIG["eos_token_id"]]
+    assert list(whole.token_ids) == [*ids, scripted.CONFIG["eos_token_id"]]
     assert streamed.token_ids == whole.token_ids
     assert [position.chosen.token_id for position in streamed.logprobs] == list(whole.token_ids)
     at = 0

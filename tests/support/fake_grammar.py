@@ -65,9 +65,6 @@ class FakeMatcher:
         for token_id in filter(self.allows, range(self._vocabulary)):
             words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
-    def forced(self) -> list[int]:
-        return []
-
 
 class FakeCompilation:
     def __init__(self, constraint: Constraint, vocabulary: int, end_ids: frozenset[int], done: bool):

@@ -2,6 +2,5 @@
 
 `translate.py` begins. JSON schemas are checked and rewritten (`schema.py`, `pattern.py`, `formats.py`). EBNF is
 converted without a change of its language (`gbnf.py`, `gbnf_lark.py`, `greedy.py`). All of it runs in a compile
-process.
-It imports `service/ipc`.
+process. It imports `service/ipc`.
 """

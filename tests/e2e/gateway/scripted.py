@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,35 @@ PROGRAM = (sys.executable, "-m", "tests.e2e.gateway.scripted")
 SCRIPT = "script.json"
 BLOCK_SIZE = 16
 BLOCKS = 4096
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "rope_theta": 1000000.0, "eos_token_id": 151645, "dtype": "bfloat16",
+}
+
+
+def make_folder(to: Path) -> Path:
+    """Return the new folder `to` with the tokenizer of Qwen3, or skip the test if it is not at hand."""
+    from tests.support.real_models import model_folder
+
+    made = Path(shutil.copytree(model_folder("../tokenizers/qwen3"), to))
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def writer(folder: Path) -> Callable[[str], list[int]]:
+    """Return a function that sets the text of the next answers, and returns its ids."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def write(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        (folder / SCRIPT).write_text(json.dumps(ids))
+        return ids
+
+    return write
 
 
 def serve(arguments: list[str]) -> int:

@@ -6,30 +6,20 @@ Needs the tokenizer of Qwen3 beside NPUSERVE_TEST_MODELS.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from tests.e2e.gateway import scripted
 from tests.e2e.gateway.sdk import anthropic, openai
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.server import serving
-from tests.support.real_models import model_folder
 
 pytestmark = pytest.mark.model
 
-END = 151645
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "rope_theta": 1000000.0, "eos_token_id": END, "dtype": "bfloat16",
-}
 CALLS = [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "東京"})]
 THOUGHT = "I need the weather of two cities."
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -47,22 +37,13 @@ ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n" + "\n".join(call_text(*call) for ca
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = model_folder("../tokenizers/qwen3")
-    made = Path(shutil.copytree(source, tmp_path_factory.mktemp("model") / "qwen3"))
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    return made
+    return scripted.make_folder(tmp_path_factory.mktemp("model") / "qwen3")
 
 
 @pytest.fixture(scope="module")
-def script(folder: Path) -> Callable[[str], None]:
-    """Function that sets the text of the next answers."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-    def write(text: str) -> None:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        (folder / scripted.SCRIPT).write_text(json.dumps(ids))
-
-    return write
+def script(folder: Path) -> Callable[[str], list[int]]:
+    """Function that sets the text of the next answers, and returns its ids."""
+    return scripted.writer(folder)
 
 
 @pytest.fixture(scope="module", params=["qwen3-0.6b", "my-model"])

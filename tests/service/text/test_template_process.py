@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from npuserve.service.errors import InvalidField
+from npuserve.service.ipc.process_control import KEPT_VARIABLES
 from npuserve.service.text.chat_template import ChatTemplate
-from npuserve.service.text.template_process import KEPT_VARIABLES, TemplateProcess, load_template_process
+from npuserve.service.text.template_process import TemplateProcess, load_template_process
 from tests.support.fake_engine import CHAT_TEMPLATE
 
 TURN = {"role": "user", "content": "hi"}
