@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests.outcomes import VARIABLE, Recorder
 
-pytest_plugins = ["tests.selection"]
+pytest_plugins = ["tests.selection", "tests.distribution"]
 
 # Set before torch is imported: workers of pytest-xdist and the servers of tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

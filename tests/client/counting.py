@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -22,6 +23,8 @@ TEXT = ["one ", "two ", "三", "four ", "fünf ", "", "七", " eight", "nine", "
 WHOLE = "".join(TEXT)
 SIZES = (1, 3, 2, 1, 4)
 """Tokens of successive messages; the sequence repeats."""
+
+Failure: TypeAlias = "errors.ServeError | grpc.StatusCode"
 
 
 def parts(begin: int = 0, sizes: Iterable[int] = SIZES) -> list[pb.StreamGenerateResponse]:
@@ -59,7 +62,7 @@ class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
     """
 
     def __init__(self) -> None:
-        self.fail: list[errors.ServeError | grpc.StatusCode | None] = []
+        self.fail: list[Failure | None] = []
         self.fail_after = 0
         self.asked: list[tuple[str, object, dict[str, str]]] = []
         self.tokens: set[str] = set()
@@ -67,40 +70,44 @@ class Counting(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         token = f"token-{len(self.asked)}"
-        self._note("StreamGenerate", request, context)
+        error = self._note("StreamGenerate", request, context)
         if request.n > 1:
             await context.send_initial_metadata((("x-request-id", "r"),))
         elif not self.token_less:
             self.tokens.add(token)
             await context.send_initial_metadata((("x-request-id", "r"), ("x-resume-token", token)))
-        await self._send(sample_parts(request.n) if request.n > 1 else parts(), context)
+        await self._send(sample_parts(request.n) if request.n > 1 else parts(), error, context)
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: grpc.aio.ServicerContext) -> None:
-        self._note("ResumeStream", request, context)
+        error = self._note("ResumeStream", request, context, request.resume_token in self.tokens)
         if request.resume_token not in self.tokens:
             await self._abort(errors.StreamNotFound("resume_token: is not known"), context)
-        await self._send(parts(request.token_offset, (2, 1, 3)), context)
+        await self._send(parts(request.token_offset, (2, 1, 3)), error, context)
 
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> model_pb2.GetModelInfoResponse:
-        self._note("GetModelInfo", request, context)
-        if self.fail and (error := self.fail.pop(0)):
+        if error := self._note("GetModelInfo", request, context):
             await self._abort(error, context)
         return model_pb2.GetModelInfoResponse(name="counting")
 
-    def _note(self, name: str, request: object, context: grpc.aio.ServicerContext) -> None:
+    def _note(
+        self, name: str, request: object, context: grpc.aio.ServicerContext, can_fail: bool = True
+    ) -> Failure | None:
+        """Record a call and return its error, if `can_fail`. A call that is recorded uses no error set later."""
         self.asked.append((name, request, dict(context.invocation_metadata() or ())))
+        return self.fail.pop(0) if can_fail and self.fail else None
 
-    async def _send(self, messages: list[pb.StreamGenerateResponse], context: grpc.aio.ServicerContext) -> None:
-        error = self.fail.pop(0) if self.fail else None
+    async def _send(
+        self, messages: list[pb.StreamGenerateResponse], error: Failure | None, context: grpc.aio.ServicerContext
+    ) -> None:
         for message in messages[: self.fail_after] if error else messages:
             await context.write(message)
         if error:
             await self._abort(error, context)
 
     @staticmethod
-    async def _abort(error: errors.ServeError | grpc.StatusCode, context: grpc.aio.ServicerContext) -> None:
+    async def _abort(error: Failure, context: grpc.aio.ServicerContext) -> None:
         if isinstance(error, grpc.StatusCode):
             await context.abort(error, "from a proxy")
         else:

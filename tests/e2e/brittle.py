@@ -9,8 +9,8 @@ files:
     SLOW    while it exists, each step takes longer by the seconds in the file, SLOW_SECONDS if it is empty
     RATES   rates of CPU kernels, as JSON, that the engine uses instead of measuring them
     LOAD    fault of the next load of the model: "hang" never ends it, "slow:SECONDS" delays it, "memory" fails it for
-            lack of memory, "helper" starts a process that has the engine's stdout open, and "orphan" starts one whose
-            parent ends at once. The last two write their process ids to FILE.pid
+            lack of memory, "helper" starts a process that has the engine's stdout open and writes its process id to
+            FILE.pid, and "orphan" starts one whose parent ends at once and which runs until FILE.end exists
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
     elif kind == "memory":
         raise MemoryError("kv_cache_memory: the memory is not free")
     else:
-        script = 'echo $$ > "$0"; exec sleep 300' if kind == "helper" else '(sleep 1; echo > "$0") &'
-        process = subprocess.Popen(["sh", "-c", script, f"{file}.pid"], start_new_session=True)
+        helper, orphan = 'echo $$ > "$0.pid"; exec sleep 300', '(until [ -e "$0.end" ]; do sleep 0.1; done) &'
+        process = subprocess.Popen(["sh", "-c", helper if kind == "helper" else orphan, file], start_new_session=True)
         if kind == "orphan":
             process.wait()
 

@@ -114,7 +114,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 def test_answer_satisfies_the_constraint(server: Server, name: str) -> None:
     """Greedy and sampled, whole and streamed, and through VllmEngine."""
     fields, check = CASES[name]
-    for sampling in ({}, *({"temperature": 1.2, "seed": seed} for seed in range(6))):
+    for sampling in ({}, *({"temperature": 1.2, "seed": seed} for seed in range(2))):
         message = ask(**fields, **sampling)
         whole = server.stub.Generate(message, timeout=100)
         check_ended(name, whole.finish, whole.text, check)

@@ -17,7 +17,7 @@ from tests.npu.backends.small import saved
 from tests.support.real_models import model_folder
 
 pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(300),
+    pytest.mark.slow, pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")]
 
 LIMITS = ("--dtype", "float32", "--max-num-batched-tokens", "16", "--max-num-seqs", "2", "--block-size", "16")

@@ -139,6 +139,7 @@ def test_front_end_dies_while_the_certificate_is_broken_is_retried(
         assert server.stop() == 0
 
 
+@pytest.mark.timeout(300)
 def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first load takes longer than the limit, and logs that."""
     monkeypatch.setenv(brittle.LOAD_LIMIT, "1")
@@ -148,7 +149,7 @@ def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monke
         assert "hangs while loading" not in server.log
         load_file.write_text("hang")
         kill(server, engine_of(server))
-        until(lambda: "engine hangs while loading, killing it" in server.log)
+        until(lambda: "engine hangs while loading, killing it" in server.log, server, 200)
         load_file.unlink()
         until_serving(server)
         assert server.metric("npuserve_process_failures_total", process="engine", why="hung") >= 1
@@ -246,7 +247,13 @@ def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) ->
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         host, _, port = server.target.rpartition(":")
-        socket.create_server((host, int(port))).close()
+
+        def is_free() -> bool:  # once all threads of the processes have ended
+            with contextlib.suppress(OSError), socket.create_server((host, int(port))):
+                return True
+            return False
+
+        until(is_free)
     assert folder.exists()
     with serving() as server:
         assert not folder.exists()
@@ -307,15 +314,13 @@ def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -
         supervisor = server.process.pid
         if in_namespace:
             supervisor = int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
-        adopted: set[int] = set()
 
-        def ended() -> bool:
-            adopted.update(pid for pid, args in descendants(supervisor) if not re.search("npuserve|brittle", args))
-            return Path(f"{load_file}.pid").exists()
+        def adopted() -> set[int]:
+            return {pid for pid, args in descendants(supervisor) if not re.search("npuserve|brittle", args)}
 
-        until(ended)
-        assert adopted
-        until(lambda: not adopted & {pid for pid, _ in descendants(supervisor)})
+        until(adopted, server)
+        Path(f"{load_file}.end").touch()
+        until(lambda: not adopted(), server)
         os.kill(supervisor, signal.SIGTERM)  # unshare does not forward signals
         assert server.process.wait(30) == 0
 

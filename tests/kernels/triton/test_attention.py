@@ -320,7 +320,7 @@ def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
     return (types | dict.fromkeys(scales, scale), {}) if int8 else (types, dict.fromkeys(scales))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_hopper_attention_has_no_spills_and_uses_tensor_cores(
     launch: ModuleType, tmp_path: Path
 ) -> None:

@@ -231,6 +231,7 @@ def test_replay_ends_for_a_client_that_reads_nothing_or_left(
     left.close()
     until(lambda: not server.publisher._replays)
     until(lambda: server.engine.stream.num_subscribers == 1)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 60)
     assert server.replay(0)[0] == 0
 
 

@@ -66,7 +66,7 @@ async def test_health_watch_sends_each_change_once_and_ends_at_drain() -> None:
         assert (await watches[""].read()).status == NOT_SERVING
         for call in watches.values():
             assert await call.read() is grpc.aio.EOF
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, 30)
 
 
 async def test_health_watch_drain_during_write_sends_not_serving() -> None:

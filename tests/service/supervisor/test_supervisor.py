@@ -35,10 +35,11 @@ journal, fake, front, engine, settings = sys.argv[1:]
 settings = json.loads(settings)
 hang = settings.pop("hang_seconds", 60.0)
 check = settings.pop("check_seconds", watchdog.CHECK_SECONDS)
+stop = settings.pop("stop_seconds", 10.0)
 config = ServerConfig(model=".", metrics_port=0, log_format="json", **settings)
 msgspec.structs.force_setattr(config, "hang_seconds", hang)  # below the minimum: the fake sends heartbeats quickly
 logs.setup(config, "supervisor")
-supervisor.FRONTEND_STOP_SECONDS = supervisor.ENGINE_STOP_SECONDS = 0.5
+supervisor.FRONTEND_STOP_SECONDS = supervisor.ENGINE_STOP_SECONDS = stop
 watchdog.CHECK_SECONDS = check
 command = lambda name, behaviour: [sys.executable, "-S", fake, name, journal, *behaviour.split()]
 sys.exit(asyncio.run(supervisor.Supervisor(
@@ -320,7 +321,7 @@ def test_supervisor_unusable_after_ready_is_retried(
 
 
 def test_supervisor_drain_timeout_kills_children(supervise: Callable[..., Run]) -> None:
-    run = supervise(front="deaf", engine="deaf", drain_seconds=0.1)
+    run = supervise(front="deaf", engine="deaf", drain_seconds=0.1, stop_seconds=0.5)
     run.until_up()
     run.process.terminate()
     assert run.process.wait(20) == 1
