@@ -16,6 +16,8 @@ from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.text.model_folder import ModelFolder
 
 SERVER_TYPE = "npuserve"
+CONSTRAINT_START = "first_token"
+"""Where a constraint begins. A gateway that knows it puts the thought of a model that thinks into the constraint."""
 
 
 def model_info(folder: ModelFolder, info: ModelInfo) -> vllm.GetModelInfoResponse:
@@ -45,7 +47,8 @@ def server_info(
     load, info = engine.load, engine.model_info
     made = vllm.GetServerInfoResponse(
         active_requests=load.running + load.waiting, uptime_seconds=time.monotonic() - started, server_type=SERVER_TYPE,
-        last_receive_timestamp=last_request, data_parallel_size=1, block_size=config.block_size)
+        last_receive_timestamp=last_request, data_parallel_size=1, block_size=config.block_size,
+        constrained_decoding_start=CONSTRAINT_START)
     if info is not None:
         made.kv_cache_dtype = info.kv_cache_dtype
         made.model_dtype = f"torch.{info.dtype}"

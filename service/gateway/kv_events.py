@@ -41,11 +41,11 @@ async def subscribe(engine: EngineClient, request: common_pb2.SubscribeKvEventsR
                 if batch:
                     message = batches.to_proto(batch)
                     message.load.CopyFrom(records.next())
-                    await context.write(message)
+                    await subscription.write(context.write(message))
                 elif records.is_due and (batches.last or request.load_records_before_first_batch):
-                    await context.write(common_pb2.KvEventBatch(
+                    await subscription.write(context.write(common_pb2.KvEventBatch(
                         sequence_number=batches.last, timestamp=clock.unix_time(), dp_rank=0,
-                        load=records.next(alone=True)))
+                        load=records.next(alone=True))))
         finally:
             engine.kv_events.unsubscribe(subscription)
 

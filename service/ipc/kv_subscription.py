@@ -1,15 +1,17 @@
 """Subscriptions of a front end to the engine's KV events.
 
 The engine sends a subscription at most WINDOW_BYTES ahead of its reader, so the buffer here is bounded. The engine may
-drop the next batch of a slow reader: the subscription then ends with KvEventsLost.
+drop the next batch of a slow reader: the subscription then ends with KvEventsLost. The end of a subscription drops its
+batches, also while its reader waits for a client that reads nothing (`write`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from npuserve.service.errors import EventsExpired, EventsLost, QueueFull, ServeError, TurnedOff, Unavailable
 from npuserve.service.ipc import kv_events
@@ -22,13 +24,15 @@ Send = Callable[[kv_events.ToEngineKv], bool]
 
 
 class KvSubscription:
-    """Batches of one subscription, in order. Read them with `next`, from one task."""
+    """Batches of one subscription, in order. Read them with `next` and send them with `write`, from one task."""
 
     def __init__(self, call: int, start: int, send: Send):
         self.call = call
         self._send = send
         self._start = start
-        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._accepted: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
         self._batches: deque[KvEvents] = deque()
         self._error: ServeError | None = None
         self._changed = asyncio.Event()
@@ -56,6 +60,25 @@ class KvSubscription:
             raise self._error
         return None
 
+    async def write(self, message: Awaitable[None]) -> None:
+        """Wait until a message is sent. Raise the error of a subscription that ends meanwhile.
+
+        The client may never read, so that the send takes for ever. gRPC keeps the message, and sends the status after
+        it.
+        """
+        sending = asyncio.ensure_future(message)
+        sending.add_done_callback(_retrieve_exception)
+        try:
+            await asyncio.wait((sending, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+            elif self._error:
+                error = copy.copy(self._error)  # other subscriptions end with the same one
+                error.is_behind_messages = True
+                raise error
+        finally:
+            sending.cancel()
+
     def receive(self, message: kv_events.ToSubscriber) -> None:
         """Handle a message of the engine."""
         match message:
@@ -66,17 +89,22 @@ class KvSubscription:
                         "for a snapshot"))
                 elif not self._accepted.done():
                     self._accepted.set_result(None)
-            case KvEvents():
+            case KvEvents() if not self._error:
                 self._batches.append(message)
                 self._changed.set()
             case KvEventsLost(next=expected, oldest=oldest):
+                if self._batches:  # they are dropped
+                    expected = self._batches[0].sequence
                 self.fail(EventsLost(
                     f"the batches {expected} to {oldest - 1} are lost: they were not read in time. Subscribe from 0 "
                     "for a snapshot"))
 
     def fail(self, error: ServeError) -> None:
-        """End the subscription: the reader gets this error after the batches that have arrived."""
+        """End the subscription: its reader gets this error. Drop the batches that it has not taken."""
         self._error = self._error or error
+        self._batches.clear()
+        if not self._ended.done():
+            self._ended.set_result(None)
         if not self._accepted.done():
             self._accepted.set_exception(error)
             self._accepted.exception()  # its reader may have left
@@ -155,3 +183,9 @@ class KvSubscriptions:
 
 def _kept(oldest: int, latest: int) -> str:
     return f"{oldest} to {latest} are" if oldest <= latest else "none is"
+
+
+def _retrieve_exception(task: asyncio.Future[None]) -> None:
+    """Mark the exception of a send as retrieved: its call may have been cancelled for the same reason."""
+    if not task.cancelled():
+        task.exception()

@@ -301,6 +301,7 @@ async def test_get_server_info(folder: Path) -> None:
         found = await stub.GetServerInfo(vllm.GetServerInfoRequest())
     assert (found.active_requests, found.server_type, found.data_parallel_size) == (5, "npuserve", 1)
     assert (found.max_num_seqs, found.kv_cache_dtype, found.model_dtype) == (4, "float32", "torch.float32")
+    assert found.constrained_decoding_start == "first_token"
     assert found.uptime_seconds > before.uptime_seconds > 0
     assert abs(found.last_receive_timestamp - time.time()) < 60
 

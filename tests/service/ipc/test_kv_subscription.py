@@ -74,15 +74,59 @@ async def test_subscription_that_is_refused_names_what_is_kept() -> None:
             await waiting
 
 
-async def test_subscription_that_is_too_slow_gets_its_batches_then_the_gap() -> None:
+async def test_subscription_that_is_too_slow_ends_with_the_gap_after_what_was_read() -> None:
     front = Front()
     subscription = await front.subscribe()
-    front.all.receive(KvEvents(1, 1, 1, b""))
-    front.all.receive(KvEventsLost(1, 1, 2, 5))
+    for number in (1, 2, 3):
+        front.all.receive(KvEvents(1, 1, number, b""))
     assert await subscription.next(1) == KvEvents(1, 1, 1, b"")
+    front.all.receive(KvEventsLost(1, 1, 4, 7))
+    front.all.receive(KvEvents(1, 1, 7, b""))  # after the end
     for _ in range(2):
-        with pytest.raises(EventsLost, match="batches 2 to 4 are lost"):
+        with pytest.raises(EventsLost, match="batches 2 to 6 are lost"):
             await subscription.next(1)
+
+
+async def test_subscription_that_ends_during_a_write_raises_its_error() -> None:
+    """The client of each write reads nothing."""
+    front = Front()
+    live = [await front.subscribe() for _ in range(2)]
+    sends = [asyncio.get_running_loop().create_future() for _ in live]
+    writes = [asyncio.ensure_future(one.write(send)) for one, send in zip(live, sends, strict=True)]
+    await asyncio.sleep(0)
+    front.all.receive(KvEvents(1, 1, 5, b""))
+    front.all.receive(KvEventsLost(1, 1, 6, 9))
+    with pytest.raises(EventsLost, match="batches 5 to 8 are lost") as lost:
+        await writes[0]
+    front.all.close(Unavailable("the server is draining"))
+    with pytest.raises(Unavailable, match="draining") as drained:
+        await writes[1]
+    assert lost.value.is_behind_messages
+    assert drained.value.is_behind_messages
+    assert all(send.cancelled() for send in sends)
+    with pytest.raises(Unavailable, match="draining") as drained:
+        await front.all.subscribe(0)
+    assert not drained.value.is_behind_messages
+
+
+async def test_subscription_write_returns_when_sent_and_raises_the_error_of_the_send() -> None:
+    subscription = await Front().subscribe()
+    sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    sent.set_result(None)
+    await subscription.write(sent)
+
+    async def fail() -> None:
+        raise ConnectionError("lost")
+
+    with pytest.raises(ConnectionError, match="lost"):
+        await subscription.write(fail())
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    writing = asyncio.ensure_future(subscription.write(never))
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert never.cancelled()
 
 
 async def test_subscriptions_end_with_the_engine_and_continue_with_the_next() -> None:
