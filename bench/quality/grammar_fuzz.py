@@ -14,11 +14,13 @@ import argparse
 import json
 import random
 import re
+import signal
 import sys
 import time
 from collections import Counter
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jsonschema
@@ -32,6 +34,8 @@ from npuserve.service.ipc.messages import Constraint
 from tests.support.grammars import Kind, vocabulary, walk
 
 FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "email", "hostname", "uuid", "duration", "uri", "unknown")
+JUDGE_SECONDS = 2.0
+"""Processor time of the verdict on one answer."""
 ATOMS = ("a", "b", "[a-f]", "[^x]", r"\d", r"\w", r"\s", ".", '[^"]', r"\\", r"\n", "é", "(ab|a)", "[x-z0-9]",
          r"[^\n\"]", r"\S")
 
@@ -152,7 +156,26 @@ def text_is_deep(value: Any) -> bool:
 
 
 def judged(kind: str, value: Any, answer: bytes) -> str:
-    """Return why an answer is invalid, "" if it is valid or has no judge."""
+    """Return why an answer is invalid, "" if it is valid or has no judge. Call it from the main thread.
+
+    Python's `re` takes exponential time for some expressions. It has no verdict then, after JUDGE_SECONDS.
+    """
+    before = signal.signal(signal.SIGVTALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_VIRTUAL, JUDGE_SECONDS)
+    try:
+        return _verdict(kind, value, answer)
+    except TimeoutError:
+        return ""
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _raise_timeout(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError
+
+
+def _verdict(kind: str, value: Any, answer: bytes) -> str:
     if kind == "regex":
         return "" if re.fullmatch(value, answer.decode()) else "re.fullmatch"
     if kind == "choices":
@@ -160,7 +183,10 @@ def judged(kind: str, value: Any, answer: bytes) -> str:
     if kind == "json_schema" and not text_is_deep(value):
         schema = json.loads(value if isinstance(value, str) else json.dumps(value), parse_float=Decimal)
         judge = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-        error = next(iter(judge.iter_errors(json.loads(answer, parse_float=Decimal))), None)
+        try:
+            error = next(iter(judge.iter_errors(json.loads(answer, parse_float=Decimal))), None)
+        except InvalidOperation:  # a number of more digits than a Decimal has, beside 'multipleOf'
+            return ""
         return error.message[:200] if error else ""
     return ""
 

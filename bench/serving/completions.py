@@ -1,4 +1,5 @@
-"""Streamed calls of POST /v1/completions. Each call has its own connection, and costs less CPU than an HTTP library."""
+"""Streamed calls of /v1/completions and /v1/chat/completions. Each call has its own connection, and costs less CPU than
+an HTTP library."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from npuserve.service.cli.bench.load import NO_FINISH, Outcome
 
 CONNECTION, STREAM_ERROR, TIMEOUT = "CONNECTION", "STREAM_ERROR", "TIMEOUT"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_DETAIL = 300
 READ_BYTES = 1 << 16
 
@@ -23,8 +25,16 @@ def completion(model: str, prompt: str, max_tokens: int) -> bytes:
         "stream": True, "stream_options": {"include_usage": True}}).encode()
 
 
+def chat(model: str, prompt: str, max_tokens: int, **fields: Any) -> bytes:
+    """Return the body of a streamed chat for exactly `max_tokens` tokens. fields: further ones of the body."""
+    return json.dumps({
+        "model": model, "messages": [{"role": "user", "content": prompt}], "max_completion_tokens": max_tokens,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **fields}).encode()
+
+
 async def stream(
-    url: str, body: bytes, now: Callable[[], float], due: float | None = None, timeout: float = 300.0
+    url: str, body: bytes, now: Callable[[], float], due: float | None = None, timeout: float = 300.0,
+    path: str = COMPLETIONS,
 ) -> Outcome:
     """Send a request and read its answer to the end. Network errors become the outcome's code.
 
@@ -32,13 +42,15 @@ async def stream(
     now: clock of the outcome's times.
     due: scheduled time; None for the time of sending. The request is sent once the connection is made.
     timeout: seconds for the whole call.
+    path: COMPLETIONS or CHAT.
 
-    The outcome's arrivals are the events with text. Each counts as one token, since an event has no number of tokens.
+    The outcome's arrivals are the events with text, reasoning or a part of a tool call. Each counts as one token, since
+    an event has no number of tokens.
     `generated_tokens` is from the usage. Codes are OK, HTTP_<status>, NO_FINISH, STREAM_ERROR, CONNECTION, TIMEOUT.
     """
     outcome = Outcome(now() if due is None else due, now())
     try:
-        await asyncio.wait_for(_call(url, body, now, outcome, due is None), timeout)
+        await asyncio.wait_for(_call(url, path, body, now, outcome, due is None), timeout)
     except asyncio.TimeoutError:
         outcome.code = TIMEOUT
     except (OSError, EOFError, ValueError) as error:  # asyncio.IncompleteReadError is an EOFError
@@ -47,14 +59,16 @@ async def stream(
     return outcome
 
 
-async def _call(url: str, body: bytes, now: Callable[[], float], outcome: Outcome, is_due: bool) -> None:
+async def _call(
+    url: str, path: str, body: bytes, now: Callable[[], float], outcome: Outcome, is_due: bool
+) -> None:
     parts = urllib.parse.urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         outcome.sent = now()
         outcome.due = outcome.sent if is_due else outcome.due
         writer.write((
-            f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n").encode() + body)
         await writer.drain()
         head = await reader.readuntil(b"\r\n\r\n")
@@ -96,7 +110,8 @@ def _apply(outcome: Outcome, now: float, event: dict[str, Any]) -> None:
         outcome.code, outcome.detail = STREAM_ERROR, str(error)[:MAX_DETAIL]
         return
     for choice in event.get("choices", ()):
-        if choice.get("text"):
+        delta = choice.get("delta") or {}
+        if choice.get("text") or any(delta.get(part) for part in ("content", "reasoning_content", "tool_calls")):
             outcome.arrivals.append((now, 1))
         outcome.reason = choice.get("finish_reason") or outcome.reason
     if usage := event.get("usage"):

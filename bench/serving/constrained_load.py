@@ -1,16 +1,24 @@
 """Cost of constraints: streams of which none, half or all have a JSON schema, of equal length.
 
     python bench/serving/constrained_load.py [MODEL] [--shares 0 50 100] [--streams 32] [--tokens 128] [--requests 2]
-        [--rounds 3] [--vocabulary N] [--worker-urls grpc://HOST:PORT ...] [--json FILE] [-- FLAGS]
+        [--rounds 3] [--vocabulary N] [--worker-urls grpc://HOST:PORT ...] [--smg response_format tool_choice]
+        [--json FILE] [-- FLAGS]
 
 One server is started. Each of the streams sends `--requests` requests, one after the other, over VllmEngine/Generate.
 A running server of vLLM (`--worker-urls`) gets the same requests. A round measures each share of constrained requests
 once at each server, and begins with another one each time. Prompts are random ids. Answers are sampled at temperature 1
 and have exactly `--tokens` tokens: the schema has a list with more elements than fit.
 
-Reported by server and share, as medians of the rounds: tokens per second, ITL and TTFT (p50, p99). `ratios` divide by
-the figures of share 0 of the same server in the same round: median, least and greatest. Needs `pip install
-'npuserve[gateway]'`. FLAGS are settings of the server.
+With `--smg` smg is started in front of each server, and gets chats over POST /v1/chat/completions in the same rounds:
+
+    response_format   the constrained ones have a `response_format` of the type json_schema.
+    tool_choice       all have a tool, and the constrained ones the `tool_choice` "required"; the others have "none".
+
+ITL is the gap between two messages of a stream. smg sends parts of a tool call less often than tokens.
+
+Reported by route and share, as medians of the rounds: tokens per second, ITL and TTFT (p50, p99). `ratios` divide by
+the figures of share 0 of the same route in the same round: median, least and greatest. Needs `pip install
+'npuserve[gateway]'`, and smg for `--smg`. FLAGS are settings of the server.
 """
 
 from __future__ import annotations
@@ -27,7 +35,8 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +47,20 @@ from npuserve.service.cli.bench.load import Outcome
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.gateway_overhead import FIGURES, RATIOS, figures, now, read_vllm, recorded, vllm_request, worker
+from bench.serving import completions
+from bench.serving.gateway_overhead import (
+    FIGURES,
+    RATIOS,
+    TEXT,
+    figures,
+    now,
+    read_vllm,
+    recorded,
+    vllm_request,
+    worker,
+)
 from bench.serving.server import arguments, report, serving
+from tests.e2e.gateway.smg import Gateway, find_program, gateway
 
 SECONDS = 600.0
 """Deadline of a call."""
@@ -52,17 +73,43 @@ SCHEMA = json.dumps({
 """An element has at least ten tokens, so an answer is longer than any `--tokens` below 5000."""
 
 
-async def generate(stub: Any, name: str, prompt: Sequence[int], tokens: int, schema: str) -> Outcome:
-    """Send one request. schema: "" for no constraint."""
-    request = vllm_request(name, prompt, tokens, temperature=1)
-    if schema:
-        request.sampling_params.json_schema = schema
+TOOL = {"type": "function", "function": {"name": "people", "parameters": {
+    "type": "object", "additionalProperties": False, "required": ["people"],
+    "properties": {"people": json.loads(SCHEMA)}}}}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""smg's, for models with and without one."""
 
+Send = Callable[[str, random.Random, bool], Awaitable[Outcome]]
+"""Sends a request. Arguments: its name, a source of random ids for the prompt, and whether it is constrained."""
+
+
+async def through_grpc(
+    stub: Any, args: argparse.Namespace, name: str, chooser: random.Random, is_constrained: bool
+) -> Outcome:
+    prompt = [chooser.randrange(args.vocabulary) for _ in range(args.prompt)]
+    request = vllm_request(name, prompt, args.tokens, temperature=1)
+    if is_constrained:
+        request.sampling_params.json_schema = SCHEMA
     return await recorded(partial(read_vllm, stub.Generate(request, timeout=SECONDS)))
 
 
-async def measure(stub: Any, share: int, round_name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one server with a share of constrained requests, in percent."""
+async def through_smg(
+    gate: Gateway, model: str, field: str, args: argparse.Namespace, name: str, chooser: random.Random,
+    is_constrained: bool,
+) -> Outcome:
+    """Send a chat to smg. field: of the request, which constrains it."""
+    fields: dict[str, Any] = {"temperature": 1}
+    if field == "tool_choice":
+        fields |= {"tools": [TOOL], "tool_choice": "required" if is_constrained else "none"}
+    elif is_constrained:
+        fields["response_format"] = {
+            "type": "json_schema", "json_schema": {"name": "people", "schema": json.loads(SCHEMA), "strict": True}}
+    body = completions.chat(model, TEXT.format(chooser.randrange(10**6)), args.tokens, **fields)
+    return await completions.stream(gate.url, body, now, timeout=SECONDS, path=completions.CHAT)
+
+
+async def measure(send: Send, share: int, round_name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one route with a share of constrained requests, in percent."""
     outcomes: list[Outcome] = []
     chooser = random.Random(round_name)
 
@@ -70,9 +117,7 @@ async def measure(stub: Any, share: int, round_name: str, args: argparse.Namespa
         for turn in range(args.requests):
             count = place * args.requests + turn
             is_constrained = (count + 1) * share // 100 > count * share // 100
-            prompt = [chooser.randrange(args.vocabulary) for _ in range(args.prompt)]
-            name = f"bench-{os.getpid()}-{round_name}-{count}"
-            outcomes.append(await generate(stub, name, prompt, args.tokens, SCHEMA if is_constrained else ""))
+            outcomes.append(await send(f"bench-{os.getpid()}-{round_name}-{count}", chooser, is_constrained))
 
     began = now()
     await asyncio.gather(*(stream(place) for place in range(args.streams)))
@@ -84,26 +129,36 @@ async def measure(stub: Any, share: int, round_name: str, args: argparse.Namespa
     return figures(outcomes, seconds, {})
 
 
-async def run(addresses: Mapping[str, str], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of each round by server and share, as "name 50 %". addresses: name -> host:port."""
+async def run(
+    addresses: Mapping[str, str], gates: Mapping[str, Gateway], args: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of each round by route and share, as "name 50 %".
+
+    addresses: name -> host:port. gates: smg in front of the servers, by the same names.
+    """
     from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
     async with contextlib.AsyncExitStack() as stack:
-        stubs = {name: VllmEngineStub(await stack.enter_async_context(open_aio_channel(address)))
-                 for name, address in addresses.items()}
-        kinds = list(itertools.product(stubs, args.shares))
+        routes: dict[str, Send] = {}
+        for name, address in addresses.items():
+            stub = VllmEngineStub(await stack.enter_async_context(open_aio_channel(address)))
+            routes[name] = partial(through_grpc, stub, args)
+            for field in args.smg:
+                model = gates[name].get("/v1/models")["data"][0]["id"]
+                routes[f"smg:{field}@{name}"] = partial(through_smg, gates[name], model, field, args)
+        kinds = list(itertools.product(routes, args.shares))
         found: dict[str, list[dict[str, Any]]] = {f"{name} {share} %": [] for name, share in kinds}
         for place in range(args.rounds + 1):
             first = place % len(kinds)
             for name, share in [*kinds[first:], *kinds[:first]]:
-                measured = await measure(stubs[name], share, f"{name}-{share}-{place}", args)
+                measured = await measure(routes[name], share, f"{name}-{share}-{place}", args)
                 if place:  # the first round compiles the schema and does not count
                     found[f"{name} {share} %"].append(measured)
         return found
 
 
 def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the medians by server and share, and the ratios to share 0 where it was measured."""
+    """Return the medians by route and share, and the ratios to share 0 where it was measured."""
     medians = {kind: {figure: round(statistics.median(f[figure] for f in found), 3) for figure in FIGURES}
                for kind, found in rounds.items()}
     ratios: dict[str, dict[str, list[float]]] = {}
@@ -133,15 +188,27 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(f"--{name}", type=number(int, low), default=value, help=f"{text} (default: %(default)s)")
     made.add_argument("--worker-urls", type=worker, nargs="+", default=[], metavar="grpc://HOST:PORT",
                       help="running servers of VllmEngine, measured in the same rounds")
+    made.add_argument("--smg", choices=("response_format", "tool_choice"), nargs="+", default=[],
+                      help="fields of chats through smg, measured in the same rounds")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all figures, with those of each round")
     return made
 
 
 def main() -> None:
-    args, flags = arguments(parser())
-    with serving(args.model, flags) as server:
+    made = parser()
+    args, flags = arguments(made)
+    if args.smg and not find_program():
+        made.error("--smg: smg is not installed: pip install smg")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(args.model, flags))
         addresses = {"npuserve": server.target, **{address: address for address in args.worker_urls}}
-        rounds = asyncio.run(run(addresses, args))
+        gates = {}
+        if args.smg:
+            template = Path(stack.enter_context(tempfile.TemporaryDirectory()), "chat.jinja")
+            template.write_text(CHAT_TEMPLATE)
+            gates = {name: stack.enter_context(gateway([address], "--chat-template", str(template)))
+                     for name, address in addresses.items()}
+        rounds = asyncio.run(run(addresses, gates, args))
     options = {name: getattr(args, name) for name in ("streams", "tokens", "prompt", "requests")}
     report({**options, **summary(rounds), "rounds": rounds}, args.json)
 

@@ -72,7 +72,7 @@ class PendingGrammar:
             self.compilation = self._compile(self.constraint)
         except CompilerFull as error:
             if not self.request.prior.accepted:
-                raise QueueFull(f"{self.constraint.kind}: {error}") from error
+                raise QueueFull(f"{self.constraint.field}: {error}") from error
 
     def advance(self, end_ids: Container[int], most: int) -> int:
         """Create the matcher, and advance it over at most `most` tokens of earlier output. Return their number."""
@@ -159,11 +159,11 @@ class Grammars:
     def _submit(self, constraint: Constraint) -> Compilation | None:
         """Submit a constraint; None while the compiler is being built. Raises CompilerFull and NoTokenizer."""
         if self._build is None:
-            raise NoTokenizer(f"{constraint.kind}: the model's folder has no tokenizer")
+            raise NoTokenizer(f"{constraint.field}: the model's folder has no tokenizer")
         if self._failure is not None:
             if isinstance(self._failure, UnsupportedVocabulary):
-                raise NoTokenizer(f"{constraint.kind}: {self._failure}")
-            raise InternalError(f"{constraint.kind}: the compiler cannot start")
+                raise NoTokenizer(f"{constraint.field}: {self._failure}")
+            raise InternalError(f"{constraint.field}: the compiler cannot start")
         if self._built is not None:
             return self._built.compiler.submit(constraint)
         if self._builder is None:
@@ -190,8 +190,8 @@ class Grammars:
         if pending.compilation is None or not pending.compilation.done:
             return 0
         if (error := pending.compilation.error) is not None:
-            kind = pending.constraint.kind
-            raise InvalidField(kind, str(error).removeprefix(f"{kind}: "))
+            field = error.field or pending.constraint.field
+            raise InvalidField(field, str(error).removeprefix(f"{pending.constraint.kind}: "))
         assert self._built
         replayed = pending.advance(self._built.end_ids, most)
         if pending.matcher and pending.matcher.error is not None:

@@ -212,7 +212,8 @@ class ResponseBuilder:
             end.matched_stop = self.matched_stop
         else:
             end.reason = REASONS[finish.reason]
-            end.grammar_completed = finish.grammar_completed  # the engine may complete what a stop string cuts off
+            # Not with a stop string: the engine may have completed the answer before it received the cut.
+            end.grammar_completed = finish.grammar_completed
             if finish.reason in ("eos", "stop_token") and self._last_id is not None:
                 end.matched_stop_token_id = self._last_id
                 if self._tokenizer:

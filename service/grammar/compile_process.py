@@ -28,6 +28,7 @@ from llguidance import LLMatcher
 
 from npuserve.service.grammar.errors import ConstraintError
 from npuserve.service.grammar.matcher import limits
+from npuserve.service.grammar.refusal import located
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData, build_tokenizer
 from npuserve.service.ipc import process_control
@@ -55,11 +56,13 @@ class Compiled(msgspec.Struct, array_like=True):
     grammar: grammar of the library; "" after an error.
     error: message of a ConstraintError; "" for none.
     num_bytes: estimated memory of the compiled grammar.
+    field: of the ConstraintError.
     """
 
     grammar: str
     error: str
     num_bytes: int
+    field: str = ""
 
 
 class CompileProcess:
@@ -89,7 +92,7 @@ class CompileProcess:
                                   f"{self._start.max_bytes >> 20} MiB of memory to compile")
         compiled = msgspec.msgpack.decode(reply, type=Compiled)
         if compiled.error:
-            raise ConstraintError(compiled.error)
+            raise ConstraintError(compiled.error, compiled.field)
         return compiled
 
     def interrupt(self) -> None:
@@ -144,19 +147,27 @@ def build_library_matcher(tokenizer: Any, grammar: str, kind: str) -> LLMatcher:
 
     The first mask is computed, which shows a constraint without answers and one that exceeds the limits at once.
     """
+    matcher, message = _built(tokenizer, grammar, kind)
+    if message:
+        raise located(message, grammar, lambda part: _built(tokenizer, part, kind)[1])
+    return matcher
+
+
+def _built(tokenizer: Any, grammar: str, kind: str) -> tuple[LLMatcher, str]:
+    """Return the library's matcher of a grammar, and why it is unusable, "" if it is not."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(kind))
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ConstraintError(_message(matcher.get_error()))
-    if matcher.stop_reason() not in ("NotStopped", "NoExtension"):
-        raise ConstraintError("no answer satisfies the constraint")
-    return matcher
+        return matcher, _message(matcher.get_error())
+    is_possible = matcher.stop_reason() in ("NotStopped", "NoExtension")
+    return matcher, "" if is_possible else "no answer satisfies the constraint"
 
 
 def _message(error: str) -> str:
-    """Return the library's message without its dump of the state and of the grammar."""
+    """Return the library's message without its dump of the state and of the grammar, and its names of definitions."""
     text = " ".join(error.partition("<state>")[0].partition("<non-verbose/>")[0].split())
+    text = text.partition(" while processing json-schema:")[0]
     return "no answer satisfies the constraint" if text in ("", "NoExtensionBias") else text[:400]
 
 
@@ -171,7 +182,9 @@ def _compile(tokenizer: Any, special: Mapping[str, int], constraint: Constraint)
         matcher = build_library_matcher(tokenizer, grammar, constraint.kind)
     except ConstraintError as error:
         text = str(error)
-        return Compiled("", text if text.startswith(constraint.kind) else f"{constraint.kind}: {text}", 0)
+        if not error.field and not text.startswith(constraint.kind):
+            text = f"{constraint.kind}: {text}"
+        return Compiled("", text, 0, error.field)
     grown = max(0, _resident_bytes() - before)
     del matcher
     return Compiled(grammar, "", BASE_BYTES + grown + 2 * len(grammar))

@@ -56,10 +56,17 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
     text: JSON schema, regular expression, grammar, or structural tag; for choices a JSON list of strings; for
         json_object "".
+    source: path of the client's field that the constraint was made from; "" for the field of its kind.
     """
 
     kind: Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
     text: str
+    source: str = ""
+
+    @property
+    def field(self) -> str:
+        """Return the path of the client's field, for errors."""
+        return self.source or self.kind
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

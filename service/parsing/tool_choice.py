@@ -114,7 +114,7 @@ def tool_constraint(
         bad.add("chat.tools", (
             f"must make a constraint of at most {MAX_CONSTRAINT_BYTES} bytes, got {size}: for this tool_choice send "
             "fewer tools, or smaller schemas"))
-    return Constraint("structural_tag", tag)
+    return Constraint("structural_tag", tag, "chat.tools")
 
 
 def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoning) -> str:
@@ -126,11 +126,11 @@ def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoni
     The format is that of xgrammar, which vLLM also accepts:
     https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html
     """
-    choice, tools = chat.tool_choice, [json.loads(tool)["function"] for tool in chat.tools]
+    choice, tools = chat.tool_choice, dict(enumerate(json.loads(tool)["function"] for tool in chat.tools))
     if choice.WhichOneof("choice") == "name":
-        tools = [tool for tool in tools if tool["name"] == choice.name]
+        tools = {index: tool for index, tool in tools.items() if tool["name"] == choice.name}
     calls = {
-        "type": "tags_with_separator", "tags": [_call_tag(tool) for tool in tools], "separator": "\n",
+        "type": "tags_with_separator", "tags": [_call_tag(*tool) for tool in tools.items()], "separator": "\n",
         "at_least_one": True, "stop_after_first": choice.WhichOneof("choice") == "name"}
     found: dict[str, Any] = calls
     if form.has_reasoning and reasoning != "ended":
@@ -143,14 +143,16 @@ def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoni
     return json.dumps({"type": "structural_tag", "format": found}, ensure_ascii=False)
 
 
-def _call_tag(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tag of a call of one function, as the chat templates write it."""
+def _call_tag(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tag of a call of one function, as the chat templates write it. index: of its tool."""
     parameters = function.get("parameters")
     schema = NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
     name = json.dumps(function["name"], ensure_ascii=False)
     return {
         "type": "tag", "begin": f'{CALL_BEGIN}\n{{"name": {name}, "arguments": ',
-        "content": {"type": "json_schema", "json_schema": schema}, "end": f"}}\n{CALL_END}"}
+        "content": {
+            "type": "json_schema", "json_schema": schema, "x-field": f"chat.tools[{index}].function.parameters"},
+        "end": f"}}\n{CALL_END}"}
 
 
 def _cut(name: str) -> str:

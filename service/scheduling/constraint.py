@@ -7,12 +7,12 @@ gives it a matcher that has advanced over the tokens so far. The matcher then ad
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import TYPE_CHECKING, Protocol
 
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, InvalidField, ServeError
-from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.grammar.errors import ConstraintError, MatcherError
 from npuserve.service.ipc.messages import Constraint
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 log = logging.getLogger(__name__)
-
-MAX_REPLAYED_TOKENS = 8192
-"""Maximum number of tokens that `AnswerMatcher.is_complete_after` checks again, which takes some milliseconds."""
 
 
 class Matcher(Protocol):
@@ -46,7 +43,7 @@ class Compilation(Protocol):
     def done(self) -> bool: ...
 
     @property
-    def error(self) -> Exception | None: ...
+    def error(self) -> ConstraintError | None: ...
 
     def matcher(self) -> Matcher: ...
 
@@ -59,13 +56,12 @@ class AnswerMatcher:
     error: failure that ends the request when its next token arrives; None for none.
     """
 
-    __slots__ = ("_compilation", "_constraint", "_end_ids", "_matcher", "error", "has_ended")
+    __slots__ = ("_constraint", "_end_ids", "_matcher", "error", "has_ended")
 
     def __init__(self, constraint: Constraint, compilation: Compilation, end_ids: Container[int]):
         """Begin before the first token. end_ids: tokens that end an answer. Raises the errors of Compilation.matcher.
         """
         self._constraint = constraint
-        self._compilation = compilation
         self._end_ids = end_ids
         self._matcher = compilation.matcher()
         self.has_ended = False
@@ -102,19 +98,8 @@ class AnswerMatcher:
                 self.error = InternalError(f"{self._constraint.kind}: no token may follow")
         return self.error is None
 
-    def is_complete_after(self, token_ids: Iterable[int]) -> bool:
-        """Return whether an answer of these tokens alone satisfies the constraint. False if that takes too long."""
-        matcher = self._compilation.matcher()
-        try:
-            for count, token_id in enumerate(token_ids):
-                if count >= MAX_REPLAYED_TOKENS or not matcher.advance(token_id):
-                    return False
-            return matcher.is_complete
-        except MatcherError:
-            return False
-
     def _failure(self, error: Exception) -> ServeError:
         if isinstance(error, MatcherError):
-            return InvalidField(self._constraint.kind, f"cannot be followed within limits: {error}")
+            return InvalidField(self._constraint.field, f"cannot be followed within limits: {error}")
         logs.bug(log, f"matcher of {self._constraint.kind} failed", error)
         return InternalError(f"{self._constraint.kind}: the matcher failed")

@@ -334,15 +334,11 @@ class Sequence:
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:
         """Return the end of the request.
 
-        keep: generated tokens in the answer, where the front end cut it; None for all. The constraint is checked
-            against these tokens as a whole, also where a stop string ends within the last one.
+        keep: generated tokens in the answer, where the front end cut it; None for all. A cut answer does not satisfy
+            its constraint.
         """
         generated = self.num_generated_tokens if keep is None else keep
-        is_complete = False
-        if self.matcher is not None:
-            begin = self.num_prompt_tokens
-            is_complete = (self.matcher.is_complete if generated == self.num_generated_tokens else
-                           self.matcher.is_complete_after(self.token_ids[begin : begin + generated]))
+        is_complete = keep is None and self.matcher is not None and self.matcher.is_complete
         return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing, is_complete)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.gateway.smg import find_program
 from tests.support.benches import BENCH, bench
 
 
@@ -32,10 +33,15 @@ def test_constrained_load_summary_divides_by_share_zero_of_the_same_server(scrip
 
 @pytest.mark.slow
 def test_constrained_load_measures_each_share(script: ModuleType, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    """Also through smg where it is installed."""
+    out, fields = tmp_path / "out", ["response_format", "tool_choice"] if find_program() else []
+    options = ["--smg", *fields] if fields else []
     subprocess.run(
         [sys.executable, BENCH / "serving" / "constrained_load.py", "--streams", "2", "--tokens", "12", "--rounds", "1",
-         "--requests", "1", "--shares", "0", "100", "--json", out], check=True, timeout=100, stdout=subprocess.PIPE)
+         "--requests", "1", "--shares", "0", "100", "--json", out, *options], check=True, timeout=100,
+        stdout=subprocess.PIPE)
     found = json.loads(out.read_text())
-    assert found["medians"].keys() == {"npuserve 0 %", "npuserve 100 %"}
-    assert found["ratios"]["npuserve 100 %"]["tokens_per_second"][0] > 0
+    routes = ["npuserve", *(f"smg:{field}@npuserve" for field in fields)]
+    assert found["medians"].keys() == {f"{route} {share} %" for route in routes for share in (0, 100)}
+    for route in routes:
+        assert found["ratios"][f"{route} 100 %"]["tokens_per_second"][0] > 0

@@ -258,6 +258,28 @@ def test_stream_continues_after_the_death_of_the_engine(server: Server) -> None:
     assert re.fullmatch(r"([a-z]{1,9} )*[a-z]{0,9}", text)
 
 
+def test_streams_of_all_kinds_continue_after_the_death_of_the_engine(server: Server) -> None:
+    """They run beside a stream without a constraint; each matcher is advanced over another number of tokens."""
+    asks = [ask(80, temperature=seed / 2, seed=seed, **fields) for seed in range(2) for fields, _ in CASES.values()]
+    asks.append(ask(80, ignore_eos=True))
+    whole = [server.stub.Generate(message, timeout=100) for message in asks]
+    held = [0] * len(asks)
+
+    def read(place: int) -> tuple[str, bool]:
+        text = ""
+        for part in server.stub.StreamGenerate(asks[place], timeout=100):
+            text += part.text
+            held[place] += 1
+            if place == len(asks) - 1 and held[place] == 4:
+                os.kill(engine_of(server), signal.SIGKILL)
+        return text, part.finish.grammar_completed
+
+    with ThreadPoolExecutor(len(asks)) as pool:
+        found = list(pool.map(read, range(len(asks))))
+    assert found == [(answer.text, answer.finish.grammar_completed) for answer in whole]
+    assert held[-1] > 4
+
+
 def test_python_client_returns_objects(server: Server) -> None:
     pydantic = pytest.importorskip("pydantic")
     pet = pydantic.create_model("Pet", __config__=pydantic.ConfigDict(extra="forbid"), tame=(bool, ...))

@@ -183,6 +183,24 @@ def test_tool_choice_none_leaves_calls_in_the_text(client: Client, script: Calla
         client.generate([QUESTION], tools=TOOLS, tool_choice={"name": "f"})
 
 
+@pytest.mark.parametrize(("parameters", "message"), [
+    ({"properties": {"a": {"not": {}}}},
+     r"chat\.tools\[1\]\.function\.parameters: keyword 'not' is not supported at /properties/a/not "),
+    ({"properties": {"a": {"oneOf": [{}, {}]}}},
+     r"chat\.tools\[1\]\.function\.parameters: keyword 'oneOf' .* at /properties/a/oneOf "),
+    ({"required": ["a"], "properties": {"a": False}}, r"chat\.tools\[1\]\.function\.parameters: .* at /"),
+])
+def test_schema_of_a_tool_that_cannot_be_honoured_is_named(
+    client: Client, script: Callable[[str], list[int]], parameters: Any, message: str
+) -> None:
+    bad = {"type": "function", "function": {"name": "bad", "parameters": parameters}}
+    for choice in ("required", {"name": "bad"}):
+        with pytest.raises(InvalidRequest, match=message):
+            client.generate([QUESTION], tools=[*TOOLS, bad], tool_choice=choice)  # type: ignore[arg-type]
+    script(ANSWER)
+    assert client.generate([QUESTION], tools=[*TOOLS, bad]).text
+
+
 def test_command_prints_reasoning_text_and_calls(
     server: Server, script: Callable[[str], list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,15 +11,17 @@ from typing import Any, Literal
 import numpy as np
 
 from npuserve.service.grammar.compile_process import build_library_matcher
+from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData
 from npuserve.service.ipc.messages import Constraint
+from npuserve.service.scheduling.constraint import AnswerMatcher
 
 Kind = Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
 END, CALL = 257, 258
 """Ids of the end token and of the special token <call> of `vocabulary`."""
-_LONGER = ['"}', '": ', '", "', "true", "null", "ab", "abc", "123", "  ", "\n  ", "é", "日本", "<a>", "</a>", "{}",
+LONGER = ['"}', '": ', '", "', "true", "null", "ab", "abc", "123", "  ", "\n  ", "é", "日本", "<a>", "</a>", "{}",
            "[]", "}}",
            "\\n"]
 
@@ -27,7 +29,7 @@ _LONGER = ['"}', '": ', '", "', "true", "null", "ab", "abc", "123", "  ", "\n  "
 @functools.cache
 def vocabulary() -> Vocabulary:
     """Return all bytes, an unused id, the special tokens, some longer tokens, a duplicate of "a", and padding."""
-    tokens = [bytes([i]) for i in range(256)] + [b"", b"", b""] + [text.encode() for text in _LONGER] + [b"a", b"", b""]
+    tokens = [bytes([i]) for i in range(256)] + [b"", b"", b""] + [text.encode() for text in LONGER] + [b"a", b"", b""]
     return Vocabulary(VocabularyData(tokens, {"<end>": END, "<call>": CALL}, [END]), encode)
 
 
@@ -35,8 +37,8 @@ def encode(text: str) -> list[int]:
     """Tokenize greedily, with the longer tokens."""
     ids, rest = list[int](), text
     while rest:
-        found = max((t for t in _LONGER if rest.startswith(t)), key=len, default="")
-        ids += [259 + _LONGER.index(found)] if found else rest[0].encode()
+        found = max((t for t in LONGER if rest.startswith(t)), key=len, default="")
+        ids += [259 + LONGER.index(found)] if found else rest[0].encode()
         rest = rest[len(found) or 1:]
     return ids
 
@@ -46,6 +48,20 @@ def matcher(kind: Kind, value: Any) -> Matcher:
     text = value if isinstance(value, str) else json.dumps(value)
     grammar = translate(Constraint(kind, text), vocabulary().data.special)
     return Matcher(vocabulary(), build_library_matcher(vocabulary().library, grammar, kind))
+
+
+@functools.cache
+def compilation(constraint: Constraint) -> Compilation:
+    """Return the result of a constraint, compiled in this process."""
+    grammar = translate(constraint, vocabulary().data.special)
+    found = Compilation(vocabulary())
+    found._finish(build_library_matcher(vocabulary().library, grammar, constraint.kind), None)
+    return found
+
+
+def answer_matcher(constraint: Constraint) -> AnswerMatcher:
+    """Return a new matcher of an answer under a constraint."""
+    return AnswerMatcher(constraint, compilation(constraint), vocabulary().end_ids)
 
 
 def allowed(state: Matcher) -> list[int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.ipc.messages import Request
+from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 
@@ -29,19 +31,30 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: str | None = None
+    grammar_completed: bool = False
+
+
+def advanced(matcher: AnswerMatcher, token_ids: list[int]) -> AnswerMatcher:
+    """Advance a matcher over the tokens so far, and return it."""
+    for token_id in token_ids:
+        matcher.advance(token_id)
+    return matcher
 
 
 def serve(
-    runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int
+    runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
+    matcher: Callable[[Constraint], AnswerMatcher] | None = None,
 ) -> tuple[list[Answer], Scheduler]:
-    """Answer all requests, as the engine does without a socket. Return the answers and the scheduler."""
+    """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
+
+    matcher: returns a new matcher of a constraint."""
     blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(
         blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0)
     answers = [Answer() for _ in all_asks]
     live: dict[int, Sequence] = {}
     tick = pending = 0
-    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick))
+    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), runner.config.vocab_size)
 
     def collect() -> None:
         for progress in pipeline.collect().progress:
@@ -52,6 +65,7 @@ def serve(
             answer.prompt_logprobs += progress.prompt_logprobs or []
             answer.reason = progress.reason
             if progress.reason:
+                answer.grammar_completed = progress.sequence.finish(progress.reason).grammar_completed
                 del live[progress.sequence.id]
 
     cancels: defaultdict[int, list[int]] = defaultdict(list)
@@ -62,6 +76,8 @@ def serve(
             index = order.pop(0)
             request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
             sequence = scheduler.add(request, (b"", 0), float(tick)).sequence
+            if request.constraint and matcher:
+                scheduler.constrain(sequence, advanced(matcher(request.constraint), request.output_ids))
             ids[sequence.id] = index
             live[sequence.id] = sequence
             if (after := all_asks[index].cancel) is not None:

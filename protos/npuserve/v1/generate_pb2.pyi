@@ -812,8 +812,8 @@ class Finish(_message.Message):
     matched_stop_token_id: _builtins.int
     """The token that ended the answer, with FINISH_REASON_STOP_TOKEN and FINISH_REASON_EOS."""
     grammar_completed: _builtins.bool
-    """With a constraint: whether the answer satisfies it. False if the answer was cut before, for example by max_tokens, and
-    for an answer that a stop string ended.
+    """With a constraint: whether the answer satisfies it. False if the answer was cut before, for example by max_tokens. A
+    stop string always cuts an answer.
     """
     @_builtins.property
     def usage(self) -> Global___Usage: ...

@@ -25,7 +25,7 @@ def require_finite_value(schema: Mapping[str, Any]) -> None:
             break
         finite |= found
     if not _has_value(schema, finite):
-        raise ConstraintError("json_schema: '$ref' is recursive, and no finite value satisfies the schema")
+        raise ConstraintError("json_schema: '$ref' is recursive, and no finite value satisfies the schema at /")
 
 
 def _has_value(schema: Any, finite: set[str]) -> bool:

@@ -32,6 +32,8 @@ _UNSUPPORTED = frozenset({
     "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains",
     "maxContains", "propertyNames", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef",
     "$recursiveRef", "extends", "disallow", "divisibleBy"})
+ORIGIN = "$comment"
+"""Annotation of a translated schema: the path of the client's schema, for errors of the library."""
 _LISTS = ("anyOf", "allOf", "oneOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -62,6 +64,11 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
+def pointer(path: str, name: str) -> str:
+    """Return the JSON pointer of a member of the object at `path`."""
+    return f"{path}/{name.replace('~', '~0').replace('/', '~1')}"
+
+
 def _error(path: str, message: str) -> ConstraintError:
     return ConstraintError(f"json_schema: {message} at {path or '/'}")
 
@@ -89,7 +96,8 @@ class _Schema:
         definitions: dict[str, Any] = {}
         while self._ahead:
             schema, inner, path, name = self._ahead.pop()
-            definitions[name] = self._walk(schema, inner, path, 0)
+            found = self._walk(schema, inner, path, 0)
+            definitions[name] = {**found, ORIGIN: path} if isinstance(found, dict) else found
         result = {} if result is True else result
         if not isinstance(result, dict):
             raise _error("", "the schema accepts nothing")
@@ -138,7 +146,7 @@ class _Schema:
         out: dict[str, Any] = {}
         added: list[dict[str, Any]] = []
         for keyword, value in schema.items():
-            here = f"{path}/{keyword}"
+            here = pointer(path, keyword)
             if keyword == "$ref":
                 out["$ref"] = self._reference(value, base, here)
             elif keyword in _LISTS:
@@ -162,21 +170,25 @@ class _Schema:
         return out or True
 
     def _refuse_unsupported(self, schema: Mapping[str, Any], path: str) -> None:
-        for keyword in _UNSUPPORTED & schema.keys():
-            value = schema[keyword]
+        may_lack = schema.get("minContains") == 0 and "maxContains" not in schema and not self._is_old
+        has_contains = "contains" in schema and not may_lack
+        for keyword, value in schema.items():
+            if keyword not in _UNSUPPORTED:
+                continue
             has_effect = {
                 "uniqueItems": value is not False and schema.get("maxItems") not in (0, 1),
                 "if": "then" in schema or "else" in schema, "then": "if" in schema, "else": "if" in schema,
-                "minContains": "contains" in schema, "maxContains": "contains" in schema,
+                "contains": has_contains, "minContains": has_contains, "maxContains": has_contains,
             }.get(keyword, value not in (True, {}) or keyword == "not")
             if has_effect:
-                raise _error(path, f"keyword '{keyword}' is not supported")
+                raise _error(f"{path}/{keyword}", f"keyword '{keyword}' is not supported")
 
     def _properties(self, keyword: str, value: Any, base: str, path: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise _error(path, f"'{keyword}' must be an object")
-        names = {name: _pattern(name, f"{path}/{name}") if keyword == "patternProperties" else name for name in value}
-        return {names[name]: self._walk(inner, base, f"{path}/{name}", depth + 1) for name, inner in value.items()}
+        names = {name: _pattern(name, pointer(path, name)) if keyword == "patternProperties" else name
+                 for name in value}
+        return {names[name]: self._walk(inner, base, pointer(path, name), depth + 1) for name, inner in value.items()}
 
     def _items(self, schema: Mapping[str, Any], base: str, path: str, depth: int, out: dict[str, Any]) -> None:
         items, prefix, rest = schema.get("items", True), schema.get("prefixItems"), "items"
@@ -330,4 +342,5 @@ def _check_properties(out: Mapping[str, Any], path: str) -> None:
     """Refuse a minProperties that a repeated name would satisfy. Names of additional properties are not compared."""
     least = out.get("minProperties", 0)
     if least - len(out.get("required", ())) > 1:
-        raise _error(path, "keyword 'minProperties' is supported for at most one property that is not in 'required'")
+        raise _error(f"{path}/minProperties", "keyword 'minProperties' is supported for at most one property that is "
+                                              "not in 'required'")

@@ -3,6 +3,9 @@
 The format is xgrammar's, which vLLM and gateways send: {"type": "structural_tag", "format": {...}}, and the older
 {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. `_FORMATS` lists the formats that are supported. A free
 text ends at the first occurrence of the text that follows it: the end of its tag, a trigger, or a constant.
+
+A tag that the front end made from the client's tools names the field of each schema: {"type": "json_schema",
+"json_schema": ..., "x-field": "chat.tools[0].function.parameters"}. Errors of the schema name this field.
 """
 
 from __future__ import annotations
@@ -108,11 +111,15 @@ class _Translator:
         if blanks is not None and (not isinstance(blanks, int) or blanks < 0):
             raise _error(path, "'max_whitespace_cnt' must be an integer of at least 0")
         whitespace = WHITESPACE if blanks is None else rf"[ \n]{{1,{min(blanks, 40)}}}" if blanks else "[a&&b]"
+        field = value.get("x-field")
         try:
             inner = schema.translate_value(value.get("json_schema"))
         except ConstraintError as error:
+            if isinstance(field, str):
+                raise ConstraintError(str(error).removeprefix("json_schema: "), field) from error
             raise ConstraintError(f"structural_tag: {path}/{error}") from error
-        return self._builder.json_schema(inner, whitespace)
+        origin = field if isinstance(field, str) else f"structural_tag: {path}/json_schema"
+        return self._builder.json_schema({**inner, schema.ORIGIN: origin}, whitespace)
 
     def _token(self, value: Any, path: str, ends: Any, depth: int) -> str:
         token = value.get("token")

@@ -49,7 +49,7 @@ def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler):
 def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: GrammarCompiler):
     bad = compiler.submit(Constraint("json_schema", '{"properties": {"a": {"not": {}}}}'))
     assert bad.wait(SECONDS)
-    assert str(bad.error) == "json_schema: keyword 'not' is not supported at /properties/a"
+    assert str(bad.error) == "json_schema: keyword 'not' is not supported at /properties/a/not"
     with pytest.raises(ConstraintError, match="keyword 'not'"):
         bad.matcher()
     good = compiler.submit(GOOD)

@@ -79,13 +79,14 @@ def test_only_required_and_a_name_make_a_constraint(folder: ModelFolder) -> None
         assert check(message, folder).request.constraint is None
 
 
-def call_tag(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tag", "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
-            "content": {"type": "json_schema", "json_schema": schema}, "end": "}\n</tool_call>"}
+def call_tag(index: int, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": schema, "x-field": f"chat.tools[{index}].function.parameters"}
+    return {"type": "tag", "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ', "content": content,
+            "end": "}\n</tool_call>"}
 
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-ANY = {"type": "tags_with_separator", "tags": [call_tag("weather", SCHEMA), call_tag("time", NO_ARGUMENTS)],
+ANY = {"type": "tags_with_separator", "tags": [call_tag(0, "weather", SCHEMA), call_tag(1, "time", NO_ARGUMENTS)],
        "separator": "\n", "at_least_one": True, "stop_after_first": False}
 
 
@@ -93,7 +94,7 @@ ANY = {"type": "tags_with_separator", "tags": [call_tag("weather", SCHEMA), call
 def test_required_makes_a_structural_tag(folder: ModelFolder, opened: str, begin: str | None) -> None:
     found = check(asked(mode=REQUIRED, opened=opened), folder).request.constraint
     assert found
-    assert found.kind == "structural_tag"
+    assert (found.kind, found.field) == ("structural_tag", "chat.tools")
     expected: dict[str, Any] = ANY
     if begin is not None:
         thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
@@ -106,7 +107,7 @@ def test_a_name_makes_a_tag_of_one_call(folder: ModelFolder) -> None:
     found = check(asked(name="weather", opened="<think></think>"), folder).request.constraint
     assert found
     tag = json.loads(found.text)["format"]
-    assert (tag["tags"], tag["stop_after_first"]) == ([call_tag("weather", SCHEMA)], True)
+    assert (tag["tags"], tag["stop_after_first"]) == ([call_tag(0, "weather", SCHEMA)], True)
 
 
 def test_schema_without_a_type_is_that_of_an_object(folder: ModelFolder) -> None:

@@ -17,6 +17,7 @@ from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.small import GREEDY, answers, asks, masked, saved
 from tests.npu.emulator.child import emulated
+from tests.support import constrained
 
 HEAD, TABLE = ("linear_argmax", "greedy"), ("embedding",)
 """Kernels that select a token, and the kernel that embeds it."""
@@ -164,3 +165,35 @@ def test_ascend_constrained_tokens_equal_cpu(tmp_path: Path, sampling: dict[str,
         found.append(got)
         assert sum(result.captured_decodes for result in results) > 20
     assert found[0] == found[1]
+
+
+ORDERS = [(depth, pool, is_restored) for depth in (1, 2) for pool in (64, 3) for is_restored in (False, True)]
+"""Steps in flight, blocks of the KV cache, and whether an engine died before."""
+
+
+def constrained_by_grammars(folder: Path, orders: list[tuple[int, int, bool]]) -> None:
+    saved(folder, vocabulary=constrained.VOCABULARY)
+    npu, cpu = load(folder), load(folder, "cpu", block_size=128, threads=1)
+    cases, alone = constrained.cases(128), constrained.expected_by(cpu, 64)
+    expected = [alone(case) for case in cases]
+    preemptions = 0
+    for depth, pool, is_restored in orders:
+        found, scheduler = constrained.answered(
+            npu, cases, alone, depth=depth, pool=pool, seats=8, budget=64, is_restored=is_restored)
+        assert found == expected
+        preemptions += scheduler.preemptions
+    assert preemptions
+    for case in cases[:3]:
+        assert constrained.answered(npu, [case], alone, depth=2, pool=64, seats=8, budget=64)[0] == [alone(case)]
+
+
+@emulated(relax=RELAX)
+def test_ascend_tokens_by_grammars_equal_cpu(tmp_path: Path) -> None:
+    """Requests of all kinds run together and are preempted; the last orders begin after the death of an engine."""
+    constrained_by_grammars(tmp_path, [(2, 64, False), (1, 3, False), (2, 3, True)])
+
+
+@pytest.mark.full
+@emulated(relax=RELAX)
+def test_ascend_tokens_by_grammars_in_every_order_equal_cpu(tmp_path: Path) -> None:
+    constrained_by_grammars(tmp_path, ORDERS)

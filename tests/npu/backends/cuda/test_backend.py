@@ -21,6 +21,7 @@ from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
+from tests.support import constrained
 from tests.support.loop import Ask, serve
 from tests.support.real_models import model_folder
 
@@ -164,6 +165,24 @@ def test_cuda_tokens_with_prefix_hits_and_preemption_equal_cpu(tmp_path: Path, n
     assert {len(answer.tokens) for answer in got} == {6}
     assert scheduler.preemptions > 0
     assert scheduler.prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_restored", [True, pytest.param(False, marks=pytest.mark.full)], ids=["restored", "new"])
+@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_cuda_tokens_by_grammars_equal_cpu(tmp_path: Path, depth: int, is_restored: bool) -> None:
+    """Requests of several kinds run together and are preempted, also after an engine's death."""
+    folder = saved(tmp_path, layers=1, head_dim=8, vocabulary=constrained.VOCABULARY)
+    cuda, cpu = (load(folder, name, max_num_batched_tokens=64, **buckets)
+                 for name, buckets in (("cuda", {"decode_buckets": (4,)}), ("cpu", {})))
+    cases, alone = constrained.cases(16), constrained.expected_by(cpu, 64)
+    chosen = [("json_schema", "greedy"), ("structural_tag", "seeded"), ("regex", "seeded"), ("none", "greedy")]
+    cases = [case for one in chosen for case in cases if (case.kind, case.sampling) == one]
+    found, scheduler = constrained.answered(
+        cuda, cases, alone, depth=depth, pool=4, seats=4, budget=16, is_restored=is_restored)
+    assert found == [alone(case) for case in cases]
+    assert scheduler.preemptions > 0
 
 
 # Order

@@ -17,6 +17,26 @@ F, G = '<tool>{"f": 3}</tool>', '<tool>{"g": null}<|>'
 TAGS = {"type": "triggered_tags", "triggers": ["<tool>"], "tags": [CALL_F, CALL_G]}
 
 
+def test_error_of_a_schema_names_its_path_or_its_own_field():
+    content: dict[str, Any] = {"type": "json_schema"}
+    for schema, message in (
+        ({"properties": {"a": {"not": {}}}}, "keyword 'not' is not supported at /properties/a/not"),
+        ({"properties": {"a": {"oneOf": [{}, {}]}}},
+         "keyword 'oneOf' is supported only if its schemas exclude each other at /properties/a/oneOf"),
+    ):
+        content["json_schema"] = schema
+        value = tag({"type": "tag", "begin": "<f>", "content": content, "end": "</f>"})
+        content.pop("x-field", None)
+        with pytest.raises(ConstraintError) as error:
+            matcher("structural_tag", value)
+        assert (str(error.value), error.value.field) == (
+            f"structural_tag: /format/content/json_schema: {message}", "")
+        content["x-field"] = "chat.tools[3].function.parameters"
+        with pytest.raises(ConstraintError) as error:
+            matcher("structural_tag", value)
+        assert (str(error.value), error.value.field) == (message, "chat.tools[3].function.parameters")
+
+
 def tag(value: Any) -> dict[str, Any]:
     return {"type": "structural_tag", "format": value}
 
