@@ -4,8 +4,9 @@
                     │                           └─► refused: InvalidField of the constraint
                     └── cancel, abort, deadline, pause as in the queue
 
-The compiler works in threads and processes of its own. `poll` never waits for it. The compiler itself is built in a
-thread when the first constraint arrives, since that loads the tokenizer and the library.
+The compiler works in threads and processes of its own. `poll` never waits for it; an idle engine sleeps until the
+compiler wakes it. The compiler itself is built in a thread when the first constraint arrives, since that loads the
+tokenizer and the library.
 
 A request of an earlier engine has output already: its matcher advances over it in parts, between the steps of others.
 Such a request waits until the compiler's queue has space, and is not refused.
@@ -30,9 +31,7 @@ from npuserve.service.scheduling.sequence import Sequence, State
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.001
-"""Minimum time between two polls of the compilations."""
-IDLE_SECONDS = 0.003
-"""Maximum time that an idle engine sleeps while a request waits for its grammar."""
+"""Minimum time between two polls while no compilation ends and no request arrives."""
 REPLAYED_TOKENS = 1024
 """Tokens of earlier output over which the matchers advance in one poll, which takes a few milliseconds."""
 COMPILE_SECONDS = metrics.tally(metrics.grammar_compile_seconds)
@@ -96,21 +95,34 @@ class CompiledRequest(NamedTuple):
 class Grammars:
     """The grammars that requests of `scheduler` wait for.
 
-    build: creates the compiler, in a thread. Raises UnsupportedVocabulary and OSError. None refuses all constraints.
+    build: creates the compiler, in a thread. It gets a function that the compiler calls, in any thread, after each
+        compilation. Raises UnsupportedVocabulary and OSError. None refuses all constraints.
+    wake: called in another thread when `poll` has something to do; None for none.
     """
 
-    def __init__(self, scheduler: Scheduler, build: Callable[[], BuiltCompiler] | None = None):
+    def __init__(
+        self, scheduler: Scheduler, build: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
+        wake: Callable[[], None] | None = None,
+    ):
         self._scheduler = scheduler
         self._build = build
+        self._wake = wake
         self._built: BuiltCompiler | None = None
         self._failure: Exception | None = None
         self._builder: threading.Thread | None = None
         self._pending: dict[Sequence, PendingGrammar] = {}
         self._next_poll = 0.0
+        self._is_due = False  # something changed since the last poll; set by other threads
+        self._is_replaying = False
 
     def __len__(self) -> int:
         """Return the number of requests that wait for their grammar."""
         return len(self._pending)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a matcher has to advance over more tokens of earlier output, so that `poll` has work now."""
+        return self._is_replaying
 
     def pending(self, request: Request) -> PendingGrammar | None:
         """Return the grammar that a new request will wait for, not yet submitted; None without a constraint."""
@@ -123,13 +135,15 @@ class Grammars:
         """
         pending.isolation = isolation
         self._pending[sequence] = pending
+        self._is_due = True
         metrics.requests_compiling.set(len(self._pending))
 
     def poll(self) -> list[CompiledRequest]:
         """Queue the requests whose grammars are compiled. Return these requests, and the refused ones."""
         now = time.monotonic()
-        if not self._pending or now < self._next_poll:
+        if not self._pending or (now < self._next_poll and not self._is_due):
             return []
+        self._is_due = False  # first: a compilation that ends from now on is due again
         self._next_poll = now + POLL_SECONDS
         found: list[CompiledRequest] = []
         left = REPLAYED_TOKENS
@@ -146,6 +160,7 @@ class Grammars:
                     COMPILE_SECONDS.observe(now - pending.since)
                     found.append(CompiledRequest(sequence, None))
             del self._pending[sequence]
+        self._is_replaying = any(pending.matcher is not None for pending in self._pending.values())
         metrics.requests_compiling.set(len(self._pending))
         return found
 
@@ -171,10 +186,10 @@ class Grammars:
             self._builder.start()
         return None
 
-    def _start(self, build: Callable[[], BuiltCompiler]) -> None:
+    def _start(self, build: Callable[[Callable[[], None]], BuiltCompiler]) -> None:
         began = time.monotonic()
         try:
-            self._built = build()
+            self._built = build(self._notify)
         except Exception as error:
             self._failure = error
             if not isinstance(error, UnsupportedVocabulary):
@@ -182,6 +197,13 @@ class Grammars:
         else:
             logs.event(log, "compiler of constraints is ready", level=logging.DEBUG,
                        seconds=round(time.monotonic() - began, 3))
+        self._notify()
+
+    def _notify(self) -> None:
+        """Make the next poll due, and wake the engine. Called in other threads."""
+        self._is_due = True
+        if self._wake:
+            self._wake()
 
     def _advance(self, pending: PendingGrammar, most: int) -> int:
         """Advance a request's wait. Return the number of replayed tokens. Raises the error that ends the request."""

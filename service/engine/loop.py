@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from npuserve.npu.step import Step
 from npuserve.service.engine.crash_tracker import CrashTracker
-from npuserve.service.engine.grammars import IDLE_SECONDS, BuiltCompiler, Grammars
+from npuserve.service.engine.grammars import BuiltCompiler, Grammars
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
@@ -95,7 +95,7 @@ class Engine:
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
         double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
         frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
-        build_compiler: Callable[[], BuiltCompiler] | None = None,
+        build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -108,14 +108,13 @@ class Engine:
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()
         self._kv_events = kv_events
-        self.grammars = Grammars(scheduler, build_compiler)
+        self.grammars = Grammars(scheduler, build_compiler, socket.wake)
         self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.grammars)
         self._outbox = Outbox(self.registry, self._metrics, epoch, self._send)
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
         self._restore_until = math.inf
         self._early: list[tuple[bytes, Resume | Abort]] = []  # arrived before all requests that they may name
-        self._last_collected = 0.0
         self._last_heartbeat = -math.inf
         self._next_audit = -math.inf
         self._is_idle = False  # no step is in flight, and the last plan was empty
@@ -172,7 +171,6 @@ class Engine:
         """Wait for the oldest step in flight, and send its output."""
         self._receive_during_step()
         done = self._pipeline.collect()
-        self._last_collected = done.collected
         tokens = self._outbox.add(done.progress, done.collected)
         self._outbox.flush()
         self._metrics.stepped(done.step, done.result, tokens, done.launched, done.collected)
@@ -229,7 +227,7 @@ class Engine:
         if 0.0 < expected < LONG_STEP_SECONDS:
             return
         oldest = self._pipeline.oldest
-        end = max(oldest.launched, self._last_collected) + expected
+        end = self._pipeline.oldest_began + expected
         late = -max(LATE_SECONDS, expected)
         while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > late:
             self.receive(min(max(left - 0.001, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
@@ -237,10 +235,9 @@ class Engine:
 
     def _idle_timeout(self) -> float:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
-        if self._kv_events and self._kv_events.has_work:
+        if (self._kv_events and self._kv_events.has_work) or self.grammars.is_replaying:
             return 0.0
-        most = IDLE_SECONDS if self.grammars else HEARTBEAT_SECONDS
-        deadline = self._scheduler.deadlines.next
+        deadline, most = self._scheduler.deadlines.next, HEARTBEAT_SECONDS
         return most if deadline is None else min(max(0.0, deadline - time.monotonic()), most)
 
     def _send_started(self, step: Step) -> None:

@@ -118,6 +118,7 @@ class StepPipeline:
         self._masks = TokenMasks(vocabulary)
         self._constrained: list[Sequence] = []  # of the step that was planned last, until it is sampled
         self._planned = 0.0
+        self._ended = 0.0  # end of the last collected step on the device, as the host estimates it
         self._is_starved = False  # the last plan had no rows
 
     def __len__(self) -> int:
@@ -128,6 +129,15 @@ class StepPipeline:
     def oldest(self) -> StepInFlight:
         """The step that `collect` takes next. IndexError if no step is in flight."""
         return self._steps[0]
+
+    @property
+    def oldest_began(self) -> float:
+        """Estimate when the device began the oldest step, in seconds of the clock. IndexError if none is in flight.
+
+        The estimate is not later than the truth if the host collected the step before late: a wait for the oldest step
+        that is derived from it does not repeat the delay of the wait before.
+        """
+        return max(self.oldest.launched, self._ended)
 
     @property
     def must_collect(self) -> bool:
@@ -157,6 +167,7 @@ class StepPipeline:
         step, handle, planned, launched = self._steps.popleft()
         result = self._runner.collect(handle)
         collected = self._clock()
+        self._ended = min(max(launched, self._ended) + result.device_seconds, collected)
         progress = self._scheduler.apply(step, result, collected)
         if self._constrained:
             self._sample()

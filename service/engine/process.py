@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,8 +139,8 @@ def build(args: EngineArgs) -> Engine:
     return engine
 
 
-def build_compiler(folder: Path, vocabulary_size: int) -> BuiltCompiler:
-    """Load the tokenizer and the grammar library for the first constraint.
+def build_compiler(folder: Path, vocabulary_size: int, on_done: Callable[[], None] | None = None) -> BuiltCompiler:
+    """Load the tokenizer and the grammar library for the first constraint. on_done: see GrammarCompiler.
 
     Raises UnsupportedVocabulary for a folder without a usable tokenizer, and ConfigError.
     """
@@ -152,7 +152,7 @@ def build_compiler(folder: Path, vocabulary_size: int) -> BuiltCompiler:
     if found.tokenizer is None:
         raise UnsupportedVocabulary("the model's folder has no tokenizer")
     vocabulary = Vocabulary.from_tokenizer(found.tokenizer, vocabulary_size, found.eos_token_ids)
-    return BuiltCompiler(GrammarCompiler(vocabulary), vocabulary.end_ids)
+    return BuiltCompiler(GrammarCompiler(vocabulary, on_done=on_done), vocabulary.end_ids)
 
 
 def open_publisher(args: EngineArgs) -> KvEventPublisher | None:

@@ -34,7 +34,7 @@ class _Frontend:
 
 
 class EngineSocket:
-    """Non-blocking socket to all front ends. Not thread-safe: only the engine loop uses it."""
+    """Non-blocking socket to all front ends. Not thread-safe, except `wake`: only the engine loop uses it."""
 
     def __init__(self, address: str):
         """Bind the path `address`, replacing the socket of a dead engine. Raises OSError."""
@@ -45,6 +45,10 @@ class EngineSocket:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._frontends: dict[bytes, _Frontend] = {}
         self._numbers = itertools.count(1)
 
@@ -56,6 +60,9 @@ class EngineSocket:
         found: list[tuple[bytes, ToEngine | None]] = []
         for key, events in self._selector.select(timeout):
             name: bytes | None = key.data
+            if key.fileobj is self._woken:
+                self._woken.recv(READ_BYTES)
+                continue
             if name is None:
                 self._accept()
                 continue
@@ -66,6 +73,12 @@ class EngineSocket:
             if events & selectors.EVENT_WRITE and (frontend := self._frontends.get(name)):
                 self._write(name, frontend)
         return found
+
+    def wake(self) -> None:
+        """End the wait of `receive`, or of the next one if none waits. Safe to call from any thread, also after
+        `close`."""
+        with contextlib.suppress(OSError):  # closed, or full of wakes that `receive` has not seen
+            self._waker.send(b"w")
 
     def has_input(self) -> bool:
         """Return whether `receive` would have work to do without waiting."""
@@ -86,6 +99,8 @@ class EngineSocket:
             self._disconnect(name, "the engine stops")
         self._selector.close()
         self._listener.close()
+        self._waker.close()
+        self._woken.close()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

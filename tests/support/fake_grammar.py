@@ -9,6 +9,7 @@ that begin with "bad" are refused by the compiler, "heavy" ones exceed the limit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from zlib import crc32
 
 import numpy as np
@@ -80,13 +81,18 @@ class FakeCompilation:
 
 
 class FakeCompiler:
-    """Compiler whose results are done at once, or when `finish` is called. most: constraints that may wait."""
+    """Compiler whose results are done at once, or when `finish` is called.
+
+    most: constraints that may wait.
+    on_done: called by `finish`.
+    """
 
     def __init__(self, vocabulary: int, end_ids: frozenset[int], is_slow: bool = False, most: int = 1 << 30):
         self.is_slow = is_slow
         self.is_closed = False
         self.submitted: list[Constraint] = []
         self.compilations: dict[Constraint, FakeCompilation] = {}
+        self.on_done: Callable[[], None] | None = None
         self._rule = vocabulary, end_ids
         self._most = most
 
@@ -102,6 +108,8 @@ class FakeCompiler:
         """Complete all that wait."""
         for one in list(self.compilations.values()):
             one.done = True
+        if self.on_done:
+            self.on_done()
 
     def close(self) -> None:
         self.is_closed = True

@@ -201,10 +201,12 @@ struct Row {
             F w = where_at_least(x, least, weight(x), zero());
             return where_at_least(w, set1(min_p), w, zero());
         };
+        // Minus infinity, the score of a masked token, has no weight unless all tokens have it.
+        float least_weighted = peak > -INFINITY ? std::max(kept.score, -FLT_MAX) : kept.score;
         double whole = 0;
         for (int64_t b = 0; b < blocks; b++) {
             Sum sum;
-            if (reaches(b, kept.score))
+            if (reaches(b, least_weighted))
                 each(b, [&](int64_t column, F x) __attribute__((always_inline)) { sum.add(weights(column, x)); });
             sums[b] = sum.total();
             whole += sums[b];

@@ -56,14 +56,17 @@ struct MaskLogits {
         int64_t parts = ceil_div(op.n[2], PART), row = unit / parts, begin = unit % parts * PART;
         const int32_t *mask = masks.of(row);
         if (!mask) return;
-        typename D::type *logits = op.at<typename D::type>(0) + row * op.n[1], low[LANES];
+        typename D::type *logits = op.at<typename D::type>(0) + row * op.n[1], low[LANES], kept[32];
         D::put(low, set1(-INFINITY));
-        // The other logits are not written, since a conversion may change denormal numbers.
+        // The other logits keep their bits: a conversion may change denormal numbers.
         for (int64_t end = std::min(begin + PART, op.n[2]), i = begin; i < end; i += 32) {
             uint32_t banned = ~uint32_t(mask[i / 32]);
-            if (banned == ~0u && end - i >= 32) {
+            if (end - i >= 32 && __builtin_popcount(banned) > 16) {
+                std::memcpy(kept, logits + i, sizeof kept);
                 std::memcpy(logits + i, low, sizeof low);
                 std::memcpy(logits + i + LANES, low, sizeof low);
+                for (uint32_t allowed = ~banned; allowed; allowed &= allowed - 1)
+                    logits[i + __builtin_ctz(allowed)] = kept[__builtin_ctz(allowed)];
                 continue;
             }
             if (end - i < 32) banned &= (1u << (end - i)) - 1;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service.engine import loop
 from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.loop import Engine
 from npuserve.service.grammar.errors import UnsupportedVocabulary
@@ -32,9 +33,10 @@ class Constrained(Running):
         super().__init__(tmp_path, delay, 64, blocks)
 
     def make(self) -> Engine:
-        def build() -> BuiltCompiler:
+        def build(on_done: Callable[[], None]) -> BuiltCompiler:
             if self.compiler is None:
                 raise UnsupportedVocabulary("no bytes")
+            self.compiler.on_done = on_done
             return BuiltCompiler(self.compiler, END_IDS)
 
         return Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, 7, self._overlap,
@@ -97,6 +99,20 @@ def test_acceptance_waits_for_the_compilation(tmp_path: Path) -> None:
         assert peer.tokens(1) == expected([5, 6], 5)
         assert finish
         assert (finish.reason, finish.grammar_completed) == ("length", False)
+
+
+def test_idle_engine_sleeps_until_the_compiler_wakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 3600.0)
+    with running(tmp_path, is_slow=True) as engine:
+        peer = Reader(engine.address)
+        peer.submit(1, [5, 6], 5, constraint=RULE)
+        assert engine.compiler
+        until(lambda: bool(engine.compiler and engine.compiler.submitted))
+        engine.compiler.finish()
+        assert peer.until_end(1)[1].finish
+        assert peer.tokens(1) == expected([5, 6], 5)
+        engine.engine.stop()
+        engine.engine.grammars._notify()  # ends the sleep
 
 
 def test_refused_constraint_names_its_field_and_is_not_accepted(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ class Script:
         assert self.turn < 5000, "the loop never ends"
         return [(FRONTEND, message) for message in found]
 
+    def wake(self) -> None:
+        """Nothing: no constraint is compiled."""
+
     def has_input(self) -> bool:
         return self.turn in self.messages
 

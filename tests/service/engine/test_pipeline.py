@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from npuserve.npu.step import Step, StepResult
@@ -13,11 +15,12 @@ from tests.support.counting_runner import FakeRunner
 
 
 class Recording(FakeRunner):
-    """calls: "launch" and "collect", in order."""
+    """calls: "launch" and "collect", in order. device_seconds: of each result."""
 
     def __init__(self) -> None:
         super().__init__(block_size=4)
         self.calls: list[str] = []
+        self.device_seconds = 0.0
 
     def launch(self, step: Step) -> tuple[StepResult, float]:
         self.calls.append("launch")
@@ -25,7 +28,7 @@ class Recording(FakeRunner):
 
     def collect(self, handle: tuple[StepResult, float]) -> StepResult:
         self.calls.append("collect")
-        return super().collect(handle)
+        return dataclasses.replace(super().collect(handle), device_seconds=self.device_seconds)
 
 
 def pipeline_of(depth: int, *max_tokens: int) -> tuple[StepPipeline, Recording]:
@@ -67,6 +70,19 @@ def test_pipeline_collects_when_nothing_more_can_be_planned() -> None:
     assert done
     assert [progress.reason for progress in done.progress] == ["length"]
     assert not pipeline
+
+
+def test_pipeline_oldest_step_began_when_the_device_ended_the_one_before() -> None:
+    """The host collects the first step late, at 40, and the device began the second one at 13."""
+    pipeline, runner = pipeline_of(2, 3)
+    runner.device_seconds = 10.0
+    times = iter([1.0, 3.0, 4.0, 5.0, 40.0])  # planned and launched, twice; collected
+    pipeline._clock = times.__next__
+    pipeline.launch(pipeline.plan().step)
+    assert pipeline.oldest_began == 3.0
+    pipeline.launch(pipeline.plan().step)
+    pipeline.collect()
+    assert pipeline.oldest_began == 13.0
 
 
 def test_pipeline_times_are_those_of_its_clock() -> None:

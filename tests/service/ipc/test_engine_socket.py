@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,3 +97,18 @@ def test_engine_socket_replaces_socket_of_dead_engine(tmp_path: Path) -> None:
         assert first(living)[1] == m.Hello()
     dead.close()
     living.close()
+
+
+def test_engine_socket_wake_ends_a_wait_and_brings_no_message(tmp_path: Path, engine: EngineSocket) -> None:
+    waker = threading.Timer(0.05, engine.wake)
+    waker.start()
+    assert engine.receive(600.0) == []
+    waker.join()
+    engine.wake()
+    engine.wake()
+    assert engine.has_input()
+    assert engine.receive(600.0) == []
+    assert not engine.has_input()
+    peer = connect(tmp_path)
+    peer.sendall(m.encode(m.Hello()))
+    assert first(engine)[1] == m.Hello()
