@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.registry import Case, kernel
 
 # Factor between successive thresholds of the top_p search: candidates are the tokens above the threshold.
@@ -49,7 +50,7 @@ def sample(
     """Sample one token per row of logits [R, Vp] float32 or bfloat16: ids [R, 1] int64 below `vocabulary`.
 
     temperature: [R] float32, above 0.
-    top_k: [R] int64, off below 1.
+    top_k: [R] int64, off below 1; or int32 from 1 on, off at `vocabulary`.
     top_p: [R] float32 in (0, 1], off at 1.
     min_p: [R] float32 in [0, 1], off at 0.
     uniform: [R] float64 in [0, 1).
@@ -105,20 +106,16 @@ def _(
 ) -> Tensor:
     """Sum mass in float32, the device's dtype, and round `uniform` to float32.
 
-    Nothing is copied to the host: if any row may be filtered, all rows are sorted.
+    Nothing is copied to the host. npu_top_k_top_p keeps all tokens that equal the last one kept by top_k, and the
+    larger ids of equal tokens at the border of top_p.
     """
     scores = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    weights = _scaled(scores, temperature.unsqueeze(1)).exp()
+    scaled = _scaled(scores, temperature.unsqueeze(1))
     if cut:
-        # Sort by falling likelihood, equal values by id.
-        order = scores.sort(dim=-1, descending=True, stable=True).indices
-        ranked = weights.gather(1, order)
-        places = torch.arange(vocabulary, device=logits.device)
-        beyond = (places >= top_k.unsqueeze(1)) & (top_k > 0).unsqueeze(1)
-        ranked = ranked.masked_fill(beyond, 0.0)
-        mass = ranked.cumsum(dim=-1)
-        enough = (mass - ranked >= top_p.unsqueeze(1) * mass[:, -1:]) & (top_p < 1).unsqueeze(1)
-        weights = torch.zeros_like(weights).scatter(1, order, ranked.masked_fill(enough, 0.0))
+        if top_k.dtype != torch.int32:
+            top_k = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).to(torch.int32)
+        scaled = torch_npu.npu_top_k_top_p(scaled, top_p, top_k)
+    weights = scaled.exp()
     weights = weights.masked_fill(weights < min_p.unsqueeze(1), 0.0)
     # A parallel cumulative sum may not increase monotonically. So only positions with weight count, and the total is
     # the largest sum among them.

@@ -119,7 +119,8 @@ class StepResult:
     prompt_logprobs: reports of the prompt tokens that this step's chunk predicted, in order, by request_id.
     device_seconds: compute time of the step on the device.
     captured: at least one part was computed in a captured dispatch.
-    captured_decodes: decode rows that were computed in a captured dispatch.
+    captured_decodes: decode rows that were computed and sampled in one captured dispatch.
+    decoder_decodes: decode rows whose decoder was a captured dispatch, and LM head and sampler were not.
     timed: each kernel was timed, and its latency observed.
 
     A chunk at positions [a, b) predicts the prompt tokens [a + 1, min(b + 1, prompt length)).
@@ -131,4 +132,5 @@ class StepResult:
     device_seconds: float
     captured: bool = False
     captured_decodes: int = 0
+    decoder_decodes: int = 0
     timed: bool = False

@@ -59,6 +59,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "max_num_seqs": "maximum requests in a batch; capped by max_num_batched_tokens",
         "max_num_batched_tokens": "maximum tokens in a step: the budget of chunked prefill",
         "decode_buckets": "row counts of captured decode steps, as in 1,2,4,8, on devices with graphs; none: automatic",
+        "capture_chunks": "capture steps with chunks of prompts too, up to 512 tokens, on devices with graphs",
         "max_queue": "maximum waiting requests; more are refused",
         "max_requests_per_client": "maximum concurrent requests per client (API key or address); 0: no limit",
         "max_preparing": "maximum requests waiting to be tokenized, per front end and size class" ,

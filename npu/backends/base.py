@@ -78,10 +78,13 @@ class Captured(Protocol):
         buffers are computed.
         """
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
+    def replay(
+        self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Run the step. Return the first `rows` rows of its output, [rows, ...], valid until the next replay.
 
         context_lens: lengths of all size(rows) rows, for devices whose attention reads lengths from the host.
+        cu_seqlens: cumulative tokens of the rows from 0 on, for a step captured for any batch; not read by others.
         """
 
     def replay_timed(
@@ -108,9 +111,14 @@ class Backend(ABC):
     padding_blocks: extra KV-cache blocks that no request gets; 0 if captured steps need no padding. The padding rows of
         a captured batch write to the first one.
     decode_buckets: row counts of the captured decode steps; () for the device's own choice.
+    host_lengths: attention reads lengths from the host. A step captured for any batch then has a fixed number of rows;
+        one more row than a batch can have takes the padding tokens.
+    capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
+    captures_sampler: a captured step may contain the kernels `penalize` and `sample`, which then copy nothing to the
+        host.
     int8_cache: the kernels support an int8 KV cache.
     int8_zeros: the kernels support int8 zero points.
     """
@@ -123,7 +131,10 @@ class Backend(ABC):
     int8_zeros: ClassVar[bool] = False
     block_multiple: int = 1
     padding_blocks: int = 0
+    host_lengths: bool = False
+    capture_chunks: bool = True
     compiles: bool = False
+    captures_sampler: bool = False
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5

@@ -141,7 +141,7 @@ class Recorded:
     def size(self, rows: int) -> int:
         return rows
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
+    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> torch.Tensor:
         return self._program.replay(rows)
 
     def replay_timed(

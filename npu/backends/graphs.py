@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 Graph = TypeVar("Graph")
 
+MAX_TOKENS = 512
+"""Tokens of the largest captured step of any rows. In larger steps the GEMMs take longer than the launches."""
+
 
 def default_buckets(largest: int) -> tuple[int, ...]:
     """Return the row counts of captured decode steps: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 beyond,

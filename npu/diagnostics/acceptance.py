@@ -188,10 +188,10 @@ def _compare(
     staged = buffers.fill([(rows, size)])
     staged.upload()
     part = staged.parts[0]
-    got = captured.replay(part.tokens, part.context_lens).to("cpu", torch.float64, copy=True)
+    got = captured.replay(part.tokens, part.context_lens, part.cu_seqlens).to("cpu", torch.float64, copy=True)
     batch = buffers.batch(part)
     want = loaded.model.hidden(batch, cache).to("cpu", torch.float64)
-    spans = [(_spanned(loaded.backend, lambda: captured.replay(part.tokens, part.context_lens)),
+    spans = [(_spanned(loaded.backend, lambda: captured.replay(part.tokens, part.context_lens, part.cu_seqlens)),
               _spanned(loaded.backend, lambda: loaded.model.hidden(batch, cache))) for _ in range(REPEATS)]
     return float((got - want).norm() / want.norm()), spans
 

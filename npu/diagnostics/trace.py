@@ -158,11 +158,11 @@ class Trace:
 
         def replay() -> tuple[bool, list[Span], list[tuple[str, float]]]:
             staged.upload()
-            same = torch.equal(captured.replay(part.tokens, part.context_lens), hidden)
+            same = torch.equal(captured.replay(part.tokens, part.context_lens, part.cu_seqlens), hidden)
             spans = []
             for _ in range(REPLAYS):
                 spans.append(self.backend.span())
-                captured.replay(part.tokens, part.context_lens)
+                captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
                 spans[-1].stop()
             timed = captured.replay_timed(part.tokens, part.context_lens)
             return same, spans, timed[1] if timed else []

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
+from npuserve.npu.execution.sampling_state import HostSampling, SamplingInputs
 from npuserve.npu.step import PENDING, Row
 
 Phase = Literal["prefill", "decode", "mixed"]
@@ -117,6 +118,7 @@ class BatchBuffers:
 
     padding_block: KV-cache block that padding rows write, of which there are at most max_rows; None if no batch is
     padded.
+    vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
     last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`.
@@ -124,10 +126,11 @@ class BatchBuffers:
 
     def __init__(
         self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
-        backend: Backend,
+        backend: Backend, vocabulary: int = 0,
     ):
         self._limits = max_tokens, max_rows, max_blocks
         self._block_size = block_size
+        self._host_lengths = backend.host_lengths
         self._padding = padding_block or 0
         more = 0 if padding_block is None else max_rows
         tokens, rows = max_tokens + more, max_rows + more
@@ -136,6 +139,10 @@ class BatchBuffers:
             "sample_tokens": (rows, torch.int64), "contexts": (rows, torch.int32),
             "cu_seqlens": (rows + 2, torch.int32),
         }
+        self._vocabulary = vocabulary if backend.captures_sampler else 0
+        if self._vocabulary:
+            sections |= {"penalty_slots": (max_rows, torch.int64), "top_k": (max_rows, torch.int32),
+                         "sampling": (7 * max_rows, torch.float32)}
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
         # Block tables on the device; the uploaded ones are narrower and are copied into it.
         self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
@@ -158,16 +165,43 @@ class BatchBuffers:
         self._hosts[0][: self._fixed].zero_()
         self._pad(self._at[0], 0, 0, rows)
         self._at[0]["slots"][:] = self._padding * block_size
+        if self._vocabulary:
+            self.host_sampling(max_rows).clear()
         self._device[: self._fixed].copy_(self._hosts[0][: self._fixed])
 
     def decode(self, rows: int) -> Batch:
         """Return the batch of `rows` rows of one token each."""
         return self._batch(0, rows, rows, rows, list(range(rows + 1)), [1] * rows, 0)
 
+    def sampling(self, rows: int) -> SamplingInputs:
+        """Return the sampling parameters of the first `rows` rows, in memory that does not move."""
+        floats = self._on["sampling"].view(7, -1)[:, :rows]
+        return SamplingInputs(self._on["penalty_slots"][:rows], self._on["top_k"][:rows], *floats)
+
+    def host_sampling(self, rows: int) -> HostSampling:
+        """Return the host's side of `sampling` in the buffer of the step that was filled last."""
+        at = self._at[self._turn]
+        return HostSampling(at["penalty_slots"][:rows], at["top_k"][:rows], at["sampling"].reshape(7, -1)[:, :rows],
+                            self._vocabulary)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step that the buffers can hold."""
+        most, rows, blocks = self._limits
+        return min(most, rows * blocks * self._block_size)
+
     def tokens(self, tokens: int) -> Batch:
-        """Return the batch of `tokens` tokens of any rows."""
+        """Return the batch of `tokens` tokens of any rows.
+
+        If attention reads lengths from the host, it has one more row, for the padding. As long as no step was filled,
+        the tokens are spread over the rows, in the padding block.
+        """
         rows = self._limits[1]
-        return self._batch(0, tokens, rows, rows, [], [], 0)
+        if not self._host_lengths:
+            return self._batch(0, tokens, rows, rows, [], [], 0)
+        most = self._limits[2] * self._block_size
+        lengths = [min(most, max(0, tokens - most * row)) for row in range(rows + 1)]
+        return self._batch(0, tokens, rows + 1, rows, [0, *accumulate(lengths)], lengths, 0)
 
     def batch(self, part: Part) -> Batch:
         """Return the batch of a part without padding."""
@@ -177,7 +211,9 @@ class BatchBuffers:
             index)
 
     def clear(self) -> None:
-        """Make the batch of `tokens` consist of tokens that belong to no row."""
+        """Make the batch of `tokens` consist of tokens that belong to no row, or of padding."""
+        if self._host_lengths:
+            return
         self._on["slots"].fill_(-1)
         for name in ("contexts", "cu_seqlens"):
             self._on[name].zero_()
@@ -185,10 +221,18 @@ class BatchBuffers:
     def pad(self, part: Part, tokens: int) -> None:
         """Make `self.tokens(tokens)` the step that was filled last, whose first part is `part`.
 
-        Tokens beyond the part belong to no row and are not cached; further rows have neither queries nor keys.
+        Tokens beyond the part belong to no row and are not cached; further rows have neither queries nor keys. If
+        attention reads lengths from the host, the tokens belong to the row after the part's, and are cached in the
+        padding block.
         """
         at, rows, beyond = self._at[self._turn], len(part.rows), slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0
+        if self._host_lengths:
+            at["slots"][beyond] = self._padding * self._block_size
+            more = self._limits[1] - rows
+            part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
+            part.context_lens[rows:] = [tokens - part.tokens, *[0] * more]
+            return
         at["slots"][beyond] = -1
         at["contexts"][rows : self._limits[1]] = 0
         at["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens

@@ -18,30 +18,41 @@ Rows = Sequence[Row]
 class Dispatch:
     """Selection among the captured steps of a runner.
 
-    greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps. It does
-        not serve constrained rows, whose masks arrive after the forward pass is queued.
-    decode: decode rows up to the final norm; `mixed` if decode steps need no padding.
+    greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps.
+    sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included; None if the
+        backend captures no sampler.
+    decode: decode rows up to the final norm; `mixed` if decode steps need no padding. If the backend captures the
+        sampler, it is `greedy`, whose output are the hidden states: a graph less per bucket, and one more product of
+        the LM head for rows that need logits.
     mixed: any rows up to the final norm.
 
+    Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
+
     hidden: computes a batch up to the final norm.
-    argmax_step: computes the given number of decode rows and stores their argmax ids.
-    max_rows, max_tokens: rows and tokens of the largest step.
+    argmax_step, sampled_step: compute the given number of decode rows, store their sampled ids, and return the hidden
+        states.
+    max_rows: rows of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
     """
 
     def __init__(
         self, backend: Backend, buffers: BatchBuffers, hidden: Callable[[Batch], Tensor],
-        argmax_step: Callable[[int], Tensor], *, max_rows: int, max_tokens: int, on_host: bool,
+        argmax_step: Callable[[int], Tensor], sampled_step: Callable[[int], Tensor], max_rows: int,
+        *, on_host: bool,
     ):
         self._buffers, self._on_host = buffers, on_host
         self._pads = backend.padding_blocks > 0
         with torch.inference_mode():
             self.greedy = backend.capture(argmax_step, max_rows, decode=True)
-            self.decode = backend.capture(
+            self.sampled = backend.capture(sampled_step, max_rows, decode=True) if backend.captures_sampler else None
+            self.decode = self.greedy if self.sampled else backend.capture(
                 lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True) if self._pads else None
             if self._pads:
                 buffers.clear()
-            self.mixed = backend.capture(lambda tokens: hidden(buffers.tokens(tokens)), max_tokens, decode=False)
+            max_tokens = buffers.most_tokens
+            self.mixed = backend.capture(
+                lambda tokens: hidden(buffers.tokens(tokens)), max_tokens, decode=False
+            ) if backend.capture_chunks or not self._pads else None
             self.decode = self.decode or self.mixed
             if self.mixed and self.mixed.largest < max_tokens:
                 # Compile and allocate now what the largest steps, which are not captured, compile and allocate.
@@ -65,23 +76,29 @@ class Dispatch:
         """Return True if the host computes the part."""
         return self._on_host and not _decodes(part.rows[0])
 
-    def select(self, part: Part, *, argmax: bool) -> Captured | None:
-        """Return the captured step that serves a part; None for kernel by kernel.
+    def can_sample(self, part: Part) -> bool:
+        """Return True if `sampled` takes the part."""
+        return self.sampled is not None and not part.first and _all_decode(part) and part.tokens <= self.sampled.largest
+
+    def select(self, part: Part, *, argmax: bool, fixed: bool) -> tuple[Captured | None, bool]:
+        """Return the captured step that serves a part, None for kernel by kernel, and whether it samples too.
 
         argmax: every row of the step samples its argmax token.
+        fixed: `sampled` can sample every row of the part.
 
         If the captured step takes any rows, the part is padded to its size in the buffers.
         """
         # A captured step reads the beginning of the buffers.
         if part.first or self.is_on_host(part):
-            return None
-        is_decode = len(part.samples) == len(part.rows) == part.tokens
-        candidates = (self.greedy if argmax else None, self.decode, self.mixed) if is_decode else (self.mixed,)
+            return None, False
+        candidates = (self.greedy if argmax else None, self.sampled if fixed else None, self.decode, self.mixed
+                      ) if _all_decode(part) else (self.mixed,)
         captured: Captured | None = next(
             (each for each in candidates if each and part.tokens <= each.largest), None)
         if captured is not None and captured is self.mixed and self._pads:
             self._buffers.pad(part, captured.size(part.tokens))
-        return captured
+        whole = self.greedy if argmax else self.sampled if fixed else None
+        return captured, captured is not None and captured is whole
 
 
 def replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | None:
@@ -90,11 +107,15 @@ def replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | 
     Return None, without running anything, if a timed replay cannot be split into kernels.
     """
     if timings is None:
-        return captured.replay(part.tokens, part.context_lens)
+        return captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
     if (timed := captured.replay_timed(part.tokens, part.context_lens)) is None:
         return None
     timings.add(timed[1])
     return timed[0]
+
+
+def _all_decode(part: Part) -> bool:
+    return len(part.samples) == len(part.rows) == part.tokens
 
 
 def _decodes(row: Row) -> bool:

@@ -215,7 +215,7 @@ class HostPrefill:
         if self._captured is None:
             return self._model.hidden(self._buffers.batch(part), self._mirror)
         if timings is None:
-            return self._captured.replay(part.tokens, part.context_lens)
+            return self._captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
         if (replayed := self._captured.replay_timed(part.tokens, part.context_lens)) is None:
             return self._model.hidden(self._buffers.batch(part), self._mirror)
         timings.add(replayed[1])

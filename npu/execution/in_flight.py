@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from npuserve.kernels.registry import Span, Timings
@@ -12,6 +15,7 @@ from npuserve.npu.execution.batch import Part, Phase
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import Constrained, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan
+from npuserve.npu.step import NewRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,14 @@ class Work:
 
     first: index of its first token among the tokens that the step samples.
     captured: the dispatch that serves it; None for kernel by kernel.
+    whole: the dispatch includes LM head and sampler.
     """
 
     part: Part
     first: int
     plan: Plan
     captured: Captured | None
+    whole: bool
     prompt: list[PromptRows]
 
 
@@ -61,6 +67,7 @@ class Ran:
     prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
     captured: bool = False
     captured_decodes: int = 0
+    decoder_decodes: int = 0
     fetched: Event | None = None
     timings: list[Timings] = field(default_factory=list)
 
@@ -96,3 +103,21 @@ class Waiting:
     phase: Phase | None
     hosted: tuple[Work, Pending[Chunk]] | None = None
     masks: StagedMasks | None = None
+
+
+def prompt_rows(
+    part: Part, prompts: Mapping[int, NewRequest], put: Callable[[np.ndarray[Any, Any]], Tensor]
+) -> list[PromptRows]:
+    """Return the rows that predict prompt tokens of `prompts`, the requests with prompt_logprobs.
+
+    A row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length)).
+    """
+    found = []
+    for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
+        request = prompts.get(row.request_id)
+        if request is None or request.sampling.prompt_logprobs is None:
+            continue
+        following = request.prompt_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
+        if following:
+            found.append(PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
+    return found

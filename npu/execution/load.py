@@ -1,25 +1,47 @@
-"""Loading of a model into a runner."""
+"""Loading of a model into a runner, from its files or from memory that outlives the engine process.
+
+The supervisor holds the memory file of the weights and passes it to each engine process, with the description
+(`describe`) that the last ready process gave. If the model's files, the kernels and the form of the weights are
+unchanged, the new process follows the described plan and reuses the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from npuserve.kernels import native
 from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.kv_cache import block_bytes
-from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.memory_plan import MemoryPlan, predict
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.execution.shared_weights import SharedMemory, describe
 from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.progress import Progress
 from npuserve.npu.model.storage import choose_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory file. file: its descriptor. contents: `describe` of the last ready process; None if there was none."""
+
+    file: int
+    contents: Mapping[str, Any] | None = None
+
+    def plan(self, folder: Path) -> MemoryPlan | None:
+        """Return the plan by which the file was filled; None if its weights are not from the present `folder`."""
+        if self.contents is None or self.contents.get("model") != _stamp(folder):
+            return None
+        return MemoryPlan(**self.contents["plan"])
 
 
 def load_runner(
@@ -28,12 +50,12 @@ def load_runner(
     kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0, emulate: Sequence[str] | None = None,
     decode_buckets: Sequence[int] = (), prefill_device: str = "same", lm_head_dtype: HeadDtype = "auto",
     int8_levels: float = 0, progress: Progress | None = None, memory: SharedMemory | None = None,
-    cpu: CpuKernelSettings = AUTO,
+    cpu: CpuKernelSettings = AUTO, capture_chunks: bool = True,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: as in `select`.
-    decode_buckets, int8_levels: values for the fields of `Backend`.
+    decode_buckets, int8_levels, capture_chunks: values for the fields of `Backend`.
     prefill_device: as for `select_prefill`.
     lm_head_dtype: as in `ModelConfig`.
     kernel_sampling, observe: as in `Runner`.
@@ -44,6 +66,7 @@ def load_runner(
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
     device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels)
+    device.capture_chunks = capture_chunks
     config = ModelConfig.from_folder(folder, lm_head_dtype)
     chosen = choose_kernels(config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), (device, host), cpu)
     memory = None if host else memory
@@ -84,3 +107,16 @@ def _devices(
         host.set_threads(threads)
         host.int8_levels = device.int8_levels
     return device, host
+
+
+def describe(folder: Path, plan: MemoryPlan) -> dict[str, Any]:
+    """Return the JSON value that identifies the weights, for `left` of the next process. plan: without host prefill."""
+    return {"model": _stamp(folder), "plan": asdict(plan)}
+
+
+def _stamp(folder: Path) -> list[Any]:
+    files = [(path, path.stat()) for path in (folder / "config.json", *weight_files(folder))]
+    made_by: list[str] = [torch.__version__]
+    if native.available():
+        made_by += [native.library().source, "compact" if native.library().compact else "plain"]
+    return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in files] + made_by

@@ -18,6 +18,7 @@ from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.execution.host_prefill import staging_bytes
 from npuserve.npu.execution.kv_cache import block_bytes
+from npuserve.npu.execution.sampling_state import penalties_bytes
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.storage import StoredMatrix, linears, stored_bytes, tables
 
@@ -256,11 +257,13 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
     """Return the bytes of the LM head's logits and their sampling: the golden sampler uses up to six float32 copies.
 
-    Edits of logits and counts for penalties are not included; they depend on the requests.
+    If captured steps sample, they allocate as much again in the memory of the graphs, and the tokens of `Penalties`.
+    Otherwise edits of logits and counts for penalties are not included; they depend on the requests.
     """
     copies = backend.sampling_bytes if _has_own(backend, sample) else 24
     head = tables(config, backend.vocabulary_tile)[-1]
-    return rows * head.rows * (itemsize + copies) + _in_float64(head, backend, rows)
+    captured = (rows * head.rows * copies + penalties_bytes(rows, config.vocab_size)) if backend.captures_sampler else 0
+    return rows * head.rows * (itemsize + copies) + captured + _in_float64(head, backend, rows)
 
 
 def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:

@@ -4,8 +4,9 @@
 2. The step's rows are written to a host buffer that is copied to the device in one copy, and the step's work is
    enqueued behind the previous step's. Nothing blocks.
 3. `Dispatch` selects how the rows are computed. If the backend can capture steps, the decoder is one dispatch, which
-   reads the batch at fixed addresses. LM head and sampler follow; if all rows are decode rows with argmax sampling,
-   they are part of the dispatch. A step with chunks is one dispatch too, up to the number of tokens that are captured.
+   reads the batch at fixed addresses. LM head and sampler follow; they are part of the dispatch if all rows are decode
+   rows with argmax sampling or, where the backend can capture its sampler, with parameters that are inputs of a step
+   (`SamplingInputs`). A step with chunks is one dispatch too, up to the number of tokens that are captured.
    If the backend captures only decode steps, it is one dispatch for the decode rows, followed by the kernels of the
    chunks.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
@@ -41,7 +42,7 @@ from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Phase, Stage
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
-from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Waiting, Work
+from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Waiting, Work, prompt_rows
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
 from npuserve.npu.execution.masks import Constrained, MaskBuffers, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Sampler
@@ -64,7 +65,7 @@ class Runner:
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
-    shared_weights: description of the weights in shared memory (`shared_weights.describe`), or None.
+    shared_weights: description of the weights in shared memory (`load.describe`), or None.
     cpu_kernels: CPU kernels in use; None if there are none.
     """
 
@@ -106,16 +107,16 @@ class Runner:
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
         self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
-        self._sampler = Sampler(self._kernels, config.vocab_size, backend)
-        self._masks = MaskBuffers(min(max_num_seqs, max_num_batched_tokens), config.vocab_size, backend)
+        rows = min(max_num_seqs, max_num_batched_tokens)
+        self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
+        self._masks = MaskBuffers(rows, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
-        rows = min(max_num_seqs, max_num_batched_tokens)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
-            num_blocks if backend.padding_blocks else None, backend)
+            num_blocks if backend.padding_blocks else None, backend, config.vocab_size)
         self._last = backend.empty((rows,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
         self._sampled: dict[int, int] = {}  # request -> its index in _last
@@ -124,7 +125,7 @@ class Runner:
             *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         self._dispatch = Dispatch(
-            backend, self._buffers, self._hidden, self._argmax_step, max_rows=rows, max_tokens=max_num_batched_tokens,
+            backend, self._buffers, self._hidden, self._argmax_step, self._sampled_step, rows,
             on_host=prefill is not None)
         if backend.compiles:
             self._warm_up(rows, dtype)
@@ -229,8 +230,8 @@ class Runner:
         assert ran.fetched
         ran.fetched.wait()
         result = StepResult(
-            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {},
-            sum(span.read() for span in ran.spans), ran.captured, ran.captured_decodes, bool(ran.timings))
+            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {}, sum(s.read() for s in ran.spans),
+            ran.captured, ran.captured_decodes, ran.decoder_decodes, bool(ran.timings))
         for requests, logprobs in ran.reports:
             result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
         for request_id, logprobs in ran.prompt:
@@ -257,26 +258,12 @@ class Runner:
 
     def _plan(self, part: Part, first: int, staged: Staged, is_constrained: bool) -> Work:
         """Plan a part. is_constrained: the step's sampling is queued later."""
-        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained))
-        prompt = self._prompt_rows(part, staged) if self._prompts else []
-        captured = self._dispatch.select(part, argmax=plan.argmax and not is_constrained)
-        return Work(part, first, plan, captured, prompt)
-
-    def _prompt_rows(self, part: Part, staged: Staged) -> list[PromptRows]:
-        """Return the rows that predict prompt tokens of requests with prompt_logprobs.
-
-        A row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length)).
-        """
-        found = []
-        for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
-            request = self._prompts.get(row.request_id)
-            if request is None or request.sampling.prompt_logprobs is None:
-                continue
-            following = request.prompt_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
-            if following:
-                found.append(PromptRows(
-                    row.request_id, begin, staged.put(np.array(following)), request.sampling.prompt_logprobs))
-        return found
+        can_sample = not is_constrained and self._dispatch.can_sample(part)
+        inputs = self._buffers.host_sampling(part.padded) if can_sample else None
+        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
+        prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
+        captured, whole = self._dispatch.select(part, argmax=plan.argmax and not is_constrained, fixed=plan.fixed)
+        return Work(part, first, plan, captured, whole, prompt)
 
     # Work in the device's queue
 
@@ -340,13 +327,14 @@ class Runner:
     def _compute(self, work: Work, ran: Ran, timings: Timings | None) -> Tensor | None:
         """Return the hidden states of a part; None if its sampled ids are in `_last`."""
         part = work.part
+        self._sampler.prepare(work.plan)
         hidden = replay(work.captured, part, timings) if work.captured else None
-        if hidden is not None:
-            ran.captured = True
-            ran.captured_decodes += part.decodes
-            if work.captured is self._dispatch.greedy:
-                return None
-        return self._hidden(self._buffers.batch(part)) if hidden is None else hidden
+        if hidden is None:
+            return self._hidden(self._buffers.batch(part))
+        ran.captured = True
+        ran.captured_decodes += part.decodes if work.whole else 0
+        ran.decoder_decodes += 0 if work.whole else part.decodes
+        return None if work.whole else hidden
 
     def _sample(self, work: Work, hidden: Tensor, ran: Ran, staged: StagedMasks | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.
@@ -363,6 +351,8 @@ class Runner:
         masks = staged.of(work.first, count) if staged and part.constrained else None
         if work.plan.argmax:
             ids = self._model.argmax(sampling, masks)
+        elif work.plan.fixed:
+            ids = self._sampler.sample_fixed(self._model.logits(sampling), self._buffers.sampling(count))
         else:
             sampled = self._sampler.sample(self._model.logits(sampling), work.plan, masks)
             ids = sampled.ids
@@ -371,10 +361,17 @@ class Runner:
         self._kernels.keep_ids(ids, self._last[work.first : work.first + count])
 
     def _argmax_step(self, rows: int) -> Tensor:
-        """Compute a step of decode rows with argmax sampling."""
-        ids = self._model.argmax(self._hidden(self._buffers.decode(rows)))
+        """Compute a step of decode rows with argmax sampling; return the hidden states."""
+        hidden = self._hidden(self._buffers.decode(rows))
+        self._kernels.keep_ids(self._model.argmax(hidden), self._last[:rows])
+        return hidden
+
+    def _sampled_step(self, rows: int) -> Tensor:
+        """Compute a step of decode rows with the buffers' sampling parameters; return the hidden states."""
+        hidden = self._hidden(self._buffers.decode(rows))
+        ids = self._sampler.sample_fixed(self._model.logits(hidden), self._buffers.sampling(rows))
         self._kernels.keep_ids(ids, self._last[:rows])
-        return ids
+        return hidden
 
     @torch.inference_mode()
     def _warm_up(self, most: int, dtype: torch.dtype) -> None:

@@ -14,7 +14,15 @@ from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.backends.base import Backend, Event
 from npuserve.npu.execution.masks import BITS, Array, RowMasks, mask_of, restrict
-from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
+from npuserve.npu.execution.sampling_state import (
+    HostSampling,
+    OnDevice,
+    Penalties,
+    RequestState,
+    SamplingInputs,
+    upload,
+)
+from npuserve.npu.step import NewRequest, TokenLogprobs
 
 Put = Callable[["np.ndarray[Any, Any]"], Tensor]
 """Copies host values to the device; the returned tensor holds them when the step runs."""
@@ -76,59 +84,6 @@ class SampledIds:
     logprobs: Logprobs | None = None
 
 
-@dataclass(slots=True)
-class _State:
-    """Sampling state of one request.
-
-    allowed_ids, bias, ending_ids: restricted to the vocabulary; empty if the request does not use them.
-    edited: its logits are always edited.
-    biased: its logits are edited by more than masks.
-    next_position: position after the tokens counted so far, for a request with penalties.
-    on_device: tensors, created when first needed.
-    masks: `mask_of` the allowed ids and of all ids that are not ending ids, created when first needed.
-    """
-
-    request: NewRequest
-    allowed_ids: list[int]
-    bias: dict[int, float]
-    ending_ids: list[int]
-    edited: bool
-    biased: bool
-    next_position: int
-    on_device: _OnDevice | None = None
-    masks: tuple[Array | None, Array | None] | None = None
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    def withholds_ending(self, position: int) -> bool:
-        return bool(self.ending_ids) and position - len(self.request.prompt_ids) < self.sampling.min_tokens
-
-    def edits(self, position: int, constrained: bool) -> bool:
-        """Return True if the logits at `position` are edited on the device.
-
-        constrained: the row has a mask, from which allowed_ids and ending_ids are removed on the host.
-        """
-        return self.biased if constrained else self.edited or self.withholds_ending(position)
-
-
-@dataclass(frozen=True, slots=True)
-class _OnDevice:
-    """Tensors of a request on the device, None if it does not use them.
-
-    bias: (ids [n] int64, values [n] float32).
-    counts: (in_prompt [vocabulary] bool, output_counts [vocabulary] int32). The steps queued so far are counted.
-    sources: host buffers of the tensors.
-    """
-
-    allowed_ids: Tensor | None
-    bias: tuple[Tensor, Tensor] | None
-    ending_ids: Tensor | None
-    counts: tuple[Tensor, Tensor] | None
-    sources: list[Tensor]
-
-
 class Edit(NamedTuple):
     """Row whose logits are edited. allowed, ending: its allowed_ids and ending_ids are among the edits."""
 
@@ -149,10 +104,11 @@ class Plan:
         above 0; cut: its last argument.
     rows: the rows with a temperature above 0, and the others; None unless there are both.
     reported: rows with logprobs; report_counts: number of most likely tokens each reports; report_rows: the same rows.
+    fixed: the rows' parameters are in `SamplingInputs`; of the other fields, only `states` and `penalized` are used.
     """
 
     argmax: bool
-    states: Sequence[_State] = ()
+    states: Sequence[RequestState] = ()
     edited: Sequence[Edit] = ()
     penalized: Sequence[int] = ()
     penalties: tuple[Tensor, ...] = ()
@@ -162,6 +118,7 @@ class Plan:
     reported: Sequence[int] = ()
     report_counts: Sequence[int] = ()
     report_rows: Tensor | None = None
+    fixed: bool = False
 
 
 class Sampler:
@@ -169,6 +126,7 @@ class Sampler:
 
     kernels: of the backend.
     vocabulary: size without padding; ids at or above it are never sampled.
+    slots: requests with penalties that captured steps can sample.
 
     A row's token depends only on its own logits, parameters, tokens so far, position and mask, not on other rows. The
     logits of a row pass through, in this order: mask and allowed_token_ids, logit_bias, min_tokens (masks the ending
@@ -182,11 +140,12 @@ class Sampler:
     that `plan` reads.
     """
 
-    def __init__(self, kernels: KernelSet, vocabulary: int, backend: Backend):
+    def __init__(self, kernels: KernelSet, vocabulary: int, backend: Backend, slots: int = 0):
         self._k = kernels
         self._vocabulary = vocabulary
         self._backend = backend
-        self._states: dict[int, _State] = {}
+        self._penalties = Penalties(slots, vocabulary, backend) if backend.captures_sampler else None
+        self._states: dict[int, RequestState] = {}
 
     def add(self, request: NewRequest) -> None:
         """Add a request. Raises ValueError if it exists."""
@@ -199,7 +158,7 @@ class Sampler:
         if allowed and allowed <= ending:
             ending = set()
         bias = {i: value for i, value in sampling.logit_bias.items() if i < vocabulary}
-        self._states[request.request_id] = _State(
+        self._states[request.request_id] = RequestState(
             request=request,
             allowed_ids=sorted(allowed),
             bias=bias,
@@ -207,11 +166,14 @@ class Sampler:
             edited=bool(allowed or bias or sampling.penalized),
             biased=bool(bias or sampling.penalized),
             next_position=len(request.prompt_ids) + len(request.output_ids),
+            slot=self._penalties.take() if self._penalties and sampling.penalized else 0,
         )
 
     def remove(self, request_id: int) -> None:
         """Remove a request. Raises KeyError if it does not exist."""
-        del self._states[request_id]
+        state = self._states.pop(request_id)
+        if self._penalties:
+            self._penalties.give_back(state.slot)
 
     def restrict(self, request_id: int, position: int, mask: Array) -> None:
         """Remove ids from the mask of a constrained row in place, by allowed_token_ids and min_tokens.
@@ -231,12 +193,16 @@ class Sampler:
         if others is not None and state.withholds_ending(position):
             restrict(mask, others)
 
-    def plan(self, rows: Sequence[tuple[int, int]], put: Put, constrained: Container[int] = ()) -> Plan:
+    def plan(
+        self, rows: Sequence[tuple[int, int]], put: Put, constrained: Container[int] = (),
+        inputs: HostSampling | None = None,
+    ) -> Plan:
         """Plan the sampling of a step.
 
         rows: (request id, position in prompt + output) of each token to sample.
         put: copies host values to the device.
         constrained: numbers of the rows for which `sample` gets masks.
+        inputs: of the captured step that can sample the rows if it supports their parameters; None if there is none.
 
         Raises KeyError for an unknown request, and ValueError if a request with penalties skips or repeats a position,
         since its counts cover the tokens sampled here.
@@ -250,6 +216,8 @@ class Sampler:
                 if position != state.next_position:
                     raise ValueError(f"request {request_id}: position {position} instead of {state.next_position}")
                 state.next_position += 1
+        if inputs and all(state.is_capturable(position) for state, (_, position) in zip(states, rows, strict=True)):
+            return self._fixed_plan(rows, states, inputs)
         plan = Plan(False, states, [
             Edit(r, r not in constrained, r not in constrained and states[r].withholds_ending(rows[r][1]))
             for r in edited])
@@ -279,6 +247,43 @@ class Sampler:
             counts = [sampling[r].logprobs or 0 for r in reported]
             plan = replace(plan, reported=reported, report_counts=counts, report_rows=put(np.array(reported)))
         return plan
+
+    def _fixed_plan(
+        self, rows: Sequence[tuple[int, int]], states: Sequence[RequestState], inputs: HostSampling
+    ) -> Plan:
+        """Write the parameters of all rows where a captured step reads them."""
+        inputs.clear()
+        numbers = uniform([state.sampling.seed for state in states], [position for _, position in rows])
+        for row, (state, number) in enumerate(zip(states, numbers, strict=True)):
+            params = state.sampling
+            if params.temperature > 0:
+                inputs.set_chance(row, params.temperature, params.top_k, params.top_p, params.min_p, float(number))
+            if params.penalized:
+                inputs.set_penalties(
+                    row, state.slot, params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        penalized = [row for row, state in enumerate(states) if state.sampling.penalized]
+        return Plan(False, fixed=True, states=states, penalized=penalized)
+
+    def prepare(self, plan: Plan) -> None:
+        """Create the tensors that `sample_fixed` reads for a `fixed` plan. Call it within enqueued work."""
+        if plan.fixed:
+            for row in plan.penalized:
+                self._tensors(plan.states[row])
+
+    def sample_fixed(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """Sample one token per row of logits [R, Vp]: ids [R, W]. Everything that a plan decides is in `inputs`.
+
+        It calls the same kernels for all parameters, without a copy to the host, so that it can be captured.
+        """
+        assert self._penalties
+        scores = logits[:, : self._vocabulary].to(torch.float32)
+        in_prompt, counts = self._penalties.in_prompt, self._penalties.output_counts
+        self._k.penalize(scores, in_prompt.index_select(0, inputs.slots), counts.index_select(0, inputs.slots),
+                         inputs.repetition, inputs.presence, inputs.frequency)
+        ids = self._k.sample(scores, self._vocabulary, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p,
+                             inputs.uniform)
+        counts.index_put_((inputs.slots, ids[:, 0]), self._penalties.one, accumulate=True)
+        return ids
 
     def sample(self, logits: Tensor, plan: Plan, masks: RowMasks | None = None) -> SampledIds:
         """Sample one token per row of logits [R, Vp], of which only those are modified that `masks` masks.
@@ -335,7 +340,7 @@ class Sampler:
         """Return a copy of the logits with all edits: [R, vocabulary] float32."""
         result = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for row, allowed, ending in plan.edited:
-            own, line = self._on_device(plan.states[row]), result[row]
+            own, line = self._tensors(plan.states[row]), result[row]
             if own.allowed_ids is not None and allowed:
                 masked = torch.full_like(line, -torch.inf)
                 masked[own.allowed_ids] = line[own.allowed_ids]
@@ -352,36 +357,14 @@ class Sampler:
             result[where] = lines
         return result
 
-    def _counts(self, state: _State) -> tuple[Tensor, Tensor]:
-        counts = self._on_device(state).counts
+    def _counts(self, state: RequestState) -> tuple[Tensor, Tensor]:
+        counts = self._tensors(state).counts
         assert counts is not None
         return counts
 
-    def _on_device(self, state: _State) -> _OnDevice:
+    def _tensors(self, state: RequestState) -> OnDevice:
         if state.on_device is None:
-            sources: list[Tensor] = []
-
-            def load(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-                source = self._backend.host_buffer(len(values), dtype=dtype)
-                source.copy_(torch.tensor(values, dtype=dtype))
-                sources.append(source)  # the copy may run after this returns
-                return source.to(self._backend.device, non_blocking=True)
-
-            def count(token_ids: list[int]) -> Tensor:
-                """Return how often each id occurs: [vocabulary] int32."""
-                counts = torch.zeros(self._vocabulary, dtype=torch.int32, device=self._backend.device)
-                ids = load(token_ids)
-                return counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-
-            request = state.request
-            state.on_device = _OnDevice(
-                allowed_ids=load(state.allowed_ids) if state.allowed_ids else None,
-                bias=(load(list(state.bias)), load(list(state.bias.values()), torch.float32)) if state.bias else None,
-                ending_ids=load(state.ending_ids) if state.ending_ids else None,
-                counts=(count(request.prompt_ids) > 0, count(request.output_ids))
-                if state.sampling.penalized else None,
-                sources=sources,
-            )
+            state.on_device = upload(state, self._vocabulary, self._backend, self._penalties)
         return state.on_device
 
     def _logprobs(self, logits: Tensor, ids: Tensor, counts: list[int]) -> Logprobs:

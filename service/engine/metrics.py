@@ -24,7 +24,8 @@ STEP_SECONDS = {(phase, mode): metrics.tally(metrics.step_seconds, phase, mode) 
 STEP_TOKENS = {phase: metrics.tally(metrics.step_tokens, phase) for phase in PHASES}
 HOST_GAP = metrics.tally(metrics.step_host_gap_seconds)
 TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase in PHASES}
-DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in MODES}
+DECODE_MODES = ("captured", "decoder", "eager")
+DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in DECODE_MODES}
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
 
@@ -129,7 +130,7 @@ class EngineMetrics:
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts
-        self._decoded = dict.fromkeys(MODES, 0)
+        self._decoded = dict.fromkeys(DECODE_MODES, 0)
         for one in self._steps:
             self._count(*one)
         self._steps.clear()
@@ -151,4 +152,5 @@ class EngineMetrics:
         if result.timed:
             TIMED_SECONDS[phase].inc(result.device_seconds)
         self._decoded["captured"] += result.captured_decodes
-        self._decoded["eager"] += decodes - result.captured_decodes
+        self._decoded["decoder"] += result.decoder_decodes
+        self._decoded["eager"] += decodes - result.captured_decodes - result.decoder_decodes

@@ -35,8 +35,8 @@ from npuserve.service.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from npuserve.kernels.registry import Observe
+    from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.execution.runner import Runner
-    from npuserve.npu.execution.shared_weights import SharedMemory
     from npuserve.service.engine.kv_event_publisher import KvEventPublisher
 
 log = logging.getLogger("npuserve.service.engine.process")
@@ -51,7 +51,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: increases with each start of the engine.
     heartbeat: True to send heartbeats.
     memory: descriptor of the file in memory for the model's weights; -1 for none.
-    shared_weights: description of its contents by the last engine that was ready (npu/execution/shared_weights.py).
+    shared_weights: description of its contents by the last engine that was ready (npu/execution/load.py).
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
     served_name: name of the model for clients.
@@ -93,6 +93,7 @@ def load_model(
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
         observe=observe or publish, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
+        capture_chunks=config.capture_chunks,
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None))
 
@@ -100,7 +101,7 @@ def load_model(
 def build(args: EngineArgs) -> Engine:
     """Load the model and bind the sockets. Raises the errors of `load_model`, and ConfigError."""
     from npuserve.kernels.registry import KERNELS
-    from npuserve.npu.execution.shared_weights import SharedMemory
+    from npuserve.npu.execution.load import SharedMemory
 
     began = time.monotonic()
     config = args.config

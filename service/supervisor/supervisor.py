@@ -8,7 +8,7 @@
    kills the children.
 3. A child that dies is restarted after a growing pause (restart_policy.py). The watchdog (watchdog.py) kills a child
    whose main loop sends no heartbeat for hang_seconds, and an engine that reloads for longer than `load_limit`. A
-   restarted engine reuses the weights in shared memory if possible (npu/execution/shared_weights.py). Exit code 4 is a
+   restarted engine reuses the weights in shared memory if possible (npu/execution/load.py). Exit code 4 is a
    device fault that no restart cures: the server stops. It also stops at exit code 2, an unusable configuration or
    model, before it was ready for the first time. Later it retries until the cause is repaired.
 4. SIGTERM, Ctrl-C or AdminService.Drain starts a drain: the front ends finish their requests, then the engine stops. A

@@ -196,7 +196,8 @@ def test_engine_metrics_decode_tokens_by_mode() -> None:
     mixed = Step([ROWS["decode"], ROWS["decode"], ROWS["prefill"]])
     made.stepped(mixed, StepResult({}, {}, {}, 0.1, True, 2), 3, 1.0, 2.0)
     made.stepped(mixed, StepResult({}, {}, {}, 0.1), 3, 2.0, 3.0)
+    made.stepped(mixed, StepResult({}, {}, {}, 0.1, True, 0, 1), 3, 2.0, 3.0)
     made.stepped(Step([ROWS["prefill"]]), StepResult({}, {}, {}, 0.1, True), 1, 3.0, 4.0)
     made.heartbeat()
     assert {mode: counter._value.get() - before[mode] for mode, counter in counters.items()} == {
-        "captured": 2, "eager": 2}
+        "captured": 2, "decoder": 1, "eager": 3}

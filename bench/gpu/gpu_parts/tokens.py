@@ -69,7 +69,8 @@ def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[lis
     budget = 8 if context.toy else BUDGET
     runner = runner_of(backend, weights, config, len(prompts), length, budget, (1, len(prompts)))
     asks = [Ask(prompt, count, own) for prompt, own in zip(prompts, blocks, strict=True)]
-    captured = sum(step.result.captured_decodes for step in Driver(runner, asks, budget).run())
+    steps = [step.result for step in Driver(runner, asks, budget).run()]
+    captured = sum(result.captured_decodes + result.decoder_decodes for result in steps)
     return [ask.answer for ask in asks], captured
 
 

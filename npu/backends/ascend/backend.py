@@ -22,10 +22,13 @@ from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.base import BackendError, Captured, Event, Fault
-from npuserve.npu.backends.graphs import default_buckets
+from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.backends.streams import StreamBackend
 
 log = logging.getLogger(__name__)
+
+TOKEN_BUCKET = 64
+"""Tokens between the buckets of captured steps with chunks. The padding of a step fits into one KV-cache block."""
 
 
 class FetchedAfterLengths:
@@ -56,6 +59,8 @@ class AscendBackend(StreamBackend):
     block_size = ascend.BLOCK
     block_multiple = ascend.BLOCK
     sampling_bytes = 40
+    captures_sampler = True
+    host_lengths = True
     int8_levels = ascend.LEVELS
 
     def __init__(self) -> None:
@@ -157,22 +162,24 @@ class AscendBackend(StreamBackend):
         super().synchronize()
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        if not decode:
-            return None
-        buckets = [rows for rows in self.decode_buckets or default_buckets(largest) if rows <= largest]
+        if decode:
+            buckets = [rows for rows in self.decode_buckets or default_buckets(largest) if rows <= largest]
+        else:
+            most = min(largest, MAX_TOKENS)
+            buckets = [*range(TOKEN_BUCKET, most, TOKEN_BUCKET), most]
         try:
             if not self._takes_lengths:
                 self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
                 if not self._takes_lengths:
                     raise BackendError(f"device: {acl_errors.TOO_OLD}")
-            made = AscendGraphs(step, buckets or [largest], self._lengths, self._stream, self._pool)
+            made = AscendGraphs(step, buckets or [largest], self._lengths, self._stream, self._pool, decode=decode)
             self.synchronize()
         except RuntimeError as error:
             if (reason := acl_errors.capture_advice(error)) is None:
                 raise
             raise BackendError(f"device: {reason}") from error
-        log.info("captured decode steps of %s rows in %.1f s, %.1f MiB of device memory",
-                 ", ".join(map(str, made.buckets)), made.seconds, made.nbytes / 2**20)
+        log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
+                 ", ".join(map(str, made.buckets)), "rows" if decode else "tokens", made.seconds, made.nbytes / 2**20)
         return made
 
 

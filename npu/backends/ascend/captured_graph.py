@@ -1,14 +1,17 @@
-"""Captured decode step of one bucket, whose attention reads its lengths from the host."""
+"""Captured step of one bucket, whose attention reads its lengths from the host."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Lengths = Mapping[str, list[int]]
+"""Arguments of attention that are replaced before a replay, by their names."""
 
 MARKS = 4
 """End events kept per graph: more than the replays that can be launched before their lengths are updated."""
@@ -16,8 +19,9 @@ MARKS = 4
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """Captured decode step of one bucket.
+    """Captured step of one bucket.
 
+    rows: its rows, or its tokens if it was captured for any batch.
     output: output of all rows of the bucket. The next replay overwrites it.
     ends: events recorded after the replays, in rotation.
     free: limit of waiting updates. No end event is recorded again while an update needs it.
@@ -42,11 +46,11 @@ class CapturedGraph:
         self.ends[self.replays % MARKS].record(stream)
         self.replays += 1
 
-    def update_lengths(self, lengths: list[int], after: Any) -> None:
+    def update_lengths(self, lengths: Lengths, after: Any) -> None:
         """Queue the lengths of the next replay, behind the event `after` if it is not None."""
         if after is not None:
             self.graph.graph_dispatch_mode.update_stream.wait_event(after)
-        self.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+        self.graph.update(cpu_update_input=[dict(lengths)])
 
 
 def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) -> CapturedGraph:

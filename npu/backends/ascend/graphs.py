@@ -1,4 +1,4 @@
-"""Decode steps captured as graphs whose attention reads its lengths from the host.
+"""Steps captured as graphs whose attention reads its lengths from the host.
 
 The context lengths of a captured call must be updated before each replay:
 
@@ -29,21 +29,35 @@ from npuserve.npu.backends.graphs import Graphs
 
 
 class AscendGraphs(Graphs[CapturedGraph]):
-    """Decode steps captured as NPU graphs, with lengths updated by a `LengthThread`."""
+    """Steps captured as NPU graphs, with lengths updated by a `LengthThread`.
+
+    decode: each row has one token. False: the rows are those of `cu_seqlens`, whose number was captured, and the
+        buckets are tokens.
+    """
 
     def __init__(
-        self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthThread, stream: Any, pool: Any
+        self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthThread, stream: Any, pool: Any,
+        *, decode: bool = True,
     ):
-        self._lengths, self._stream, self._pool = lengths, stream, pool
+        self._lengths, self._stream, self._pool, self._decode = lengths, stream, pool, decode
         super().__init__(torch.npu, step, buckets)
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
+    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
         made = self._graph(rows)
-        if len(context_lens) != made.rows:
-            raise ValueError(f"{len(context_lens)} context lengths for a graph of {made.rows} rows")
-        self._lengths.put(made, list(context_lens), made.last_end)
+        self._check(made, context_lens, cu_seqlens)
+        lengths = {"actual_seq_lengths_kv": list(context_lens)}
+        if not self._decode:
+            lengths["actual_seq_lengths"] = list(cu_seqlens[1:])
+        self._lengths.put(made, lengths, made.last_end)
         made.replay(self._stream)
         return made.output[:rows]
+
+    def _check(self, made: CapturedGraph, context_lens: Sequence[int], cu_seqlens: Sequence[int]) -> None:
+        if self._decode and len(context_lens) != made.rows:
+            raise ValueError(f"{len(context_lens)} context lengths for a graph of {made.rows} rows")
+        if not self._decode and (len(cu_seqlens) != len(context_lens) + 1 or cu_seqlens[-1] != made.rows):
+            raise ValueError(f"{len(context_lens)} context lengths and {list(cu_seqlens[-1:])} tokens for a graph of "
+                             f"{made.rows} tokens")
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> CapturedGraph:
         return capture(step, rows, self._stream, self._pool)

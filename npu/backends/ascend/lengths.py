@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from npuserve.npu.backends.ascend.captured_graph import CapturedGraph
+from npuserve.npu.backends.ascend.captured_graph import CapturedGraph, Lengths
 
 
 class LengthThread:
@@ -19,7 +19,7 @@ class LengthThread:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._queue: SimpleQueue[tuple[CapturedGraph, list[int], Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[CapturedGraph, Lengths, Any] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self.given = 0
         self._done = 0
@@ -27,7 +27,7 @@ class LengthThread:
         self._thread = threading.Thread(target=self._run, name="npuserve-lengths", daemon=True)
         self._thread.start()
 
-    def put(self, graph: CapturedGraph, lengths: list[int], after: Any) -> None:
+    def put(self, graph: CapturedGraph, lengths: Lengths, after: Any) -> None:
         """Request the lengths of the graph's next replay. Blocks only if MARKS - 1 of its updates wait.
 
         after: end event of the graph's last replay; None if there was none.

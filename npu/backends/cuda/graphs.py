@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.npu.backends.graphs import Graphs
-
-MAX_TOKENS = 512
-"""Tokens of the largest captured step of any rows. In larger steps the GEMMs take longer than the launches."""
+from npuserve.npu.backends.graphs import MAX_TOKENS, Graphs
 
 Replay = Callable[[], Tensor]
 """Queues a graph's work and returns its output, valid until a graph of the same pool is replayed."""
@@ -57,8 +54,8 @@ class CudaGraphs(Graphs[Replay]):
         self._record, self._stream, self._pool = record, stream, pool
         super().__init__(streams, step, buckets)
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
-        """Run the step. context_lens is not used: attention reads it on the device."""
+    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
+        """Run the step. The lengths are not used: attention reads them on the device."""
         return self._graph(rows)()[:rows]
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> Replay:

@@ -16,7 +16,13 @@ static const Rule kLogits("aclnnApplyTopKTopP", "topktopp.logits",
 static const Rule kP("aclnnApplyTopKTopP", "topktopp.p", "p has the dtype of the logits and one value per row",
                      "aclnnApplyTopKTopP.md, parameter p");
 static const Rule kK("aclnnApplyTopKTopP", "topktopp.k", "k is int32 with one value per row",
-                     "aclnnApplyTopKTopP.md, parameter k");
+                     "aclnnApplyTopKTopP.md, parameter k; aclnn_apply_top_k_top_p.cpp, CheckDtypeValid, CheckShapeValid");
+static const Rule kPRange("aclnnApplyTopKTopP", "topktopp.p_range", "p is from 0 to 1",
+                          "aclnnApplyTopKTopP.md, parameter p");
+static const Rule kKRange("aclnnApplyTopKTopP", "topktopp.k_range", "k is from 1 to the number of columns",
+                          "aclnnApplyTopKTopP.md, parameter k");
+static const Rule kGiven("aclnnApplyTopKTopP", "topktopp.given", "p or k is given",
+                       "aclnn_apply_top_k_top_p.cpp, CheckNotNull");
 
 // Applies top_k and top_p by the formulas of aclnnApplyTopKTopP.md. Sorts ascending and stably. Drops values below the
 // k-th largest. Then drops values, from the smallest up, while the cumulative probability is at most 1 - p, but never
@@ -26,6 +32,7 @@ OP(aclnnApplyTopKTopP, const aclTensor *logits, const aclTensor *p, const aclTen
     const auto dtype = scalar_type(logits->dtype);
     require(kLogits, is_one_of(dtype, {at::kFloat, at::kHalf, at::kBFloat16}) && logits->sizes.size() == 2,
             describe(logits));
+    require(kGiven, p || k, "neither");
     const std::vector<int64_t> rows{logits->sizes[0]};
     if (p)
       require(kP, scalar_type(p->dtype) == dtype && p->sizes == rows, describe(p) + " for logits " + describe(logits));
@@ -35,6 +42,13 @@ OP(aclnnApplyTopKTopP, const aclTensor *logits, const aclTensor *p, const aclTen
     return [x = view(logits), top_p = view(p), top_k = view(k), y = view(out)] {
       auto [sorted, order] = at::sort(f32(x), std::optional(true), -1, false);
       const double inf = std::numeric_limits<double>::infinity();
+      if (top_p.defined())
+        require(kPRange, ((f32(top_p) >= 0) & (f32(top_p) <= 1)).all().item<bool>(),
+                std::to_string(at::min(f32(top_p)).item<float>()) + " to " +
+                    std::to_string(at::max(f32(top_p)).item<float>()));
+      if (top_k.defined())
+        require(kKRange, ((top_k >= 1) & (top_k <= sorted.size(1))).all().item<bool>(),
+                std::to_string(at::min(top_k).item<int>()) + " to " + std::to_string(at::max(top_k).item<int>()));
       if (top_k.defined()) {
         const auto last = sorted.size(1) - top_k.to(at::kLong);
         sorted =

@@ -106,7 +106,7 @@ def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int
             continue
         made.steps.append([len(row.token_ids) for row in done.step.rows])
         made.decodes += sum(row.is_decode for row in done.step.rows)
-        made.captured += done.result.captured_decodes
+        made.captured += done.result.captured_decodes + done.result.decoder_decodes
         for progress in done.progress:
             made.tokens[places[progress.sequence.id]] += progress.token_ids
     runner.collect(runner.launch(Step([], ended=scheduler.take_ended())))

@@ -18,7 +18,7 @@ import pytest
 from npuserve.npu import emulator
 from npuserve.npu.execution.in_flight import Launched
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
 from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import messages
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -44,6 +44,9 @@ COLLECT = [
     "aclrtSynchronizeEvent",  # the ids of the previous step are on the host
     "aclrtSynchronizeEvent", "aclrtSynchronizeEvent", "aclrtEventElapsedTime",  # its time span, which has ended
 ]
+MOST_CALLS_WITH_A_CHUNK = 15
+"""Calls of a step with chunks: those of LAUNCH and COLLECT, the choice of the rows that sample, LM head, argmax (2),
+the copy of the ids, and at times a new event."""
 LENGTHS = Counter({
     "aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclnnFusedInferAttentionScoreV3GetWorkspaceSize": LAYERS,
     "aclnnFusedInferAttentionScoreV3": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS, "aclrtValueWrite": LAYERS})
@@ -73,10 +76,19 @@ class Marked:
         return self.results[-1]
 
 
-def serve(runner: Any, double_buffering: bool) -> Script:
+DEFAULT = SamplingParams()
+SAMPLING = {
+    "greedy": [GREEDY] * ROWS,
+    "sampled": [DEFAULT, SamplingParams(temperature=0.7, top_k=20, top_p=0.9), SamplingParams(min_p=0.1, seed=2)],
+    "mixed": [GREEDY, DEFAULT, SamplingParams(top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1)],
+}
+"""Parameters of the requests of a run."""
+
+
+def serve(runner: Any, double_buffering: bool, sampling: list[SamplingParams]) -> Script:
     """Run `ROWS` requests of `ANSWER` tokens through the engine's loop."""
     scheduler = Scheduler(BlockManager(8, 128), max_num_seqs=8, max_num_batched_tokens=64, max_queue=0, aging_seconds=1)
-    asked = [messages.Submit(n, messages.Request(f"{n}", [5, 7, n], ANSWER, time.monotonic(), GREEDY))
+    asked = [messages.Submit(n, messages.Request(f"{n}", [5, 7, n], ANSWER, time.monotonic(), sampling[n]))
              for n in range(ROWS)]
     script = Script({0: list(asked)})
     engine = script.engine = Engine(scheduler, runner, script, MODEL, 1, double_buffering)  # type: ignore[arg-type]
@@ -85,12 +97,14 @@ def serve(runner: Any, double_buffering: bool) -> Script:
     return script
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("quantized", [False, True], ids=["float", "w8a8"])
 @emulated(relax=("fp32",))
-def test_a_steady_step_is_one_replay_and_nine_calls(tmp_path: Path, quantized: bool) -> None:
+def test_a_steady_step_is_one_replay_and_nine_calls(tmp_path: Path, quantized: bool, sampling: str) -> None:
+    """LM head and sampler are in the replay, whatever the requests' parameters are."""
     runner = Marked(load((saved_w8a8 if quantized else saved)(tmp_path, layers=LAYERS)))
     emulator.clear_calls()
-    serve(runner, double_buffering=True)
+    serve(runner, double_buffering=True, sampling=SAMPLING[sampling])
     calls, here = emulator.calls(), threading.get_native_id()
     at = {call.name: place for place, call in enumerate(calls) if call.name.startswith("#")}
     assert all(runner.results[step].captured_decodes == ROWS for step in STEADY)
@@ -121,6 +135,33 @@ def test_lengths_are_given_by_another_thread_with_five_calls_a_layer(tmp_path: P
     calls, here = emulator.calls(), threading.get_native_id()
     assert Counter(call.name for call in calls if call.name in LENGTHS) == LENGTHS
     assert here not in {call.thread for call in calls if call.name in LENGTHS}
+
+
+@emulated(relax=("fp32",))
+def test_a_step_with_a_chunk_is_one_replay_and_few_calls(tmp_path: Path) -> None:
+    """Three rows decode while a prompt is computed in chunks. LM head and argmax follow the replay."""
+    runner = load(saved(tmp_path, layers=LAYERS), max_num_batched_tokens=64)
+    rows, here = range(ROWS), threading.get_native_id()
+    prompt = [n % 90 for n in range(300)]
+    flying = runner.launch(Step([Row(i, [5, 7, i], 0, [i], True) for i in rows],
+                                [NewRequest(i, [5, 7, i], [], GREEDY) for i in rows]))
+    lengths = runner.backend._lengths
+    for step in range(7):
+        lengths.check(lengths.given)
+        emulator.clear_calls()
+        new = [NewRequest(9, prompt, [], GREEDY)] if not step else []
+        following = runner.launch(Step(
+            [*(Row(i, [PENDING], 3 + step, [i], True) for i in rows),
+             Row(9, prompt[40 * step : 40 * step + 40], 40 * step, [3, 4, 5][: (40 * step + 39) // 128 + 1], False)],
+            new))
+        result = runner.collect(flying)
+        flying = following
+        calls = [call.name for call in emulator.calls() if call.thread == here]
+        if step > 1:  # operators initialize at their first call
+            assert calls.count("aclmdlRIExecuteAsync") == 1, calls
+            assert len(calls) <= MOST_CALLS_WITH_A_CHUNK, (len(calls), calls)
+            assert result.decoder_decodes == ROWS
+    runner.collect(flying)
 
 
 @emulated(relax=("fp32",))

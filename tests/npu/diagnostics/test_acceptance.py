@@ -107,7 +107,7 @@ class Wrong(Graph):
 
     padded = False
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
+    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
         out = super().replay(rows, context_lens)
         return out.flip(0) if (rows < self.size(rows)) == self.padded else out
 

@@ -12,6 +12,7 @@ RELAX = ("fp32", "small_heads")
 
 @emulated(relax=RELAX)
 def test_buckets_on_ascend_report_wrong_lengths() -> None:
+    from npuserve.npu.backends.ascend.captured_graph import Lengths
     from npuserve.npu.backends.ascend.lengths import LengthThread
 
     backend, put = select("npu", RELAX), LengthThread.put
@@ -23,8 +24,9 @@ def test_buckets_on_ascend_report_wrong_lengths() -> None:
     assert all(x.difference == 0 and x.padded_difference < 0.05 for x in right)
     assert all(min(x.seconds, x.replay_seconds, x.single_seconds) > 0 for x in right)
 
-    def off(self: LengthThread, graph: object, lengths: list[int], *more: object) -> None:
-        put(self, graph, [max(1, n - 1) for n in lengths], *more)  # type: ignore[arg-type]
+    def off(self: LengthThread, graph: object, lengths: Lengths, *more: object) -> None:
+        put(self, graph, {name: [max(1, n - 1) for n in values] for name, values in lengths.items()},
+            *more)  # type: ignore[arg-type]
 
     LengthThread.put = off  # type: ignore[assignment]
     try:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.npu.emulator.arguments import F32, I8, nz, on
+from tests.npu.emulator.arguments import F32, I8, nz, on, ops, whole
 from tests.npu.emulator.child import emulated
 from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
 from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
-BREAKING = ("scatter.range", "ropecache.range", "dequantswiglu.count")
+BREAKING = ("scatter.range", "ropecache.range", "dequantswiglu.count", "topktopp.p_range", "topktopp.k_range")
 """Constraints that the stream reports, which breaks it."""
 
 
@@ -81,6 +81,7 @@ def test_valid_calls_are_accepted() -> None:
     both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128))
     scatter()
     mrope()
+    ops().npu_top_k_top_p(on(2, 8), on(2) * 0, whole(1, 8))
     torch.npu.synchronize()
 
 

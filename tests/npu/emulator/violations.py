@@ -260,6 +260,9 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
         lambda: ops().npu_top_k_top_p(on(2, 8), on(2), whole(1, 1, dtype=torch.int64)),
         lambda: ops().npu_top_k_top_p(on(2, 8), on(2), whole(1)),
     ],
+    "topktopp.given": [lambda: direct("aclnnApplyTopKTopP", on(2, 8), None, None, on(2, 8))],
+    "topktopp.p_range": [lambda: (ops().npu_top_k_top_p(on(2, 8), on(2) + 2, whole(1, 1)), torch.npu.synchronize())],
+    "topktopp.k_range": [lambda: (ops().npu_top_k_top_p(on(2, 8), on(2) * 0, whole(1, 9)), torch.npu.synchronize())],
     "scatter.dtype": [lambda: scatter(key=on(2, 2, 32, dtype=F32), cache=on(3, 16, 2, 32, dtype=F32))],
     "scatter.same_dtype": [
         lambda: scatter(value=on(2, 2, 32, dtype=FP)), lambda: scatter(cache=on(3, 16, 2, 32, dtype=FP)),

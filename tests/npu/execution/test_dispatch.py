@@ -38,7 +38,7 @@ class Graph:
     def size(self, rows: int) -> int:
         return next(size for size in BUCKETS if size >= rows)
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> Tensor:
+    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
         size = self.size(rows)
         assert len(context_lens) == size
         assert list(context_lens[rows:]) == [1] * (size - rows)
@@ -87,7 +87,7 @@ def test_bucketed_steps_are_bit_identical(pair, greedy):
                 driver.add(request, ids_of(3 + 5 * request, request), SAMPLING[0 if greedy else request])
             before = {q: driver.done[q] for q in driver.tokens}
             result = driver.step(7)
-            captured += result.captured_decodes
+            captured += result.captured_decodes + result.decoder_decodes
             decodes += sum(before[q] > 0 and driver.done[q] == before[q] + 1 and q in result.token_ids
                            for q in driver.tokens)
             for request in [q for q in driver.tokens if len(driver.generated(q)) == 25]:

@@ -48,7 +48,7 @@ class Graph:
     def size(self, rows: int) -> int:
         return 2 if rows <= 2 else 4
 
-    def replay(self, rows: int, context_lens: Sequence[int]) -> torch.Tensor:
+    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> torch.Tensor:
         return self._step(self.size(rows))[:rows]
 
     def replay_timed(self, rows: int, context_lens: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from npuserve.kernels.native import available, library
 from npuserve.kernels.native.choice import CpuKernelSettings
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.shared_weights import SharedMemory
+from npuserve.npu.execution.load import SharedMemory
 from tests.npu.execution.test_runner import Driver, load
 from tests.support.models import random_model, saved, saved_w8a8
 

@@ -51,7 +51,7 @@ def equal_to_the_cpu(folder: Path, is_static: bool, head: HeadDtype) -> None:
     got, results = answers(npu, asks(6, 8))
     expected, _ = answers(cpu, asks(6, 8))
     assert got == expected
-    assert {result.captured for result in results} == {True, False}
+    assert all(result.captured for result in results)
 
 
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
@@ -89,7 +89,8 @@ def test_ascend_w8a8_operators_are_fused(tmp_path: Path, inner: int, expected: C
 
     SwiGLU is fused up to the documented width.
     """
-    runner = load(saved_w8a8(tmp_path, layers=LAYERS, inner=inner), dtype="bfloat16", lm_head_dtype="int8")
+    runner = load(saved_w8a8(tmp_path, layers=LAYERS, inner=inner), dtype="bfloat16", lm_head_dtype="int8",
+                  capture_chunks=False)
     new = [NewRequest(0, [1, 2], [], GREEDY)]
     torch.npu.synchronize()
     emulator.clear_calls()

@@ -15,7 +15,7 @@ from npuserve.kernels.registry import KERNELS
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from tests.npu.backends.ascend.test_backend import RELAX, load
-from tests.npu.backends.small import GREEDY, answers, asks, masked, saved
+from tests.npu.backends.small import GREEDY, Ask, answers, asks, masked, saved
 from tests.npu.emulator.child import emulated
 from tests.support import constrained
 
@@ -88,7 +88,7 @@ def test_ascend_prompt_token_is_selected_by_separate_kernel(tmp_path: Path) -> N
     runner, cpu = load(tmp_path), load(tmp_path, "cpu", threads=1)
     with counted(runner) as calls:
         first = prefill(runner, 3)
-        assert (calls["linear_argmax"], calls["keep_ids"], first.captured) == (1, 1, False)
+        assert (calls, first.captured) == ({"linear_argmax": 1, "keep_ids": 1}, True)
         calls.clear()
         second = decode(runner, 3, 3)
         assert (calls, second.captured_decodes) == ({}, 3)
@@ -118,20 +118,46 @@ def test_ascend_rows_of_every_bucket_get_their_results(tmp_path: Path, vocabular
     assert len(seen) > 4
 
 
+@pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
 @emulated(relax=RELAX)
-def test_ascend_chunk_is_not_part_of_captured_decode(tmp_path: Path) -> None:
-    """All its tokens are computed, next to the decode rows that are replayed."""
+def test_ascend_chunk_beside_decode_rows_equals_cpu(tmp_path: Path, capture_chunks: bool) -> None:
+    """All its tokens are computed, in the dispatch of the decode rows or next to their replay."""
     saved(tmp_path)
     several = Step([
         Row(0, [PENDING], 3, [0], True), Row(1, [9, 8, 7], 3, [1], True), Row(2, [PENDING], 3, [2], True)])
     following = Step([Row(1, [PENDING], 6, [1], True)])
     found = []
-    for runner in (load(tmp_path), load(tmp_path, "cpu", block_size=128, threads=1)):
+    for runner in (load(tmp_path, capture_chunks=capture_chunks),
+                   load(tmp_path, "cpu", block_size=128, threads=1)):
         prefill(runner, 3)
         found.append([runner.collect(runner.launch(step)) for step in (several, following)])
     npu, cpu = found
     assert [result.token_ids for result in npu] == [result.token_ids for result in cpu]
-    assert [result.captured_decodes for result in npu] == [2, 1]
+    assert [result.captured for result in npu] == [True, True]
+    assert [result.captured_decodes for result in npu] == [0 if capture_chunks else 2, 1]
+    assert [result.decoder_decodes for result in npu] == [2 if capture_chunks else 0, 0]
+
+
+@pytest.mark.parametrize("budget", [40, 64, 130, 200])
+@emulated(relax=RELAX)
+def test_ascend_chunks_of_every_bucket_equal_cpu(tmp_path: Path, budget: int) -> None:
+    """Prompts across blocks, alone in chunks of the budget and together: full and padded buckets of tokens, and batches
+    of decode rows beyond the decode buckets."""
+    saved(tmp_path)
+    prompts = [[(7 * i + 3 * j) % 90 for j in range(length)] for i, length in enumerate((300, 1, 64, 190, 5))]
+    found = []
+    for settings in ({"decode_buckets": (2,)}, {"backend": "cpu", "block_size": 128, "threads": 1}):
+        runner = load(tmp_path, max_num_batched_tokens=budget, **settings)
+        alone, results = answers(runner, [Ask(prompts[0], 3)], chunk=budget)
+        runner.launch(Step([], ended=[0]))
+        got, more = answers(runner, [Ask(prompt, 12, at=i) for i, prompt in enumerate(prompts)], chunk=budget // 4)
+        results += more
+        found.append(alone + got)
+        if runner.backend_name == "npu":
+            assert all(result.captured for result in results)
+            assert runner._dispatch.mixed is not None
+            assert runner._dispatch.mixed.largest == budget
+    assert found[0] == found[1]
 
 
 @emulated(relax=RELAX)
@@ -148,13 +174,18 @@ def test_ascend_replay_of_other_batch_is_refused(tmp_path: Path) -> None:
             graphs.replay(rows, lengths)
     with pytest.raises(ValueError, match="5 rows, where the largest graph has 4"):
         graphs.replay(5, [1] * 5)
+    mixed = runner._dispatch.mixed
+    assert mixed is not None
+    for lengths, ends in (([1, 2], [0, 1]), ([1, 2], [0, 1, 3])):
+        with pytest.raises(ValueError, match=rf"2 context lengths and \[{ends[-1]}\] tokens for a graph of 64 tokens"):
+            mixed.replay(3, lengths, ends)
     assert decode(runner, 2, 3).captured_decodes == 2
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "repetition_penalty": 1.2}], ids=["greedy", "sampled"])
 @emulated(relax=RELAX)
 def test_ascend_constrained_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any]) -> None:
-    """Two of three requests are constrained. Their decoder is captured, LM head and sampler are not."""
+    """Two of three requests are constrained. The decoder of their steps is captured, LM head and sampler are not."""
     saved(tmp_path)
     found = []
     for runner in (load(tmp_path), load(tmp_path, "cpu", block_size=128, threads=1)):
@@ -163,7 +194,7 @@ def test_ascend_constrained_tokens_equal_cpu(tmp_path: Path, sampling: dict[str,
             request.mask = masked(key) if key % 3 else None
         got, results = answers(runner, requests)
         found.append(got)
-        assert sum(result.captured_decodes for result in results) > 20
+        assert sum(result.decoder_decodes for result in results) > 20
     assert found[0] == found[1]
 
 

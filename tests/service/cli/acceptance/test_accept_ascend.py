@@ -74,12 +74,16 @@ def test_latency_kernels_are_timed_on_the_device() -> None:
 @emulated(relax=RELAX)
 def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     """The graphs run, but their tokens differ from the CPU's."""
+    from npuserve.npu.backends.ascend.captured_graph import Lengths
     from npuserve.npu.backends.ascend.lengths import LengthThread
 
     put = LengthThread.put
 
-    def off(self: Any, graph: Any, lengths: list[int], *more: Any) -> None:
-        put(self, graph, [max(1, n - 1) for n in lengths] if len(lengths) > 1 else lengths, *more)
+    def off(self: Any, graph: Any, lengths: Lengths, *more: Any) -> None:
+        contexts = lengths["actual_seq_lengths_kv"]
+        if len(lengths) == 1 and len(contexts) > 1:  # of decode rows
+            lengths = {"actual_seq_lengths_kv": [max(1, n - 1) for n in contexts]}
+        put(self, graph, lengths, *more)
 
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
