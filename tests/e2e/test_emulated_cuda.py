@@ -41,7 +41,9 @@ def test_tokens_are_those_of_the_cpu_in_float32(tmp_path: Path, name: str) -> No
         got = list(tokens(cuda))
         assert "emulated CUDA: proves calls and numbers, not speed" in cuda.log
         assert "captured mixed steps of 1, 2, 4, 8, 16 tokens" in cuda.log
-        assert cuda.metric("npuserve_decode_tokens_total", mode="captured") >= 4 * 7
+        captured, decoder = (cuda.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "decoder"))
+        assert captured > 0
+        assert captured + decoder >= 4 * 7  # the sampler is not captured on CUDA
         assert cuda.stop() == 0
     with serving(folder, "--device", "cpu", *LIMITS) as cpu:
         assert got == list(tokens(cpu))
