@@ -153,7 +153,7 @@ class RandomRunner(FakeRunner):
 
 
 def built(folder: str) -> Vocabulary:
-    """Return the vocabulary of a model's folder, "" for that of the tests."""
+    """Return the vocabulary of the tokenizer in `folder`; with "", the vocabulary of bytes that tests use."""
     if not folder:
         return vocabulary()
     found = open_folder(Path(folder), folder, "")

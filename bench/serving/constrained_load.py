@@ -60,7 +60,7 @@ from bench.serving.gateway_overhead import (
     worker,
 )
 from bench.serving.server import arguments, report, serving
-from tests.e2e.gateway.smg import Gateway, find_program, gateway
+from tests.e2e.gateway.smg import CHAT_TEMPLATE, Gateway, find_program, gateway
 
 SECONDS = 600.0
 """Deadline of a call."""
@@ -71,13 +71,9 @@ SCHEMA = json.dumps({
             "name": {"type": "string", "maxLength": 24}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
             "tags": {"type": "array", "maxItems": 3, "items": {"enum": ["red", "green", "blue"]}}}}})
 """An element has at least ten tokens, so an answer is longer than any `--tokens` below 5000."""
-
-
 TOOL = {"type": "function", "function": {"name": "people", "parameters": {
     "type": "object", "additionalProperties": False, "required": ["people"],
     "properties": {"people": json.loads(SCHEMA)}}}}
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""smg's, for models with and without one."""
 
 Send = Callable[[str, random.Random, bool], Awaitable[Outcome]]
 """Sends a request. Arguments: its name, a source of random ids for the prompt, and whether it is constrained."""

@@ -45,14 +45,17 @@ class Dispatch:
         with torch.inference_mode():
             self.greedy = backend.capture(argmax_step, max_rows, decode=True)
             self.sampled = backend.capture(sampled_step, max_rows, decode=True) if backend.captures_sampler else None
-            self.decode = self.greedy if self.sampled else backend.capture(
-                lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True) if self._pads else None
+            self.decode: Captured | None = None
+            self.mixed: Captured | None = None
+            if self.sampled:
+                self.decode = self.greedy
+            elif self._pads:
+                self.decode = backend.capture(lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True)
             if self._pads:
                 buffers.clear()
             max_tokens = buffers.most_tokens
-            self.mixed = backend.capture(
-                lambda tokens: hidden(buffers.tokens(tokens)), max_tokens, decode=False
-            ) if backend.capture_chunks or not self._pads else None
+            if backend.capture_chunks or not self._pads:
+                self.mixed = backend.capture(lambda tokens: hidden(buffers.tokens(tokens)), max_tokens, decode=False)
             self.decode = self.decode or self.mixed
             if self.mixed and self.mixed.largest < max_tokens:
                 # Compile and allocate now what the largest steps, which are not captured, compile and allocate.

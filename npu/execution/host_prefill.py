@@ -31,6 +31,7 @@ from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend, Event, Pending
 from npuserve.npu.execution.batch import BatchBuffers, Part, Phase, Staged
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.dispatch import replay
 from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
@@ -212,14 +213,8 @@ class HostPrefill:
 
     def _decode(self, part: Part, timings: Timings | None = None) -> Tensor:
         """Return the hidden states [T, H] of a part; write its keys and values to the mirror."""
-        if self._captured is None:
-            return self._model.hidden(self._buffers.batch(part), self._mirror)
-        if timings is None:
-            return self._captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
-        if (replayed := self._captured.replay_timed(part.tokens, part.context_lens)) is None:
-            return self._model.hidden(self._buffers.batch(part), self._mirror)
-        timings.add(replayed[1])
-        return replayed[0]
+        hidden = replay(self._captured, part, timings) if self._captured else None
+        return self._model.hidden(self._buffers.batch(part), self._mirror) if hidden is None else hidden
 
 
 def _portions(runs: Sequence[SlotRange], slots: int) -> Iterator[list[SlotRange]]:

@@ -332,9 +332,11 @@ class Runner:
         if hidden is None:
             return self._hidden(self._buffers.batch(part))
         ran.captured = True
-        ran.captured_decodes += part.decodes if work.whole else 0
-        ran.decoder_decodes += 0 if work.whole else part.decodes
-        return None if work.whole else hidden
+        if work.whole:
+            ran.captured_decodes += part.decodes
+            return None
+        ran.decoder_decodes += part.decodes
+        return hidden
 
     def _sample(self, work: Work, hidden: Tensor, ran: Ran, staged: StagedMasks | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.

@@ -33,19 +33,8 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return scripted.make_folder(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture(scope="module")
-def script(folder: Path) -> Callable[[str], list[int]]:
-    """Function that sets the text of the next answers, and returns its ids."""
-    return scripted.writer(folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with serving(str(folder), program=("-m", "tests.e2e.gateway.scripted", "serve")) as running:
+def server(scripted_folder: Path) -> Iterator[Server]:
+    with serving(str(scripted_folder), program=("-m", "tests.e2e.gateway.scripted", "serve")) as running:
         yield running
 
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.gateway.smg import Gateway, gateway
+from tests.e2e.gateway.smg import CHAT_TEMPLATE, Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.server import serving
-
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""The built-in model has none: a chat is the text of its messages."""
 
 
 @pytest.fixture(scope="package")

@@ -26,6 +26,8 @@ import pytest
 PROGRAM = "NPUSERVE_TEST_SMG"
 READY_SECONDS = 60
 HEALTH_SECONDS = 5
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""Chat template for models without one: a chat is the text of its messages."""
 
 
 def find_program() -> str | None:

@@ -16,7 +16,6 @@ import pytest
 from npuserve.client.answer import Answer
 from npuserve.client.request_builder import build_request
 from npuserve.v1 import generate_pb2 as pb
-from tests.e2e.gateway import scripted
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.test_tools import CALLS, QUESTION, THOUGHT, TOOL, call_text, chat
 from tests.e2e.server import Server, serving
@@ -167,20 +166,12 @@ UNSTEADY = ("two calls in one block", "a brace too many")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return scripted.make_folder(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture(scope="module")
-def script(folder: Path) -> Callable[[str], list[int]]:
-    """Function that sets the text of the next answers, and returns its ids."""
-    return scripted.writer(folder)
-
-
-@pytest.fixture(scope="module")
-def both(folder: Path) -> Iterator[tuple[Server, Gateway]]:
+def both(scripted_folder: Path) -> Iterator[tuple[Server, Gateway]]:
     program = ("-m", "tests.e2e.gateway.scripted", "serve")
-    with serving(str(folder), "--served-name", MODEL, program=program) as server, gateway([server.target]) as running:
+    with (
+        serving(str(scripted_folder), "--served-name", MODEL, program=program) as server,
+        gateway([server.target]) as running,
+    ):
         yield server, running
 
 

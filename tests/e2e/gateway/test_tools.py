@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.gateway import scripted
 from tests.e2e.gateway.sdk import anthropic, openai
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
@@ -35,24 +34,14 @@ def call_text(name: str, arguments: dict[str, str]) -> str:
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n" + "\n".join(call_text(*call) for call in CALLS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return scripted.make_folder(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture(scope="module")
-def script(folder: Path) -> Callable[[str], list[int]]:
-    """Function that sets the text of the next answers, and returns its ids."""
-    return scripted.writer(folder)
-
-
 @pytest.fixture(scope="module", params=["qwen3-0.6b", "my-model"])
-def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, Worker, Gateway]]:
+def served(request: pytest.FixtureRequest, scripted_folder: Path) -> Iterator[tuple[str, Worker, Gateway]]:
     """Name of the model, worker and gateway. smg takes the parsers from the name, else from its settings."""
     name = request.param
     parsers = () if name.startswith("qwen3") else ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
     with serving(
-        str(folder), "--served-name", name, *LOGGING, program=("-m", "tests.e2e.gateway.scripted", "serve")
+        str(scripted_folder), "--served-name", name, *LOGGING,
+        program=("-m", "tests.e2e.gateway.scripted", "serve"),
     ) as server, gateway([server.target], *parsers) as running:
         yield name, Worker(server), running
 
