@@ -163,6 +163,11 @@ def refused(message: str) -> set[str]:
     return found
 
 
+def validator() -> Any:
+    """Return the package with Kubernetes' schemas; skip the test without it."""
+    return pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate (pip install kubernetes-validate)")
+
+
 def problems(objects: list[Object], kubernetes: str) -> list[str]:
     """Return what an API server of this version would refuse or drop; an unknown kind is a problem, too."""
     return [problem for each in objects for problem in _problems(json.dumps(each), kubernetes)]
@@ -171,8 +176,7 @@ def problems(objects: list[Object], kubernetes: str) -> list[str]:
 @functools.cache
 def _problems(text: str, kubernetes: str) -> list[str]:
     """Return the problems of one object. text: the object in JSON, so that it can be cached."""
-    import kubernetes_validate as kube
-
+    kube = validator()
     if not hasattr(kube.utils.schema_contents, "cache_info"):
         kube.utils.schema_contents = functools.cache(kube.utils.schema_contents)
     each = json.loads(text)

@@ -32,6 +32,7 @@ from tests.helm.chart import (
     problems,
     render,
     template,
+    validator,
     workload,
 )
 from tests.helm.combinations import COMBINATIONS
@@ -58,7 +59,7 @@ def environment(container: Object) -> Object:
 
 @pytest.fixture(scope="module")
 def versions() -> list[str]:
-    kube = pytest.importorskip("kubernetes_validate")
+    kube = validator()
     return [*VERSIONS, kube.utils.major_minor(kube.latest_version())]
 
 
