@@ -3,7 +3,7 @@
 By default a test function with two or more parameters runs only as many cases as needed for every pair of values of two
 parameters to occur in one of them (pairwise testing: most defects need at most two values at once; Kuhn, Wallace and
 Gallo 2004). Tests and cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::`
-on the command line runs all its cases. `.ci/run` runs the default choice and then the slow tests.
+on the command line runs all its cases. `.ci/run` runs tests with `--slow`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ def pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
         return items
     chosen = set()
     while missing:
-        best = max(items, key=lambda item: len(pairs[item] & missing))
+        # The first case with most missing pairs. No case has more than it had in an earlier round.
+        best, most = items[0], 0
+        for item in items:
+            if len(pairs[item]) > most:
+                pairs[item] &= missing
+                if len(pairs[item]) > most:
+                    best, most = item, len(pairs[item])
         chosen.add(best)
         missing -= pairs[best]
     return [item for item in items if item in chosen]

@@ -85,11 +85,19 @@ def children(supervisor: int) -> dict[int, str]:
 
     The programs of tests that replace a child end their command line with the kind.
     """
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,stat=,args=", "--ppid", str(supervisor)],
-                             capture_output=True, text=True, check=False).stdout
-    return {int(match[1]): match[2] for match in re.finditer(
-        r"^\s*(\d+) [^Z\s]\S* .*(?: -m npuserve\.service\.| )(engine|frontend)(?:\.process)?(?: |$)", listing,
-        re.MULTILINE)}
+    kind = re.compile(r".*(?: -m npuserve\.service\.| )(engine|frontend)(?:\.process)?(?: |$)")
+    found = {pid: kind.match(args) for pid, args in sorted(descendants(supervisor))}  # a zombie's command line is empty
+    return {pid: match[1] for pid, match in found.items() if match}
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield (process id, command line) of the children of a process; the command line of a zombie is empty."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                stat = Path(f"/proc/{entry}/stat").read_text(errors="replace")
+                if int(stat.rpartition(")")[2].split()[1]) == pid:
+                    yield int(entry), Path(f"/proc/{entry}/cmdline").read_text(errors="replace").replace("\0", " ")
 
 
 def cpu_seconds(pid: int) -> float:

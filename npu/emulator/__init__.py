@@ -16,7 +16,6 @@ torch_npu logs to stderr. Imports of `npu`: `backends`.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import os
 import re
@@ -30,6 +29,7 @@ from npuserve.npu.backends import register_emulated
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.emulator.backend import EmulatedAscend
 from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
+from npuserve.npu.large_import import import_large
 
 __all__ = ["Call", "EmulatorError", "Memory", "activate", "active", "calls", "clear_calls", "emulate", "fail", "faults",
            "hang", "heal", "lose_device", "mark", "memory", "pending", "preload",
@@ -136,7 +136,7 @@ def preload() -> None:
     This process itself must not use the device, whose threads do not survive a fork. Raises as `activate`.
     """
     _load()
-    importlib.import_module("torch_npu")
+    import_large("torch_npu")
 
 
 def _load() -> ctypes.CDLL:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from npuserve.npu.large_import import import_large
 from npuserve.service import logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
@@ -100,16 +101,26 @@ def load_model(
 
 def build(args: EngineArgs) -> Engine:
     """Load the model and bind the sockets. Raises the errors of `load_model`, and ConfigError."""
+    publisher = open_publisher(args)  # first, since it may be impossible
+    import_large("npuserve.npu.execution.load")
+    began = time.monotonic()
     from npuserve.kernels.registry import KERNELS
     from npuserve.npu.execution.load import SharedMemory
 
-    began = time.monotonic()
-    config = args.config
-    publisher = open_publisher(args)  # first, since it may be impossible
     memory = SharedMemory(args.memory, args.shared_weights) if args.memory >= 0 else None
-    runner = load_model(config, args.folder, memory=memory, kernels=args.kernels)
+    runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
+    return build_engine(args, runner, publisher, began)
+
+
+def build_engine(args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float) -> Engine:
+    """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
+
+    publisher: of KV events; None for none.
+    began: start of the load, by time.monotonic().
+    """
+    config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log),
@@ -171,11 +182,11 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
 
     kept: the choice of an earlier engine.
     """
-    from npuserve.kernels.native.choice import describe
-
     chosen = runner.cpu_kernels
     if chosen is None:
         return None
+    from npuserve.kernels.native.choice import describe
+
     found = dataclasses.asdict(chosen)
     metrics.cpu_kernels_info.labels(chosen.isa, chosen.gemm, chosen.weights).set(1)
     for isa, rates in chosen.gflops.items():

@@ -2,6 +2,11 @@
 
     python -m tests.e2e.brittle serve [SETTINGS]     the supervisor
     python -m tests.e2e.brittle engine               its engine process
+    python -m tests.e2e.brittle count [SETTINGS]     the supervisor of an engine that counts
+    python -m tests.e2e.brittle counting engine      its engine process
+
+An engine that counts does not compute the model: a token is the one before plus one. It starts without torch, in a
+quarter of the processor time, for tests of what surrounds the model. POISON and RATES do not apply to it.
 
 A request with the token POISON in its prompt kills the engine after its first SPARED tokens. Environment variables name
 files:
@@ -29,14 +34,18 @@ POISON = 511
 SPARED = 3
 SLOW = "BRITTLE_SLOW"
 SLOW_SECONDS = 0.1
+COUNTING_SECONDS = 0.002
+"""Duration of a step of an engine that counts."""
 RATES = "BRITTLE_RATES"
 LOAD = "BRITTLE_LOAD"
 LOAD_LIMIT = "BRITTLE_LOAD_LIMIT"
 """Seconds: the minimum limit of a second load, and the time between log lines on a load."""
 PROGRAM = (sys.executable, "-m", "tests.e2e.brittle")
+BRITTLE, COUNTING = ({"program": ("-m", "tests.e2e.brittle", kind)} for kind in ("serve", "count"))
+"""Options of `tests.e2e.server.serving`."""
 
 
-def serve(arguments: list[str]) -> int:
+def serve(arguments: list[str], *engine: str) -> int:
     from npuserve.service.supervisor import supervisor, watchdog
     from tests.support.altered_server import load_config
 
@@ -44,7 +53,7 @@ def serve(arguments: list[str]) -> int:
     if limit := os.environ.get(LOAD_LIMIT):
         watchdog.MIN_LOAD_SECONDS = watchdog.LOADING_LOG_SECONDS = float(limit)
     restarts = supervisor.Restarts(start_pause=0.01, max_start_pause=0.01, crash_pause=0.01, max_crash_pause=0.01)
-    return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, "engine"), restarts=restarts).run())
+    return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, *engine), restarts=restarts).run())
 
 
 def engine() -> int:
@@ -53,7 +62,6 @@ def engine() -> int:
     from npuserve.service.engine import process as engine_process
 
     poisoned: dict[int, int] = {}
-    slow = os.environ.get(SLOW)
     if rates := os.environ.get(RATES):
         choice.measure_rates = lambda: json.loads(Path(rates).read_text())
     launch = Runner.launch
@@ -65,21 +73,55 @@ def engine() -> int:
         for row in step.rows:
             if row.start + len(row.token_ids) > poisoned.get(row.request_id, 1 << 30):
                 os.kill(os.getpid(), signal.SIGKILL)
-        if slow and os.path.exists(slow):
-            time.sleep(float(Path(slow).read_text() or SLOW_SECONDS))
+        time.sleep(slow_seconds())
         return launch(self, step)
 
     load_model = engine_process.load_model
 
     def load_or_fail(*args: Any, **options: Any) -> Any:
-        file = Path(os.environ.get(LOAD, "/nowhere"))
-        if file.exists():
-            fail(file, *file.read_text().split(":"))
+        fail_load()
         return load_model(*args, **options)
 
     Runner.launch = launch_or_die  # type: ignore[method-assign]
     engine_process.load_model = load_or_fail
     return engine_process.main()
+
+
+def counting() -> int:
+    from npuserve.npu.step import Step, StepResult
+    from npuserve.service.engine import process as engine_process
+    from npuserve.service.engine.loop import Engine
+    from tests.support.counting_runner import ServedRunner
+
+    class Counting(ServedRunner):
+        """Runner whose steps are slow while the file of SLOW exists."""
+
+        def launch(self, step: Step) -> tuple[StepResult, float]:
+            self.delay = slow_seconds() or COUNTING_SECONDS
+            return super().launch(step)
+
+    def build(args: engine_process.EngineArgs) -> Engine:
+        publisher, began = engine_process.open_publisher(args), time.monotonic()
+        fail_load()
+        runner = Counting(
+            Path(args.folder), COUNTING_SECONDS, args.config.block_size, args.config.kv_cache_memory)
+        return engine_process.build_engine(args, runner, publisher, began)  # type: ignore[arg-type]
+
+    engine_process.build = build
+    return engine_process.main()
+
+
+def slow_seconds() -> float:
+    """Return the seconds in the file of SLOW; 0.0 while there is none."""
+    file = Path(os.environ.get(SLOW, "/nowhere"))
+    return float(file.read_text() or SLOW_SECONDS) if file.exists() else 0.0
+
+
+def fail_load() -> None:
+    """Execute the fault in the file of LOAD."""
+    file = Path(os.environ.get(LOAD, "/nowhere"))
+    if file.exists():
+        fail(file, *file.read_text().split(":"))
 
 
 def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
@@ -97,8 +139,8 @@ def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
 
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
-    if kind == "engine":
+    if kind in ("engine", "counting"):
         from tests.support.altered_server import exit_as_engine
 
-        exit_as_engine(engine())
-    sys.exit(serve(rest))
+        exit_as_engine(engine() if kind == "engine" else counting())
+    sys.exit(serve(rest, "engine") if kind == "serve" else serve(rest, "counting", "engine"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from bench.serving import server as bench_server
 from tests.e2e.server import Server
@@ -28,12 +27,3 @@ def children(server: Server) -> dict[str, int]:
 def engine_of(server: Server) -> int:
     """Return the process id of the engine, 0 while there is none."""
     return bench_server.engine_of(server.process.pid)
-
-
-def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield (process id, command line) of the children of a process, zombies included."""
-    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True,
-                             check=False).stdout
-    for line in listing.splitlines():
-        found, _, args = line.strip().partition(" ")
-        yield int(found), args

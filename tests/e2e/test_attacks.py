@@ -16,6 +16,7 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import tokenize_pb2
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import processes
 from tests.e2e.server import Server, request, serving
 
@@ -69,7 +70,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def server(folder: Path, keys: tuple[Path, str]) -> Iterator[Server]:
     """Server with API keys and a limit of connections; `server.metadata` has the key."""
     file, key = keys
-    with serving(str(folder), "--api-keys", str(file), "--max-connections", str(MAX_CONNECTIONS)) as server:
+    with serving(str(folder), "--api-keys", str(file), "--max-connections", str(MAX_CONNECTIONS), **COUNTING) as server:
         server.metadata = (("authorization", f"Bearer {key}"),)
         yield server
 

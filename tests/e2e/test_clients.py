@@ -21,6 +21,7 @@ import pytest
 
 from npuserve.service import errors
 from tests.client import counting
+from tests.e2e.brittle import COUNTING
 from tests.e2e.server import Server, serving
 
 NODE = Path(__file__).parent / "node"
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving() as server:
+    with serving(**COUNTING) as server:
         yield server
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import SERVING, health
@@ -78,7 +79,7 @@ def test_clock_set_while_serving_changes_no_answer(tmp_path: Path, monkeypatch: 
         with shift.open("r+b") as file:
             file.write(struct.pack("@l", seconds))
 
-    with serving("--hang-seconds", "10", "--resume-seconds", "60") as server:
+    with serving("--hang-seconds", "10", "--resume-seconds", "60", **COUNTING) as server:
         ask = request("Once upon a time", 400, ignore_eos=True)
         text, ids, _ = streamed(server.stub, ask)
         processes = children(server)

@@ -21,12 +21,12 @@ from grpc_status import rpc_status
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e import brittle
+from tests.e2e.brittle import BRITTLE
 from tests.e2e.processes import engine_of, processes
 from tests.e2e.server import Server, request, serving
 from tests.support.benches import bench
 
 pytestmark = pytest.mark.slow
-BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from npuserve.client import Tls
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import processes, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.support.certificates import Authority, needs_openssl
@@ -34,7 +35,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Server with two front ends that kills a frozen process after 5 s, shared by tests that leave it ready."""
-    with serving("--frontends", "2", "--hang-seconds", "5") as running:
+    with serving("--frontends", "2", "--hang-seconds", "5", **COUNTING) as running:
         yield running
 
 
@@ -53,7 +54,8 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
     key_file.write_text(command(*cli, "keys", "add", str(keys), "alice").stdout)
     port = free_port()
     with serving("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key), "--tls-client-ca",
-                 str(authority.cert), "--api-keys", str(keys), "--health-port", str(port)) as server:
+                 str(authority.cert), "--api-keys", str(keys), "--health-port", str(port),
+                 **COUNTING) as server:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as plain:
             answer = health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest(service=""), timeout=10)
             assert answer.status == SERVING
@@ -175,7 +177,7 @@ def test_a_drain_on_demand(tmp_path: Path) -> None:
     """AdminService.Drain through one of two front ends: both end, running requests complete, exit code 0."""
     keys = tmp_path / "keys"
     key = command(sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(keys), "ops", "--admin").stdout
-    with serving("--frontends", "2", "--api-keys", str(keys)) as server:
+    with serving("--frontends", "2", "--api-keys", str(keys), **COUNTING) as server:
         server.channel = connect(server.target, key.strip())
         server.stub = rpc.InferenceServiceStub(server.channel)
         answer: list[int] = []

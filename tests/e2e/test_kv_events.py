@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import zmq
 
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import request, serving, streamed
 from tests.support.kv_model import CacheModel
@@ -46,6 +47,7 @@ def test_subscriber_of_a_killed_engine_gets_the_next_engines_cache(
     with zmq.Context() as context, serving(
         "--served-name", "storyteller", "--kv-events", "zmq", "--kv-events-endpoint", f"tcp://*:{port}",
         "--kv-events-replay-endpoint", f"tcp://*:{replay_port}", "--block-size", "16",
+        **COUNTING,
     ) as server:
         one = Subscriber(context, port)
         try:

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.brittle import COUNTING
 from tests.e2e.server import Server, request, serving, streamed
 
 pytest.importorskip("smg_grpc_proto")
@@ -107,7 +108,7 @@ def unsigned(block_hash: int) -> int:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serving("--kv-events", "grpc", "--block-size", str(BLOCK), "--max-num-seqs", str(STREAMS),
-                 "--kv-cache-memory", "16MiB") as running:
+                 "--kv-cache-memory", "16MiB", **COUNTING) as running:
         yield running
 
 
@@ -176,7 +177,8 @@ def test_subscriber_that_stops_reading_is_ended_and_holds_up_nobody(tmp_path: Pa
     dice = random.Random(5)
     folder = saved(tmp_path, layers=1, vocabulary=VOCABULARY)
     with serving(str(folder), "--kv-events", "grpc", "--kv-events-buffer", "64", "--block-size", str(BLOCK),
-                 "--kv-cache-memory", "8MiB", "--drain-seconds", "600") as server, ThreadPoolExecutor(16) as pool:
+                 "--kv-cache-memory", "8MiB", "--drain-seconds", "600", **COUNTING) as server, \
+            ThreadPoolExecutor(16) as pool:
         follower = Subscriber(server)
         follower.wait_until_idle()
 

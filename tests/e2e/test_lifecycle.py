@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.stalled_hub import StalledHub
@@ -47,7 +48,7 @@ def is_serving(server: Server) -> bool:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Server shared by the first tests; it may still load."""
-    with serving("--debuggable", wait=False) as running:
+    with serving("--debuggable", wait=False, **COUNTING) as running:
         yield running
 
 
@@ -168,7 +169,8 @@ def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:  # accepts connections and never replies
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
-        with serving("--otlp-endpoint", endpoint, "--drain-seconds", "1", "--max-buffered-tokens", "16") as server:
+        with serving("--otlp-endpoint", endpoint, "--drain-seconds", "1", "--max-buffered-tokens", "16",
+                     **COUNTING) as server:
             small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
             with grpc.insecure_channel(server.target, small) as channel:
                 stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -189,7 +191,7 @@ def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) ->
     asked = generate_pb2.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user")]))
     with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
-        with serving(str(folder), "--otlp-endpoint", endpoint, "--drain-seconds", "1") as server:
+        with serving(str(folder), "--otlp-endpoint", endpoint, "--drain-seconds", "1", **COUNTING) as server:
             calls = [server.stub.Generate.future(asked) for _ in range(chats)]
             until(lambda: server.metric("npuserve_requests_preparing") == chats)
             assert server.stub.GetLoad(server_pb()).preparing == chats

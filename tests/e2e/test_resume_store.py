@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import engine_of, processes
 from tests.e2e.server import Server, request, serving
 
@@ -41,7 +42,7 @@ def streams(server: Server, count: int) -> list[str]:
 
 def test_resume_store_of_requests_with_many_ids_stays_small() -> None:
     """700 records are 51 MiB as Python objects, and 7 MiB encoded."""
-    with serving("--dtype", "float32", "--resume-seconds", "600") as server:
+    with serving("--resume-seconds", "600", **COUNTING) as server:
         engine, (front_end,) = engine_of(server), processes(server, "frontend")
         tokens = streams(server, 200)
         before = memory(engine), memory(front_end)

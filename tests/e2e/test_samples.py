@@ -262,7 +262,7 @@ def test_client_reads_samples(samples: Samples) -> None:
 
 
 def test_call_beyond_the_queue_is_refused_as_a_whole() -> None:
-    with serving("--dtype", "float32", "--max-num-seqs", "2", "--max-queue", "4") as server:
+    with serving("--max-num-seqs", "2", "--max-queue", "4", **brittle.COUNTING) as server:
         with pytest.raises(grpc.RpcError, match=r"n: must be in \[1, 6\]"):
             server.stub.Generate(request("x", 5, n=7))
         long = server.stub.StreamGenerate(request("Once", 300, n=4, ignore_eos=True))

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e import processes
+from tests.e2e.brittle import COUNTING
 from tests.e2e.server import Server, serving
 
 
@@ -24,7 +25,7 @@ def until(server: Server, ready: float) -> None:
 
 @pytest.mark.slow
 def test_metrics_readiness_limits_and_memory_of_a_real_server() -> None:
-    with serving("--max-num-seqs", "4", "--max-queue", "6") as server:
+    with serving("--max-num-seqs", "4", "--max-queue", "6", **COUNTING) as server:
         until(server, 1)
         assert server.metric("npuserve_requests_limit", state="running") == 4
         assert server.metric("npuserve_requests_limit", state="waiting") == 6

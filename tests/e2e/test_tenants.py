@@ -17,6 +17,7 @@ from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2 as admin
 from npuserve.v1 import admin_service_pb2_grpc
 from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.brittle import COUNTING
 from tests.e2e.server import Server, request, serving
 from tests.support.certificates import Authority, needs_openssl
 from tests.support.connect import connect
@@ -39,7 +40,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(keys: dict[str, str]) -> Iterator[Server]:
     """Server with API keys and two seats, shared by the tests."""
-    with serving("--api-keys", keys["file"], "--block-size", "16", "--max-num-seqs", "2") as running:
+    with serving("--api-keys", keys["file"], "--block-size", "16", "--max-num-seqs", "2", **COUNTING) as running:
         yield running
 
 
@@ -87,7 +88,7 @@ def test_priority_beyond_the_keys_range_is_refused(server: Server, keys: dict[st
 
 @pytest.mark.slow
 def test_without_keys_priority_has_the_settings_range_and_administration_is_off() -> None:
-    with serving("--min-priority=-5", "--max-priority", "5") as server:
+    with serving("--min-priority=-5", "--max-priority", "5", **COUNTING) as server:
         with pytest.raises(grpc.RpcError) as refused:
             server.stub.Generate(request("Once", 2, priority=6), timeout=30)
         assert refused.value.details() == "scheduling.priority: must be in [-5, 5], got 6"
@@ -147,7 +148,8 @@ def test_prefix_cache_tells_nothing_of_other_tenants(server: Server, keys: dict[
 
 @pytest.mark.slow
 def test_prefix_cache_is_shared_where_the_operator_says_so(keys: dict[str, str]) -> None:
-    with serving("--api-keys", keys["file"], "--block-size", "16", "--share-prefix-cache", "all") as server:
+    with serving("--api-keys", keys["file"], "--block-size", "16", "--share-prefix-cache", "all",
+                 **COUNTING) as server:
         found = []
         for name in ("alice", "bob"):
             with calling(server, keys[name]) as channel:
@@ -193,7 +195,7 @@ def test_administration_needs_a_named_certificate(tmp_path: Path) -> None:
     expected = {(): {"ops": DENIED, "app": DENIED},
                 ("--admin-certificates", "other, ops"): {"ops": GRANTED, "app": DENIED}}
     for arguments, statuses in expected.items():
-        with serving(*files, *arguments) as server:
+        with serving(*files, *arguments, **COUNTING) as server:
             for name, own in certificates.items():
                 with calling(server, tls=Tls(authority.cert, own.cert, own.key)) as channel:
                     assert administer(channel) == statuses[name], (arguments, name)

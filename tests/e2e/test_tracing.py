@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.e2e.brittle import COUNTING
 from tests.e2e.server import request, serving
 from tests.service.rpc.test_tracing import PARENT, SERVER_SPAN, TRACE, Collector
 
@@ -15,7 +16,7 @@ def test_each_chunk_of_a_prompt_is_a_span(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     collector = Collector()
     ask = request(list(range(10, 410)), 20, ignore_eos=True)
-    with serving("--max-num-batched-tokens", "128", "--otlp-endpoint", collector.url) as server:
+    with serving("--max-num-batched-tokens", "128", "--otlp-endpoint", collector.url, **COUNTING) as server:
         call = server.stub.StreamGenerate(ask, metadata=(("traceparent", f"00-{TRACE}-{PARENT}-01"),))
         timing = list(call)[-1].finish.timing
         deadline = time.monotonic() + 20

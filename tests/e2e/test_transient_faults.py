@@ -1,4 +1,7 @@
-"""Transient and repairable faults: the server stays up, and serves again after them."""
+"""Transient and repairable faults: the server stays up, and serves again after them.
+
+Most engines count instead of computing the model, which these faults do not concern.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,19 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.serving.server import descendants
 from npuserve.npu.storyteller import FOLDER
 from npuserve.service.cli import keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
-from tests.e2e.processes import children, descendants, engine_of, until
+from tests.e2e.brittle import COUNTING
+from tests.e2e.processes import children, engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import is_serving
 from tests.support.certificates import Authority, needs_openssl
 from tests.support.processes import is_running
 
 pytestmark = pytest.mark.slow
-BRITTLE = {"program": ("-m", "tests.e2e.brittle", "serve")}
 PROMPT = request("Once upon a time", 8)
 
 
@@ -54,7 +58,7 @@ def server(server_folder: Path) -> Iterator[Server]:
     """Server shared by tests that leave it ready."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(server_folder))
-        with serving("--debuggable") as running:
+        with serving("--debuggable", **COUNTING) as running:
             yield running
 
 
@@ -104,7 +108,7 @@ def test_front_end_dies_while_the_keys_file_is_broken_keeps_the_old_keys(
 
     alice = add("alice")
     good = file.read_text()
-    with serving("--api-keys", str(file)) as server:
+    with serving("--api-keys", str(file), **COUNTING) as server:
         assert call(server, alice) is grpc.StatusCode.OK
         file.write_text("this is not TOML [")
         kill(server, children(server)["frontend"])
@@ -127,7 +131,7 @@ def test_front_end_dies_while_the_certificate_is_broken_is_retried(
     pair = Authority(tmp_path).issue("server")
     good = pair.cert.read_bytes()
     flags = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--health-port", str(free_port()))
-    with serving(*flags) as server:
+    with serving(*flags, **COUNTING) as server:
         pair.cert.write_text("no certificate")
         kill(server, children(server)["frontend"])
         until(lambda: server.process.poll() is not None or server.log.count("frontend-0 died") >= 3)
@@ -144,7 +148,7 @@ def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monke
     """The first load takes longer than the limit, and logs that."""
     monkeypatch.setenv(brittle.LOAD_LIMIT, "1")
     load_file.write_text("slow:1.5")
-    with serving(**BRITTLE) as server:
+    with serving(**COUNTING) as server:
         assert "engine is still loading" in server.log
         assert "hangs while loading" not in server.log
         load_file.write_text("hang")
@@ -157,7 +161,7 @@ def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monke
 
 
 def test_memory_that_is_not_free_at_a_restart_is_waited_for(load_file: Path) -> None:
-    with serving(**BRITTLE) as server:
+    with serving(**COUNTING) as server:
         load_file.write_text("memory")
         kill(server, engine_of(server))
         until(lambda: server.process.poll() is not None or server.log.count("engine died") >= 3)
@@ -217,7 +221,7 @@ def test_broken_metrics_files_are_skipped_and_an_engine_death_is_survived(
 def test_helper_that_has_the_engines_stdout_open_delays_no_restart(load_file: Path) -> None:
     load_file.write_text("helper")
     pid_file = Path(f"{load_file}.pid")
-    with serving(**BRITTLE) as server:
+    with serving(**COUNTING) as server:
         until(lambda: pid_file.exists() and bool(pid_file.read_text()))
         helper = int(pid_file.read_text())
         load_file.unlink()
@@ -232,7 +236,7 @@ def test_helper_that_has_the_engines_stdout_open_delays_no_restart(load_file: Pa
 
 def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) -> None:
     """The engine is stopped and the front end has a running stream; the next start removes the leftover folder."""
-    with serving("--max-num-seqs", "4") as server:
+    with serving("--max-num-seqs", "4", **COUNTING) as server:
         folder = private_folder(temporary_folder)
         pids = list(children(server).values())
         stream = server.stub.StreamGenerate(request("Once upon a time", 400, ignore_eos=True))
@@ -255,7 +259,7 @@ def test_killed_supervisor_takes_its_children_with_it(temporary_folder: Path) ->
 
         until(is_free)
     assert folder.exists()
-    with serving() as server:
+    with serving(**COUNTING) as server:
         assert not folder.exists()
         assert private_folder(temporary_folder) != folder
         assert server.stop() == 0
@@ -310,7 +314,7 @@ def in_namespace(request: pytest.FixtureRequest) -> bool:
 def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -> None:
     load_file.write_text("orphan")
     before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc") if in_namespace else ()
-    with serving(before=before, **BRITTLE) as server:
+    with serving(before=before, **COUNTING) as server:
         supervisor = server.process.pid
         if in_namespace:
             supervisor = int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
@@ -356,7 +360,7 @@ def test_core_files_are_not_written(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()])}
-    with serving(process={"cwd": tmp_path, "preexec_fn": allow_core, "env": environment}) as server:
+    with serving(process={"cwd": tmp_path, "preexec_fn": allow_core, "env": environment}, **COUNTING) as server:
         pid = children(server)["frontend"]
         os.kill(pid, signal.SIGSEGV)
         until(lambda: children(server).get("frontend") not in (pid, None))

@@ -23,6 +23,7 @@ from npuserve.service.cli import main as cli
 from npuserve.service.gateway.answer import FINISH_REASONS
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving
 from tests.support.vllm_engine import Answer, counterpart, engine_stub, join, vllm_request
@@ -202,7 +203,7 @@ def test_get_tokenizer_is_the_folder_and_loads(server: Server, tmp_path: Path) -
 
 
 def test_drain_answers_unavailable_at_once_and_ends_running_streams() -> None:
-    with serving("--drain-seconds", "60") as server:
+    with serving("--drain-seconds", "60", **COUNTING) as server:
         stub = engine_stub(server.channel)
         call = stub.Generate(vllm_request("Once", 400, ignore_eos=True, stream=True), timeout=100)
         messages = [next(call)]
@@ -221,7 +222,7 @@ def test_drain_answers_unavailable_at_once_and_ends_running_streams() -> None:
 
 
 def test_queue_full_is_resource_exhausted_before_any_metadata() -> None:
-    with serving("--max-num-seqs", "1", "--max-queue", "1") as server:
+    with serving("--max-num-seqs", "1", "--max-queue", "1", **COUNTING) as server:
         stub, held = engine_stub(server.channel), []
         for _ in range(2):
             held.append(stub.Generate(vllm_request("Once", 500, ignore_eos=True, stream=True), timeout=100))
@@ -240,7 +241,7 @@ def test_keys_are_needed_by_every_method(tmp_path: Path) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert cli.main(["keys", "add", str(file), name, *options]) == 0
         keys[name] = (("authorization", f"Bearer {out.getvalue().strip()}"),)
-    with serving("--api-keys", str(file)) as server:
+    with serving("--api-keys", str(file), **COUNTING) as server:
         stub = engine_stub(server.channel)
 
         def codes(metadata: tuple[tuple[str, str], ...] | None) -> dict[str, str]:

@@ -12,10 +12,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult, TokenLogprobs
 from tests.support.fake_grammar import first_allowed
 
@@ -119,3 +121,25 @@ class FakeRunner:
             assert len(row.block_ids) == -(-end // size), f"request {row.request_id}: wrong number of blocks"
             for block in row.block_ids[row.start // size :]:
                 assert holders[block] == 1, f"request {row.request_id} writes to block {block} of another request"
+
+
+class ServedRunner(FakeRunner):
+    """Runner of an engine process, for `npuserve.service.engine.process.build_engine`: without weights and torch.
+
+    folder: of a model, whose config.json is read.
+    kv_cache_memory: bytes of a KV cache of 16-bit values; 0 for 4096 blocks.
+    """
+
+    dtype_name = cache_dtype = "float32"
+    backend_name = "cpu"
+    deterministic = True
+    shared_weights = cpu_kernels = None
+
+    def __init__(self, folder: Path, delay: float, block_size: int = 0, kv_cache_memory: int = 0):
+        self.config = config = ModelConfig.from_folder(folder)
+        self.block_size = block_size or 16
+        self.max_model_len = config.context_length
+        self.parameters = config.num_parameters
+        block_bytes = 2 * 2 * config.num_layers * config.kv_size * self.block_size
+        self.num_blocks = kv_cache_memory // block_bytes or 4096
+        super().__init__(config.vocab_size, delay, self.block_size)

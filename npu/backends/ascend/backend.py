@@ -6,7 +6,6 @@ Steps and copies use the streams of `streams`; the lengths of captured attention
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -24,6 +23,7 @@ from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.base import BackendError, Captured, Event, Fault
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.backends.streams import StreamBackend
+from npuserve.npu.large_import import import_large
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class AscendBackend(StreamBackend):
         self.kernels = ascend.LABEL
         _matching_versions()
         try:
-            importlib.import_module("torch_npu")
+            import_large("torch_npu")
             device = torch.device("npu:0")
             if torch.npu.device_count() == 0:
                 raise BackendError(

@@ -53,6 +53,9 @@ def serve(folder: str, arguments: list[str]) -> int:
 
 
 def engine(folder: Path) -> int:
+    from npuserve.npu.large_import import import_large
+
+    import_large("npuserve.npu.emulator")
     from npuserve.npu import emulator
     from npuserve.service.engine import process as engine_process
 

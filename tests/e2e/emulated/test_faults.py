@@ -28,7 +28,7 @@ from tests.npu.emulator.child import missing
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 STREAMS = 3
-LONG = 200
+LONG = 100
 """Tokens of an answer that is still running when the device fails."""
 
 HANG_SECONDS = 15

@@ -13,14 +13,12 @@ import asyncio
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 PROGRAM = (sys.executable, "-m", "tests.e2e.gateway.scripted")
 SCRIPT = "script.json"
-BLOCK_SIZE = 16
-BLOCKS = 4096
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -61,25 +59,18 @@ def serve(arguments: list[str]) -> int:
 
 
 def engine() -> int:
-    from npuserve.npu.model.config import ModelConfig
     from npuserve.npu.step import Step, StepResult
     from npuserve.service.engine import process as engine_process
     from npuserve.service.engine.loop import Engine
-    from npuserve.service.ipc import child
-    from npuserve.service.ipc.engine_socket import EngineSocket
-    from npuserve.service.ipc.messages import ModelInfo
-    from npuserve.service.ipc.resumable_streams import Records
-    from npuserve.service.scheduling.block_manager import BlockManager
-    from npuserve.service.scheduling.scheduler import Scheduler
-    from tests.support.counting_runner import FakeRunner
+    from tests.support.counting_runner import ServedRunner
 
-    class ScriptedRunner(FakeRunner):
+    class ScriptedRunner(ServedRunner):
         """Runner that generates the ids of the script."""
 
-        def __init__(self, folder: Path, vocabulary: int, eos: int):
-            super().__init__(vocabulary, 0.002, BLOCK_SIZE)
+        def __init__(self, folder: Path):
+            super().__init__(folder, delay=0.002)
             self._file = folder / SCRIPT
-            self._eos = eos
+            self._eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
             self._scripts: dict[int, list[int]] = {}
 
         def launch(self, step: Step) -> tuple[StepResult, float]:
@@ -94,21 +85,7 @@ def engine() -> int:
             return script[made] if made < len(script) else self._eos
 
     def build(args: engine_process.EngineArgs) -> Engine:
-        folder, config = Path(args.folder), args.config
-        model = ModelConfig.from_folder(folder)
-        eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
-        scheduler = Scheduler(
-            BlockManager(BLOCKS, BLOCK_SIZE, True), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=512,
-            max_queue=config.max_queue, aging_seconds=10)
-        info = ModelInfo(
-            model.architecture, model.vocab_size, model.context_length, "float32", "none", "float32", "cpu",
-            config.max_num_seqs, config.max_queue, scheduler.blocks.capacity, 0, True)
-        made = Engine(scheduler, ScriptedRunner(folder, model.vocab_size, eos), EngineSocket(args.address), info,  # type: ignore[arg-type]
-                      args.epoch, pulse=child.Heartbeat(args.heartbeat), records=Records(config.resume_seconds),
-                      build_compiler=partial(engine_process.build_compiler, folder, model.vocab_size))
-        child.report("ready", seconds=0.1, kv_cache_tokens=scheduler.blocks.capacity, backend="cpu",
-                     shared_weights=None, kernels=None)
-        return made
+        return engine_process.build_engine(args, ScriptedRunner(Path(args.folder)), None, time.monotonic())  # type: ignore[arg-type]
 
     engine_process.build = build
     return engine_process.main()

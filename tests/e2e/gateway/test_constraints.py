@@ -12,10 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.e2e.gateway.sdk import openai
 from tests.e2e.gateway.smg import Gateway
 from tests.e2e.gateway.worker import Worker
-
-openai = pytest.importorskip("openai")
 
 MODEL = "storyteller"
 QUESTION = "Once upon a time there was a little girl named Lily. She asked about the weather."
@@ -37,7 +36,7 @@ SAMPLINGS = [{"temperature": 0}, *({"temperature": 1.0, "seed": seed} for seed i
 
 @pytest.fixture
 def client(gate: Gateway) -> Any:
-    return openai.OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def chat(client: Any, **fields: Any) -> Any:
@@ -143,5 +142,5 @@ def wanting(schema: dict[str, Any]) -> dict[str, Any]:
     ({"extra_body": {"ebnf": "root ::= other"}}, r"sampling_params\.grammar: .*other"),
 ])
 def test_constraint_that_cannot_be_honoured_is_400(client: Any, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
+    with pytest.raises(openai().BadRequestError, match=message):
         chat(client, **fields)

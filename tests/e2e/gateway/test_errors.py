@@ -38,7 +38,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     file: Path = tmp_path_factory.mktemp("slow") / "slow"
     file.write_text("0.05")
     with serving(
-        "--max-num-seqs", "1", "--max-queue", "1", *LOGGING, program=("-m", "tests.e2e.brittle", "serve"),
+        "--max-num-seqs", "1", "--max-queue", "1", *LOGGING, **brittle.COUNTING,
         process={"env": {**os.environ, brittle.SLOW: str(file)}},
     ) as server:
         yield Worker(server)

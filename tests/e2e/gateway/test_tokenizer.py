@@ -7,6 +7,7 @@ from pathlib import Path
 
 from npuserve.npu import storyteller
 from npuserve.v1 import tokenize_pb2
+from tests.e2e.brittle import COUNTING
 from tests.e2e.gateway.smg import gateway
 from tests.e2e.server import serving
 from tests.support.processes import MOUNT_NAMESPACE, require_mount_namespaces
@@ -18,7 +19,7 @@ TEXTS = ("Once upon a time", " é 中 \U0001f600", "<|endoftext|>")
 def test_gateway_without_the_folder_gets_the_tokenizer_from_its_worker(tmp_path: Path) -> None:
     require_mount_namespaces()
     folder = shutil.copytree(storyteller.FOLDER, tmp_path / "hidden" / "model")
-    with serving(str(folder), "--served-name", "mine") as server, gateway(
+    with serving(str(folder), "--served-name", "mine", **COUNTING) as server, gateway(
         [server.target], before=(*HIDE, str(folder.parent))
     ) as gate:
         assert server.metric("npuserve_requests_total", rpc="vllm.GetTokenizer", code="OK") == 1

@@ -24,7 +24,7 @@ from tests.e2e.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-WORKERS, STREAMS = 3, 32
+WORKERS, STREAMS = 3, 12
 TOKENS = 200
 STEP_SECONDS = "0.02"
 POOL_SECONDS = 30
@@ -50,8 +50,7 @@ class Pool:
     workers: list[Worker] = field(default_factory=list)
 
     def start(self, port: int) -> Worker:
-        server = Server("--dtype", "float32", *LOGGING, program=("-m", "tests.e2e.brittle", "serve"), port=port,
-                        process={"env": self.environment})
+        server = Server(*LOGGING, **brittle.COUNTING, port=port, process={"env": self.environment})
         server.wait_until_listening()
         server.wait_until_ready()
         return Worker(server)

@@ -33,13 +33,12 @@ def interpreted() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def stand_ins(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lowered]:
+def stand_ins(interpreted: ModuleType) -> dict[str, Lowered]:
     """Stand-ins by the names of the kernels in the module that launches them."""
     python = os.environ.get("NPUSERVE_TRITON_ASCEND")
     if not python:
         pytest.skip("needs NPUSERVE_TRITON_ASCEND: see .ci/triton")
-    folder = tmp_path_factory.mktemp("lowered")
-    return {name: Lowered(getattr(interpreted, name), python, folder) for name in KERNELS}
+    return {name: Lowered(getattr(interpreted, name), python) for name in KERNELS}
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.kernels.triton import CACHE
+
 KERNELS = Path(__file__).parents[3] / "kernels" / "triton"
 _COMPILE = """
 import importlib.util, json, subprocess, sys, tempfile
@@ -69,11 +71,11 @@ class Launch:
     options: dict[str, Any]
 
 
-def compiled(launches: list[Launch], cache: Path) -> list[Compiled]:
-    """Compile the launches. cache: a folder. Raises AssertionError with the compiler's message."""
+def compiled(launches: list[Launch]) -> list[Compiled]:
+    """Compile the launches; Triton keeps the results in CACHE. Raises AssertionError with the compiler's message."""
     requests = json.dumps([[str(KERNELS / f"{x.file}.py"), x.kernel, x.signature, x.constants, x.options]
                            for x in launches])
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(CACHE)}
     done = subprocess.run([sys.executable, "-c", _COMPILE], input=requests, capture_output=True, text=True,
                           env=environment)
     assert done.returncode == 0, done.stderr

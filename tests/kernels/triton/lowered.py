@@ -1,14 +1,17 @@
 """Stand-in for a Triton kernel that runs the result of Ascend's compilers on this processor.
 
 The launching code calls it like the kernel, with every argument by name. New types of arguments are compiled first,
-which fails if the unified buffer cannot hold the kernel.
+which fails if the unified buffer cannot hold the kernel. CACHE keeps the results, also errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import json
 import os
+import platform
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -17,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.kernels.triton import CACHE
 
 LOWERING = Path(__file__).with_name("lowering.py")
 
@@ -41,14 +46,13 @@ class Built:
 class Lowered:
     """Stand-in for `kernel`, a `triton.jit` function at the top of its file.
 
-    python: one that has triton-ascend and ascendnpu-ir. folder: for built files. latest: result that ran last."""
+    python: one that has triton-ascend and ascendnpu-ir. latest: result that ran last."""
 
     latest: Built
 
-    def __init__(self, kernel: Any, python: str, folder: Path):
+    def __init__(self, kernel: Any, python: str):
         self._function = kernel.fn
         self._python = python
-        self._folder = folder
         self._built: dict[str, Built] = {}
 
     def __getitem__(self, grid: tuple[int]) -> Any:
@@ -85,20 +89,41 @@ class Lowered:
 
     def _build(self, signature: dict[str, str], constants: dict[str, Any]) -> Built:
         """Lower and compile the kernel. Raises LoweringError."""
-        request = json.dumps({"file": self._function.__code__.co_filename, "function": self._function.__name__,
-                              "signature": signature, "constants": constants})
+        request = json.dumps({"function": self._function.__name__, "signature": signature, "constants": constants})
         if request not in self._built:
-            folder = Path(tempfile.mkdtemp(prefix=f"{self._function.__name__}-", dir=self._folder))
-            clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
-            done = subprocess.run([self._python, LOWERING, folder], input=request, env=clean, capture_output=True,
-                                  text=True)
-            if done.returncode:
-                raise LoweringError(done.stderr)
-            answer = json.loads(done.stdout)
+            folder = CACHE / self._digest(request)
+            if not folder.exists():
+                self._lower({"file": self._function.__code__.co_filename, **json.loads(request)}, folder)
+            answer = json.loads((folder / "answer.json").read_text())
             if "error" in answer:
                 raise LoweringError(answer["error"])
             self._built[request] = Built(ctypes.CDLL(str(folder / "kernel.so")), **answer)
         return self._built[request]
+
+    def _digest(self, request: str) -> str:
+        """Return the digest of all that the result depends on. The file of a kernel imports only triton."""
+        packages = sorted(path.name for path in Path(self._python).parents[1].glob("lib/*/site-packages/*.dist-info"))
+        made = hashlib.sha256(json.dumps([request, packages, platform.machine(), os.environ.get("CXX")]).encode())
+        for file in (self._function.__code__.co_filename, LOWERING, LOWERING.with_name("runtime.cpp")):
+            made.update(b"\0" + Path(file).read_bytes())
+        return made.hexdigest()
+
+    def _lower(self, request: dict[str, Any], to: Path) -> None:
+        """Write kernel.so, or nothing after a compiler's error, and answer.json to a new folder."""
+        CACHE.mkdir(parents=True, exist_ok=True)
+        clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+        with tempfile.TemporaryDirectory(prefix="making-", dir=CACHE) as name:
+            done = subprocess.run([self._python, LOWERING, name], input=json.dumps(request), env=clean,
+                                  capture_output=True, text=True)
+            if done.returncode:
+                raise LoweringError(done.stderr)
+            made = Path(name) / "made"
+            made.mkdir()
+            (made / "answer.json").write_text(done.stdout)
+            if (library := Path(name) / "kernel.so").exists():
+                library.rename(made / "kernel.so")
+            with contextlib.suppress(OSError):  # another process has made it
+                made.rename(to)
 
 
 def _flat(value: Any, kind: str) -> list[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.triton import CACHE
+
 COMPILE = """
 import importlib.util, json, sys
 import triton
@@ -48,11 +50,11 @@ HEADS = {"qkv": "*bf16", "q_gamma": "*bf16", "k_gamma": "*bf16", "cos_sin": "*fp
     ids=["greedy", "sampled", "heads"],
 )
 def test_compiles_for_hopper(
-    interpreted: ModuleType, tmp_path: Path, name: str, signature: dict[str, str], constants: dict[str, Any]
+    interpreted: ModuleType, name: str, signature: dict[str, str], constants: dict[str, Any]
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     request = json.dumps([str(KERNELS / f"{name}.py"), f"{name}_kernel", signature, constants])
     done = subprocess.run([sys.executable, "-c", COMPILE], input=request, capture_output=True, text=True,
-                          env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
+                          env=environment | {"TRITON_CACHE_DIR": str(CACHE)})
     assert done.returncode == 0, done.stderr
     assert f".entry {name}_kernel(" in done.stdout

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -321,9 +320,7 @@ def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 @pytest.mark.timeout(900)
-def test_hopper_attention_has_no_spills_and_uses_tensor_cores(
-    launch: ModuleType, tmp_path: Path
-) -> None:
+def test_hopper_attention_has_no_spills_and_uses_tensor_cores(launch: ModuleType) -> None:
     """At the shapes of real models, with the arguments of their calls."""
     decode, few, many = (False, 256), (True, 512), (True, 4096)
     chosen = [(QWEN3_14B, decode, False), (QWEN3_14B, decode, True), (QWEN3_14B, few, True), (QWEN3_14B, many, False),
@@ -336,7 +333,7 @@ def test_hopper_attention_has_no_spills_and_uses_tensor_cores(
         launches.append(Launch(
             "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},
             made.constants | scales | {"WIDE": False, "PDL": True}, made.options))
-    for what, made in zip(chosen, compiled(launches, tmp_path), strict=True):
+    for what, made in zip(chosen, compiled(launches), strict=True):
         assert made.local == 0, what
         assert made.shared <= 227 << 10, what
         assert "cp.async.cg.shared.global" in made.ptx, what
@@ -348,14 +345,14 @@ def test_hopper_attention_has_no_spills_and_uses_tensor_cores(
         assert "ld.global.b16" not in made.ptx, what  # scales are prefetched too
 
 
-def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType, tmp_path: Path) -> None:
+def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType) -> None:
     launches = []
     for int8, heads in itertools.product([False, True], [4, 8]):
         types, scales = caches(int8, "*bf16")
         constants = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "HEADS": heads, "PDL": True}
         launches.append(Launch(
             "kv_write", "kv_write_kernel", HEADS | types, constants | scales, {"num_warps": heads // 4}))
-    for made in compiled(launches, tmp_path):
+    for made in compiled(launches):
         assert made.local == 0
         assert "ld.global.v4.b32" in made.ptx.partition("griddepcontrol.wait")[2]
         assert "st.global.v4.b32" in made.ptx

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -58,9 +57,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def built(interpreted: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Kind, str, Tiles], Compiled]:
+def built(interpreted: ModuleType) -> dict[tuple[Kind, str, Tiles], Compiled]:
     cases = sorted(CASES, key=repr)
-    made = compiled([launch(*case) for case in cases], tmp_path_factory.mktemp("cache"))
+    made = compiled([launch(*case) for case in cases])
     return dict(zip(cases, made, strict=True))
 
 
@@ -103,23 +102,23 @@ def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tupl
         assert "st.global.v4" in ptx
 
 
-def test_odd_shapes_and_candidates_compile(interpreted: ModuleType, tmp_path: Path) -> None:
+def test_odd_shapes_and_candidates_compile(interpreted: ModuleType) -> None:
     """Rows that begin at any address, and some candidates of a sweep."""
     odd = [launch("linear_swiglu", name, own("linear_swiglu", name, 5, 34, 33), even=False) for name in ITEMSIZES]
     swept = [launch("linear", "bf16", tiles) for tiles in candidates("linear", 2, 1, 5120, 5120, 132)[1::4] if tiles]
-    made = compiled(odd + swept, tmp_path)
+    made = compiled(odd + swept)
     assert all(x.shared <= SHARED_BYTES for x in made)
     assert not any(x.local for x in made[len(odd):])
 
 
-def test_helpers_compile(interpreted: ModuleType, tmp_path: Path) -> None:
+def test_helpers_compile(interpreted: ModuleType) -> None:
     """The merge of tiles' best, and the epilogue of the library's product."""
     merge = {"best": "*fp32", "places": "*i32", "ids": "*i64", "tiles": "i32"}
     finish = {"sums": "*i32", "x_scale": "*fp32", "weight_scale": "*fp32", "bias": "*bf16", "out": "*bf16",
               "tokens": "i32", "n": "i32/16"}
     merged, finished = compiled([
         Launch("linear", "argmax_merge_kernel", merge, {"BLOCK": 4096, "PDL": True}, {}),
-        Launch("linear", "finish_kernel", finish, {"GATED": True, "BLOCK": 1024, "PDL": True}, {})], tmp_path)
+        Launch("linear", "finish_kernel", finish, {"GATED": True, "BLOCK": 1024, "PDL": True}, {})])
     assert merged.local == finished.local == 0
     assert "ld.global.v4" in finished.ptx
     assert "griddepcontrol.wait" in merged.ptx

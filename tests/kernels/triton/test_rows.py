@@ -6,7 +6,6 @@ Interpreted, float16 rounds as on a device, and bfloat16 towards zero: bits are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -203,9 +202,9 @@ COMPILED = [  # and the required number of loads of 16 bytes
 ]
 
 
-def test_hopper_has_no_spills_and_loads_16_bytes(interpreted: ModuleType, tmp_path: Path) -> None:
+def test_hopper_has_no_spills_and_loads_16_bytes(interpreted: ModuleType) -> None:
     """At the shapes of Qwen3-14B."""
-    for (launch, wide), made in zip(COMPILED, compiled([x for x, _ in COMPILED], tmp_path), strict=True):
+    for (launch, wide), made in zip(COMPILED, compiled([x for x, _ in COMPILED]), strict=True):
         assert made.local == 0, launch
         assert made.ptx.count("griddepcontrol.wait") == 1, launch
         assert made.ptx.count("ld.global.v4.b32") == wide, launch

@@ -221,9 +221,10 @@ def emulated(*, fresh: bool = False, **options: Any) -> Callable[[F], F]:
 def serve_forks(descriptor: int) -> NoReturn:
     """Run the template's loop until its socket is closed, and exit without torch_npu's clean-up of a device."""
     from npuserve.npu import emulator
+    from npuserve.npu.large_import import import_large
 
     emulator.preload()
-    importlib.import_module("npuserve.npu.execution.load")
+    import_large("npuserve.npu.execution.load")
     with socket.socket(fileno=descriptor) as requests:
         while True:
             data, files, _, _ = socket.recv_fds(requests, 1 << 16, 3, socket.MSG_CMSG_CLOEXEC)

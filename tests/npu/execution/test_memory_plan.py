@@ -195,14 +195,21 @@ print(plans[0].peak, next(int(l.split()[1]) * 1024 for l in open("/proc/self/sta
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantized", [False, True])
-def test_predict_peak_is_within_a_tenth_of_measured(tmp_path: Path, cpu, quantized):
-    """The process loads 80 MB of weights, prefills and decodes: a loader that held a tensor or a mapped page twice
-    would exceed the limit."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> dict[bool, Path]:
+    """Folders of a model with 80 MB of weights, by whether it is quantized."""
     model = random_model("qwen3", vocab_size=20000, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
                          head_dim=64, max_position_embeddings=1024)
-    folder = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)
+    return {False: saved(model, tmp_path_factory.mktemp("float")),
+            True: saved_w8a8(model, tmp_path_factory.mktemp("int8"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True])
+def test_predict_peak_is_within_a_tenth_of_measured(large: dict[bool, Path], cpu, quantized):
+    """The process loads the weights, prefills and decodes: a loader that held a tensor or a mapped page twice would
+    exceed the limit."""
+    folder = large[quantized]
     command = [sys.executable, "-c", PROCESS, str(folder), cpu.kernels, "int8" if quantized else "auto"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     predicted, measured = map(int, run.stdout.split())
