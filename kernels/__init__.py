@@ -10,6 +10,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 from npuserve.kernels import (
     attention,
+    collectives,
     embedding,
     greedy,
     last_ids,
@@ -26,6 +27,7 @@ from npuserve.kernels import (
 
 __all__ = [
     "attention",
+    "collectives",
     "embedding",
     "greedy",
     "last_ids",

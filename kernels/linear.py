@@ -226,17 +226,27 @@ def _(
     mask_of_row: Tensor | None = None,
 ) -> Tensor:
     ids = native.empty(len(x), 1, dtype=torch.int64)
+    native.call("linear_argmax", *argmax_calls(x, weight, bias, vocabulary, ids, masks=(bits, mask_of_row)))
+    return ids
+
+
+def argmax_calls(
+    x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, ids: Tensor, *,
+    masks: tuple[Tensor | None, Tensor | None] = (None, None), pairs: Tensor | None = None, first: int = 0,
+) -> list[native.Call]:
+    """Return the native calls that write the argmax of `linear` to ids [R, 1] int64.
+
+    pairs: [R, 2] float32 for the largest value and its id, which is `first` plus its column; or None.
+    """
     n, k = weight.shape
     panels = -(-n // native.LANES)
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
-    words = 0 if bits is None else bits.shape[1]
+    words = 0 if masks[0] is None else masks[0].shape[1]
     merge = "argmax_of_units_int8" if isinstance(weight, Int8Weight) else "argmax_of_units"
-    native.call(
-        "linear_argmax",
-        *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=(bits, mask_of_row)),
-        (merge, weight.dtype, [best, places, ids], [len(x), k, n]))
-    return ids
+    return [
+        *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=masks),
+        (merge, weight.dtype, [best, places, ids, pairs], [len(x), k, n, first])]
 
 
 def _ascend_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -154,12 +154,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"min_priority: {self.min_priority} is above max_priority, {self.max_priority}")
         self._check_edge()
         self._check_kv_events()
-        reserved = {
-            "tensor_parallel_size": 1,
-        }
-        for name, only in reserved.items():
-            if getattr(self, name) != only:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is reserved, not implemented in this version")
 
     def _check_edge(self) -> None:
         """Check the settings of ports and TLS against each other."""

@@ -87,10 +87,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "kv_events_buffer": "number of batches of KV events that are kept for subscribers that missed them",
     },
     "machine": {
-        "threads": "CPU threads of the engine; 0: one per core",
+        "threads": "CPU threads of the engine, or of each rank; 0: one per core",
         "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or fma after widening to fp32; auto: measured",
         "cpu_weights": "bfloat16 weights on the CPU: compact is 12.25 bits per weight; auto: the faster measured",
-        "tensor_parallel_size": "devices that share the model; above 1 is reserved",
+        "tensor_parallel_size": "ranks that share the model, a process each; above 1 on the CPU only",
         "kernel_sampling": "time each kernel on every N-th step; 0: never",
     },
     "metrics and traces": {

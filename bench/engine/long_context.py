@@ -37,8 +37,8 @@ from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.engine.process import load_model
 from npuserve.service.ipc.messages import Request
+from npuserve.service.ranks.load import load_model
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence

@@ -14,8 +14,8 @@ import harness
 from npuserve.npu.execution.in_flight import Launched
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
-from npuserve.service.engine.process import load_model
 from npuserve.service.ipc.messages import Request
+from npuserve.service.ranks.load import load_model
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 

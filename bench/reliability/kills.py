@@ -1,7 +1,7 @@
 """Streams during SIGKILLs of the engine: completeness, and length of the pauses.
 
     python bench/reliability/kills.py [MODEL] [--kills 20] [--streams 64] [--gap 0.1,3] [--seed 1] [--json FILE]
-        [-- FLAGS]
+        [--ranks] [-- FLAGS]
 
 Each of the mixed requests is first answered undisturbed. Then all run concurrently, again and again, while the engine
 is killed at random moments, also while it loads. Every stream must be complete and equal to the undisturbed one: text,
@@ -34,7 +34,7 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.server import arguments, engine_of, report, serving
+from bench.serving.server import arguments, engine_of, ranks_of, report, serving
 
 STORIES = (
     "Once upon a time", "One day, a little girl named Lily", "The cat and the dog", "Tim wanted a new toy. He",
@@ -127,16 +127,19 @@ class Killer:
     target: host:port.
     pid: process id of the supervisor.
     kills: number of kills.
+    ranks: True to kill the engine and the other ranks of its group in turn.
     gaps: least and most seconds from readiness to a kill. Every fourth gap begins at the last kill, while the engine
         may still load.
     killed: times of the kills.
     """
 
-    def __init__(self, target: str, pid: int, kills: int, gaps: tuple[float, float], seed: int):
+    def __init__(self, target: str, pid: int, kills: int, gaps: tuple[float, float], seed: int,
+                 ranks: bool = False) -> None:
         self.killed: list[float] = []
         self.over = False
         self._target, self._pid, self._kills, self._gaps = target, pid, kills, gaps
         self._chance = random.Random(seed)
+        self._ranks = ranks
 
     def run(self) -> None:
         with grpc.insecure_channel(self._target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -148,7 +151,8 @@ class Killer:
             while (found := engine_of(self._pid)) in (0, last) or (number % 4 != 3 and not serves(health)):
                 time.sleep(0.02)
             time.sleep(self._chance.uniform(*self._gaps))
-            os.kill(found, signal.SIGKILL)
+            group = [found, *(ranks_of(self._pid) if self._ranks else [])]
+            os.kill(group[number % len(group)], signal.SIGKILL)
             self.killed.append(time.monotonic())
             last = found
         self.over = True
@@ -221,7 +225,7 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
             stub = rpc.InferenceServiceStub(channel)
             with ThreadPoolExecutor(8) as threads:
                 alone = list(threads.map(lambda ask: stream(stub, ask), wanted))
-        killer = Killer(server.target, server.pid, args.kills, (low, high), args.seed)
+        killer = Killer(server.target, server.pid, args.kills, (low, high), args.seed, args.ranks)
         began = time.monotonic()
         wrong, answers = disturbed(server.target, killer, wanted, alone)
         seconds = time.monotonic() - began
@@ -247,6 +251,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=300, help="tokens of the longest answers")
     parser.add_argument("--gap", default="0.1,3", help="least and most seconds that an engine serves")
+    parser.add_argument("--ranks", action="store_true", help="kill the engine and the other ranks in turn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args, flags = arguments(parser)

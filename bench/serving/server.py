@@ -81,11 +81,12 @@ class Serving:
 
 
 def children(supervisor: int) -> dict[int, str]:
-    """Return process id -> kind, "engine" or "frontend", of a supervisor's children that are not zombies.
+    """Return process id -> kind of a process's children that are not zombies: "engine", "frontend", or "ranks" of an
+    engine.
 
     The programs of tests that replace a child end their command line with the kind.
     """
-    kind = re.compile(r".*(?: -m npuserve\.service\.| )(engine|frontend)(?:\.process)?(?: |$)")
+    kind = re.compile(r".*(?: -m npuserve\.service\.| )(engine|frontend|ranks)(?:\.process)?(?: |$)")
     found = {pid: kind.match(args) for pid, args in sorted(descendants(supervisor))}  # a zombie's command line is empty
     return {pid: match[1] for pid, match in found.items() if match}
 
@@ -103,6 +104,11 @@ def descendants(pid: int) -> Iterator[tuple[int, str]]:
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of all living threads of a process."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def ranks_of(supervisor: int) -> list[int]:
+    """Return the process ids of the other ranks of the engine; [] without tensor parallelism or an engine."""
+    return [pid for pid, kind in children(engine_of(supervisor)).items() if kind == "ranks"]
 
 
 def engine_of(supervisor: int) -> int:

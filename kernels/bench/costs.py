@@ -11,6 +11,7 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.ceilings import DTYPES, Peak
+from npuserve.kernels.collectives import Ranks
 from npuserve.kernels.kv_cache import Cache, block_size
 from npuserve.kernels.quantized import Int8, Int8Weight, Scheme, Weight
 
@@ -52,6 +53,19 @@ def nbytes(*values: Any) -> int:
 def _embedding(ids: Tensor, table: Weight) -> Cost:
     read = nbytes(table) // table.shape[0] if isinstance(table, Int8Weight) else table.shape[1] * table.dtype.itemsize
     return Cost(nbytes(ids) + len(ids) * (read + table.shape[1] * table.dtype.itemsize), 0, "fp32")
+
+
+def _embedding_shard(ids: Tensor, table: Weight, first: int, count: int) -> Cost:
+    return _embedding(ids, table)
+
+
+def _all_reduce(x: Tensor, ranks: Ranks) -> Cost:
+    """Return the cost of writing the part of this rank and reading those of all."""
+    return Cost((2 + 1 + ranks.size) * x.nbytes, ranks.size * x.numel(), "fp32")
+
+
+def _all_gather(x: Tensor, ranks: Ranks) -> Cost:
+    return Cost((2 + 2 * ranks.size) * x.nbytes, 0, "fp32")
 
 
 def _take_ids(ids: Tensor, last: Tensor) -> Cost:
@@ -102,6 +116,12 @@ def _linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme
 def _linear_argmax(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, *masks: Tensor | None) -> Cost:
     made = _product(x, weight, bias, 8 * len(x))
     return replace(made, nbytes=made.nbytes + nbytes(*masks))
+
+
+def _linear_argmax_shard(
+    x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, first: int, ranks: Ranks
+) -> Cost:
+    return _linear_argmax(x, weight, bias, vocabulary)
 
 
 def _qk_norm_rope_kv_write(qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, eps: float, cos_sin: Tensor,
@@ -163,11 +183,15 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "take_ids": _take_ids,
     "keep_ids": _keep_ids,
     "embedding": _embedding,
+    "embedding_shard": _embedding_shard,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
     "quantize": _quantize,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "linear": _linear,
     "linear_argmax": _linear_argmax,
+    "linear_argmax_shard": _linear_argmax_shard,
     "linear_swiglu": _linear_swiglu,
     "qk_norm_rope_kv_write": _qk_norm_rope_kv_write,
     "paged_attention": _paged_attention,

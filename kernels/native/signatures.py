@@ -72,6 +72,8 @@ _BEST: Signature = (Argument("best", FLOAT32), Argument("places", INT32))
 _MASKS: Signature = (
     Argument("bits", INT32, lambda n: n[4], optional=True), Argument("mask_of_row", INT32, _rows, optional=True))
 _MERGED: Signature = (*_BEST, Argument("out", INT64, _rows))
+_PAIRS: Signature = (Argument("pairs", FLOAT32, lambda n: 2 * n[0], optional=True),)
+_REGION = Argument("region", UINT8, lambda n: n[3] * (CONSTANTS["RANK_LINE_BYTES"] + 2 * n[4]))
 _PACK: Signature = (Argument("dense", None, _matrix), _PACKED, Argument("failed", INT32, _one))
 _UNPACK: Signature = (_PACKED, Argument("dense", None, _matrix), _IDS)
 
@@ -148,8 +150,8 @@ SIGNATURES: dict[str, Signature] = {
     "linear_argmax": (*_product(_BEST), *_MASKS),
     "linear_argmax_int8": (*_product_int8(_BEST), *_MASKS),
     "linear_argmax_compact": (*_product(_BEST), *_MASKS),
-    "argmax_of_units": _MERGED,
-    "argmax_of_units_int8": _MERGED,
+    "argmax_of_units": (*_MERGED, *_PAIRS),
+    "argmax_of_units_int8": (*_MERGED, *_PAIRS),
     "pack": _PACK,
     "pack_compact": _PACK,
     "unpack": _UNPACK,
@@ -169,6 +171,13 @@ SIGNATURES: dict[str, Signature] = {
     "swiglu": (Argument("gate_up", None, lambda n: 2 * n[0] * n[1]), Argument("out", None, _matrix)),
     "quantize": (_X, *_int8(False)),
     "row_sums": (_X, Argument("out", INT32, _rows)),
+    "rank_share": (_X, _REGION),
+    "rank_arrive": (_REGION,),
+    "rank_sum": (_REGION, Argument("out", None, _matrix)),
+    "rank_concatenate": (_REGION, Argument("out", None, lambda n: _matrix(n) * n[3])),
+    "rank_argmax": (_REGION, Argument("out", INT64, _rows)),
+    "local_ids": (_IDS, Argument("out", INT64, _rows)),
+    "zero_outside": (_IDS, Argument("x", None, _matrix)),
     "take_ids": (_IDS, Argument("last", INT64), Argument("out", INT64, _rows)),
     "keep_ids": (Argument("ids", INT64, _matrix), Argument("last", INT64, _rows)),
     "greedy": (Argument("logits", None, _matrix), *_BEST),

@@ -114,6 +114,9 @@ class Backend(ABC):
     host_lengths: attention reads lengths from the host. A step captured for any batch then has a fixed number of rows;
         one more row than a batch can have takes the padding tokens.
     capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
+    captures: steps may be captured.
+    shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
+    place: number of this rank, and of the ranks of this machine. Set it before `set_threads`.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
@@ -133,6 +136,9 @@ class Backend(ABC):
     padding_blocks: int = 0
     host_lengths: bool = False
     capture_chunks: bool = True
+    captures: bool = True
+    shares_memory: bool = False
+    place: tuple[int, int] = (0, 1)
     compiles: bool = False
     captures_sampler: bool = False
     decode_buckets: tuple[int, ...] = ()
@@ -268,6 +274,11 @@ class Backend(ABC):
     def check_heads(self, head_dim: int) -> None:
         """Raise BackendError for a head size that the kernels do not support."""
         return
+
+    def check_ranks(self, size: int) -> None:
+        """Raise BackendError if `size` ranks cannot share a model."""
+        if size > 1 and not self.shares_memory:
+            raise BackendError(f"tensor_parallel_size: {size} is not possible on {self.name}; possible is 1")
 
     @abstractmethod
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

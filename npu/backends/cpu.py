@@ -161,7 +161,7 @@ class CpuBackend(Backend):
     dtypes = ("float32", "bfloat16")
     vocabulary_tile = 64
     block_size = 128
-    int8_cache = int8_zeros = True
+    int8_cache = int8_zeros = shares_memory = True
 
     def __init__(self, native: bool = built()) -> None:
         self.device = torch.device("cpu")
@@ -179,13 +179,13 @@ class CpuBackend(Backend):
 
     def set_threads(self, count: int) -> None:
         self.threads = self._threads(count)
-        everywhere = sorted(os.sched_getaffinity(0))
+        everywhere = self._cores()
         own: list[int] = []
         if self._arena is not None:
             # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
             # milliseconds while the other core is idle, after other processes have run on both.
-            if 1 < self.threads == len(everywhere):
-                own = everywhere
+            if 1 < self.threads == len(everywhere) or self.place[1] > 1:
+                own = [everywhere[i % len(everywhere)] for i in range(self.threads)]
             library().set_threads(self.threads, own)
         # Little work is left to torch beside native kernels, and its threads would compete for the cores.
         of_torch = self.threads if self._arena is None else 1
@@ -207,7 +207,13 @@ class CpuBackend(Backend):
             raise BackendError(str(error)) from None
 
     def _threads(self, count: int) -> int:
-        return count or min(_TORCH_THREADS, usable_cores())
+        return count or max(1, min(_TORCH_THREADS, usable_cores()) // self.place[1])
+
+    def _cores(self) -> list[int]:
+        """Return the cores of this rank: a part of those that this process may use."""
+        cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.place
+        each = max(1, len(cores) // size)
+        return cores if size == 1 else cores[rank * each % len(cores):][:each]
 
     def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         if self._arena is None:
@@ -257,7 +263,7 @@ class CpuBackend(Backend):
         write(keys, values, slots, new_keys, new_values)
 
     def memory_available(self) -> int:
-        return min([_meminfo_available(), *_cgroup_free(_CGROUP)])
+        return min([_meminfo_available(), *_cgroup_free(_CGROUP)]) // self.place[1]
 
     def kv_cache_share(self, free: int) -> int:
         """Return a quarter of `free`, since other processes run here, and at most 4 GiB, since a start zeroes it."""
@@ -295,7 +301,7 @@ class CpuBackend(Backend):
         self.enqueue(lambda: None).wait()
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        return Recorded(record(lambda: step(largest)), largest) if self._arena is not None else None
+        return Recorded(record(lambda: step(largest)), largest) if self._arena and self.captures else None
 
 
 BACKEND = CpuBackend

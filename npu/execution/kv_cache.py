@@ -22,10 +22,11 @@ SCALE = torch.bfloat16
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
     """Return the bytes of one block: keys and values of all layers, with the scales of int8."""
-    shapes = backend.cache_shapes(1, block_size, config.num_kv_heads, config.head_dim, dtype)
+    heads = config.local.num_kv_heads
+    shapes = backend.cache_shapes(1, block_size, heads, config.head_dim, dtype)
     of_layer = sum(map(math.prod, shapes)) * dtype.itemsize
     if dtype == torch.int8:
-        of_layer += 2 * math.prod(backend.scale_shape(1, block_size, config.num_kv_heads)) * SCALE.itemsize
+        of_layer += 2 * math.prod(backend.scale_shape(1, block_size, heads)) * SCALE.itemsize
     return config.num_layers * of_layer
 
 
@@ -49,14 +50,14 @@ class KVCache:
 
         dtype: int8, or the dtype of the activations.
         """
-        blocks = num_blocks + backend.padding_blocks
-        shapes = backend.cache_shapes(blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        blocks, heads = num_blocks + backend.padding_blocks, config.local.num_kv_heads
+        shapes = backend.cache_shapes(blocks, block_size, heads, config.head_dim, dtype)
 
         def empty(shape: tuple[int, ...]) -> Cache:
             numbers = backend.empty(shape, dtype)
             if dtype != torch.int8:
                 return numbers
-            return Int8(numbers, backend.empty(backend.scale_shape(blocks, block_size, config.num_kv_heads), SCALE))
+            return Int8(numbers, backend.empty(backend.scale_shape(blocks, block_size, heads), SCALE))
 
         made = cls(tuple((empty(shapes[0]), empty(shapes[1])) for _ in range(config.num_layers)))
         total, done = sum(tensor.nbytes for tensor in made.tensors), 0

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from npuserve.kernels import native
-from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
+from npuserve.kernels.collectives import ALONE, Ranks
+from npuserve.kernels.native.choice import AUTO, CpuKernels, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.execution.memory_plan import MemoryPlan, predict
-from npuserve.npu.execution.runner import Runner
+from npuserve.npu.execution.runner import MAX_LOGITS_BYTES, Runner
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.progress import Progress
+from npuserve.npu.model.shard import WHOLE, Shard
 from npuserve.npu.model.storage import choose_kernels
+from npuserve.npu.parallel import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ def load_runner(
     kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0, emulate: Sequence[str] | None = None,
     decode_buckets: Sequence[int] = (), prefill_device: str = "same", lm_head_dtype: HeadDtype = "auto",
     int8_levels: float = 0, progress: Progress | None = None, memory: SharedMemory | None = None,
-    cpu: CpuKernelSettings = AUTO, capture_chunks: bool = True,
+    cpu: CpuKernelSettings = AUTO, capture_chunks: bool = True, group: Group | None = None,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
@@ -62,14 +66,16 @@ def load_runner(
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them.
     cpu: requested CPU kernels.
+    group: of the ranks that share the model, each of which calls this; None to load all of it.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
-    device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels)
+    place = Shard(group.rank, group.size) if group else WHOLE
+    device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels, place)
     device.capture_chunks = capture_chunks
-    config = ModelConfig.from_folder(folder, lm_head_dtype)
-    chosen = choose_kernels(config, getattr(torch, device.resolve_dtype(dtype, config.dtype)), (device, host), cpu)
-    memory = None if host else memory
+    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(place)
+    chosen = _choose_kernels(config, dtype, device, host, cpu, group)
+    memory = None if host or group else memory
     kept = memory.plan(Path(folder)) if memory else None
     with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
         plan = kept if shared and kept else predict(
@@ -78,6 +84,8 @@ def load_runner(
             max_num_batched_tokens=max_num_batched_tokens, prefill=host)
         if plan is not kept:
             plan.require_fit()
+        if group:
+            plan = plan.shrunk(*group.minimum(plan.num_blocks, plan.max_model_len))
         made: torch.dtype = getattr(torch, plan.dtype)
         weights = load_weights(folder, config, made, device, progress, loaded=plan is kept)
     if weights.unplanned_bytes:
@@ -90,19 +98,50 @@ def load_runner(
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen)
+        cpu_kernels=chosen, ranks=_ranks(group, device, config, plan, max_num_seqs, max_num_batched_tokens))
+
+
+def _choose_kernels(
+    config: ModelConfig, dtype: str, device: Backend, host: Backend | None, cpu: CpuKernelSettings,
+    group: Group | None,
+) -> CpuKernels | None:
+    """Choose the CPU kernels; of a group, rank 0 chooses for all."""
+    if group and group.rank and (chosen := msgspec.json.decode(group.broadcast())):
+        cpu = replace(cpu, kept=CpuKernels(**chosen))
+    made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    found = choose_kernels(config, made, (device, host), cpu)
+    if group and group.rank == 0:
+        group.broadcast(msgspec.json.encode(found))
+    return found
+
+
+def _ranks(
+    group: Group | None, device: Backend, config: ModelConfig, plan: MemoryPlan, max_num_seqs: int, max_tokens: int
+) -> Ranks:
+    """Return the group for the kernels of a runner."""
+    if group is None:
+        return ALONE
+    rows, width = min(max_num_seqs, max_tokens), config.padded_vocabulary(device.vocabulary_tile) // group.size
+    largest = max(max_tokens * config.hidden_size, rows * width) * getattr(torch, plan.dtype).itemsize
+    ranks = group.ranks(max(largest, MAX_LOGITS_BYTES) if device.shares_memory else 0)
+    device.captures = device.captures and (ranks.region is not None or not device.shares_memory)
+    return ranks
 
 
 def _devices(
     backend: str, emulate: Sequence[str] | None, prefill_device: str, threads: int, decode_buckets: Sequence[int],
-    int8_levels: float,
+    int8_levels: float, place: Shard,
 ) -> tuple[Backend, Backend | None]:
     """Start and configure the device and, if prompts are computed on the host, the host's backend."""
     device = select(backend, emulate)
+    device.check_ranks(place.size)
+    device.place = place.rank, place.size
     device.set_threads(threads)
     device.decode_buckets = tuple(decode_buckets)
     device.int8_levels = int8_levels or device.int8_levels
     host = select_prefill(prefill_device, device)
+    if host and place.size > 1:
+        raise BackendError(f"prefill_device: {prefill_device} is not possible with a tensor_parallel_size above 1")
     if host:
         host.set_threads(threads)
         host.int8_levels = device.int8_levels

@@ -104,6 +104,12 @@ class MemoryPlan:
             return plan
         return replace(plan, num_blocks=self.num_blocks - lost, kv_cache=self.kv_cache - lost * block)
 
+    def shrunk(self, num_blocks: int, max_model_len: int) -> MemoryPlan:
+        """Return the plan with another number of blocks and positions."""
+        block = self.kv_cache // max(self.num_blocks, 1)
+        return replace(self, num_blocks=num_blocks, max_model_len=max_model_len,
+                       kv_cache=self.kv_cache - (self.num_blocks - num_blocks) * block)
+
     def require_fit(self) -> None:
         """Raise ModelError with the size of each part if the plan does not fit."""
         if self.fits:
@@ -236,15 +242,15 @@ def _host(
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
-    c = config
+    c = config.local
     if not _has_own(backend, paged_attention):
         # The larger of attention, which copies a row's keys and values, and the feed-forward layer, beside the residual
         # and its norm.
         attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
         floats = (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
         # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
-        head = _in_float64(tables(c, backend.vocabulary_tile)[-1], backend, 0)
-        layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(c, i))
+        head = _in_float64(tables(config, backend.vocabulary_tile)[-1], backend, 0)
+        layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(config, i))
         return floats + max(0, layers - head)
     # Each kernel's output has its own memory, held until the next layer overwrites it. Attention merges the results of
     # threads that computed parts of a context.
@@ -262,8 +268,9 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
     """
     copies = backend.sampling_bytes if _has_own(backend, sample) else 24
     head = tables(config, backend.vocabulary_tile)[-1]
-    captured = (rows * head.rows * copies + penalties_bytes(rows, config.vocab_size)) if backend.captures_sampler else 0
-    return rows * head.rows * (itemsize + copies) + captured + _in_float64(head, backend, rows)
+    columns = config.padded_vocabulary(backend.vocabulary_tile)  # each rank gathers the logits of all
+    captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.captures_sampler else 0
+    return rows * columns * (itemsize + copies) + captured + _in_float64(head, backend, rows)
 
 
 def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:

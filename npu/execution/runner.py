@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.native.choice import CpuKernels
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
@@ -67,6 +68,7 @@ class Runner:
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
     shared_weights: description of the weights in shared memory (`load.describe`), or None.
     cpu_kernels: CPU kernels in use; None if there are none.
+    ranks: group of the model's ranks. All of them launch the same steps.
     """
 
     def __init__(
@@ -86,13 +88,10 @@ class Runner:
         prefill: tuple[Backend, ModelWeights] | None = None,
         shared_weights: Mapping[str, Any] | None = None,
         cpu_kernels: CpuKernels | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.config = config
-        self.cpu_kernels = cpu_kernels
-        self.shared_weights = shared_weights
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.max_model_len = max_model_len
+        self.config, self.cpu_kernels, self.shared_weights = config, cpu_kernels, shared_weights
+        self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         dtype = weights.norm.dtype
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.backend_name = backend.name
@@ -103,7 +102,7 @@ class Runner:
         self._backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
-        self._model = Model(config, weights, cos_sin, self._kernels)
+        self._model = Model(config, weights, cos_sin, self._kernels, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
         self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
@@ -111,7 +110,7 @@ class Runner:
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(rows, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
-        self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary))
+        self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary * ranks.size))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
         self._buffers = BatchBuffers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import Int8Weight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.shard import Span
 from npuserve.npu.model.storage import StoredMatrix, linears, tables
 from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
 from npuserve.npu.quantization import W8A8
@@ -34,6 +34,7 @@ class Target:
     nbytes: size of the stored form.
     dtypes: accepted dtypes.
     required: the checkpoint must contain it.
+    rows, columns: part of the tensor that is put, after the reshape; None for all.
     """
 
     put: Callable[[int, Tensor], None]
@@ -41,6 +42,8 @@ class Target:
     nbytes: int
     dtypes: tuple[str, ...] = FLOATS
     required: bool = True
+    rows: Span | None = None
+    columns: Span | None = None
 
 
 Targets = dict[str, Target]
@@ -136,17 +139,20 @@ class _Allocator:
         dtype = self._dtype
         weight: Weight = self._int8(stored, stored.scheme) if stored.scheme else self._backend.weight(
             stored.rows, stored.inputs, dtype)
-        bias = self._empty(stored.rows, dtype) if stored.biased else None
+        bias = self._empty(stored.rows, dtype) if stored.adds_bias else None
         put, dtypes, itemsize = (
             (partial(_put, weight), FLOATS, dtype.itemsize) if not isinstance(weight, Int8Weight) else
             (partial(_put_rounded, weight), FLOATS, 1) if stored.rounded else (partial(_put_int8, weight), INT8, 1))
-        first = 0
+        first, columns = 0, stored.columns
         for name, rows in stored.parts.items():
-            shape = (rows, stored.inputs)
-            self.targets[f"{name}.weight"] = Target(partial(put, first), (shape,), math.prod(shape) * itemsize, dtypes)
-            if bias is not None:
-                self.targets[f"{name}.bias"] = Target(partial(_put, bias, first), ((rows,),), rows * dtype.itemsize)
-            first += rows
+            self.targets[f"{name}.weight"] = Target(
+                partial(put, first), ((rows.whole, columns.whole),), rows.size * columns.size * itemsize, dtypes,
+                rows=rows, columns=columns)
+            if stored.biased:
+                put_bias = _ignore if bias is None else partial(_put, bias, first)
+                self.targets[f"{name}.bias"] = Target(
+                    put_bias, ((rows.whole,),), rows.size * dtype.itemsize, rows=rows)
+            first += rows.size
         return Linear(weight, bias)
 
     def _int8(self, stored: StoredMatrix, scheme: W8A8) -> Int8Weight:
@@ -172,22 +178,25 @@ _ONE = ((1,), (), (1, 1))
 """Shapes of a single number."""
 
 
-def _scale_targets(parts: Mapping[str, int], scheme: W8A8, weight: Int8Weight) -> Targets:
+def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: Int8Weight) -> Targets:
     targets: Targets = {}
     first = 0
     for name, rows in parts.items():
-        part, shapes = slice(first, first + rows), ((rows,), (rows, 1)) if scheme.per_channel else _ONE
+        part, n = slice(first, first + rows.size), rows.whole
+        shapes, taken = (((n,), (n, 1)), rows) if scheme.per_channel else (_ONE, None)
 
         def into(numbers: Tensor, part: slice = part) -> Tensor:
             return numbers[part] if scheme.per_channel else numbers[part].unsqueeze(0)
 
-        targets[f"{name}.weight_scale"] = Target(partial(_put_scales, into(weight.scale)), shapes, 4 * rows)
-        targets[f"{name}.weight_zero_point"] = _zero_target(None if weight.zero is None else into(weight.zero), shapes)
-        first += rows
+        targets[f"{name}.weight_scale"] = Target(
+            partial(_put_scales, into(weight.scale)), shapes, 4 * rows.size, rows=taken)
+        targets[f"{name}.weight_zero_point"] = _zero_target(
+            None if weight.zero is None else into(weight.zero), shapes, taken)
+        first += rows.size
     return targets
 
 
-def _input_targets(parts: Mapping[str, int], static: StaticInputs) -> Targets:
+def _input_targets(parts: Mapping[str, Span], static: StaticInputs) -> Targets:
     targets: Targets = {}
     for index, name in enumerate(parts):
         scale, zero = (numbers[index : index + 1] for numbers in (static.scales, static.zeros))
@@ -196,11 +205,15 @@ def _input_targets(parts: Mapping[str, int], static: StaticInputs) -> Targets:
     return targets
 
 
-def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...]) -> Target:
+def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...], rows: Span | None = None) -> Target:
     """Return the target of zero points. into: None for a symmetric scheme; some checkpoints contain zeros even then."""
     if into is None:
         return Target(_put_no_zeros, shapes, 0, INTEGERS, required=False)
-    return Target(partial(_put_zeros, into), shapes, into.nbytes, INTEGERS)
+    return Target(partial(_put_zeros, into), shapes, into.nbytes, INTEGERS, rows=rows)
+
+
+def _ignore(row: int, piece: Tensor) -> None:
+    """Ignore a bias that another rank adds."""
 
 
 def _put(matrix: Matrix, first: int, row: int, piece: Tensor) -> None:

@@ -15,6 +15,7 @@ from npuserve.npu.model.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.families import FAMILIES, check_supported
 from npuserve.npu.model.folder import check_downloaded, check_links
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
+from npuserve.npu.model.shard import WHOLE, Shard, Span
 from npuserve.npu.quantization import Quantization
 
 __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
@@ -33,6 +34,7 @@ class ModelConfig:
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: int8 linear layers; None if there are none.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
+    shard: part of the model that this process computes. The other fields describe the whole model, except in `local`.
     """
 
     architecture: str
@@ -55,6 +57,27 @@ class ModelConfig:
     dtype: str
     quantization: Quantization | None = None
     lm_head_dtype: HeadDtype = "auto"
+    shard: Shard = WHOLE
+
+    def sharded(self, shard: Shard) -> ModelConfig:
+        """Return the configuration of a part of the model. Raises ModelError if the ranks cannot divide it."""
+        n, kv = shard.size, self.num_kv_heads
+        for name, count in (("attention heads", self.num_heads), ("intermediate columns", self.intermediate_size)):
+            if count % n:
+                raise ModelError(f"tensor_parallel_size: {n} does not divide the model's {count} {name}")
+        if kv % n and n % kv:
+            raise ModelError(
+                f"tensor_parallel_size: {n} neither divides the model's {kv} key and value heads nor is a multiple")
+        return replace(self, shard=shard)
+
+    @property
+    def local(self) -> ModelConfig:
+        """Return the configuration with the numbers of heads and intermediate columns that this process computes."""
+        if self.shard.size == 1:
+            return self
+        return replace(self, num_heads=self.num_heads // self.shard.size,
+                       num_kv_heads=self.shard.kv_heads(self.num_kv_heads).size,
+                       intermediate_size=self.intermediate_size // self.shard.size, shard=WHOLE)
 
     @property
     def q_size(self) -> int:
@@ -98,8 +121,13 @@ class ModelConfig:
         return "w8a8" if self.quantization else "none"
 
     def padded_vocabulary(self, tile: int) -> int:
-        """Return vocab_size rounded up to a multiple of `tile`."""
+        """Return vocab_size rounded up to a multiple of `tile` on each rank."""
+        tile *= self.shard.size
         return -(-self.vocab_size // tile) * tile
+
+    def vocabulary(self, tile: int) -> Span:
+        """Return the ids of this shard's rows of embedding and LM head."""
+        return self.shard.vocabulary(self.vocab_size, self.padded_vocabulary(tile))
 
     @staticmethod
     def from_folder(folder: Path | str, lm_head_dtype: HeadDtype = "auto") -> ModelConfig:

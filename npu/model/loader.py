@@ -58,21 +58,24 @@ def load_weights(
         for name, file in files.items():
             target, row = targets[name], 0
             source = file.get_tensor(name).reshape(target.shapes[0])
-            for piece in source.split(max(LANES, MAX_PIECE_BYTES // max(1, source[:1].nbytes) // LANES * LANES)):
+            if target.rows:
+                source = source.narrow(0, target.rows.first, target.rows.size)
+            for read in source.split(max(LANES, MAX_PIECE_BYTES // max(1, source[:1].nbytes) // LANES * LANES)):
+                piece = read.narrow(1, target.columns.first, target.columns.size) if target.columns else read
                 try:
                     if target.dtypes is FLOATS:
                         _check_finite(piece, dtype)
                     target.put(row, piece)
                 except ValueError as error:
                     raise ModelError(f"{folder}: {name}: {error}") from None
-                _drop_pages(piece)
+                _drop_pages(read)
                 row += len(piece)
-                done += target.nbytes * len(piece) // len(source)
+                done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
     if merged := sum([inputs.merge() for inputs in made.static]):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
-    made.weights.finish(config.vocab_size, backend)
+    made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
     return made.weights
 
 

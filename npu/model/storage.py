@@ -10,6 +10,7 @@ import torch
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.shard import Span
 from npuserve.npu.quantization import W8A8
 
 MAX_INPUTS = 1 << 15
@@ -20,14 +21,15 @@ MAX_INPUTS = 1 << 15
 class StoredMatrix:
     """Linear weight or embedding table as it is stored.
 
-    parts: tensors of the checkpoint, name -> rows, stacked in this order and followed by `padding` rows.
-    inputs: K.
+    parts: tensors of the checkpoint, name -> rows of this shard, stacked in this order and followed by `padding` rows.
+    columns: columns of this shard.
+    biased: the checkpoint has biases. They are added on each rank, or on rank 0 if the ranks divide the columns.
     scheme: of an int8 matrix; None for floats.
     rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
     """
 
-    parts: dict[str, int]
-    inputs: int
+    parts: dict[str, Span]
+    columns: Span
     padding: int = 0
     biased: bool = False
     scheme: W8A8 | None = None
@@ -35,11 +37,21 @@ class StoredMatrix:
 
     @property
     def rows(self) -> int:
-        return sum(self.parts.values()) + self.padding
+        return sum(span.size for span in self.parts.values()) + self.padding
+
+    @property
+    def inputs(self) -> int:
+        """Return K."""
+        return self.columns.size
+
+    @property
+    def adds_bias(self) -> bool:
+        """Return True if this shard has the biases."""
+        return self.biased and self.columns.first == 0
 
     def nbytes(self, dtype: torch.dtype, backend: Backend) -> int:
         """Return the bytes of the matrix and its bias of `dtype`."""
-        bias = self.rows * dtype.itemsize if self.biased else 0
+        bias = self.rows * dtype.itemsize if self.adds_bias else 0
         if (s := self.scheme) is None:
             return bias + backend.weight_bytes(self.rows, self.inputs, dtype)
         of_inputs = 0 if s.dynamic else 4 if s.symmetric_inputs else 8
@@ -49,37 +61,38 @@ class StoredMatrix:
 
 def linears(config: ModelConfig, index: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix, StoredMatrix]:
     """Return a layer's qkv, o, gate_up and down. Raises ModelError if the parts of a matrix have different schemes."""
-    c = config
+    c, shard = config, config.shard
     attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
+    hidden, mid = Span.all(c.hidden_size), shard.part(c.intermediate_size)
+    queries, keys = shard.part(c.num_heads).times(c.head_dim), shard.kv_heads(c.num_kv_heads).times(c.head_dim)
 
-    def stored(prefix: str, parts: dict[str, int], inputs: int, biased: bool) -> StoredMatrix:
+    def stored(prefix: str, parts: dict[str, Span], columns: Span, biased: bool) -> StoredMatrix:
         parts = {prefix + name: rows for name, rows in parts.items()}
-        return StoredMatrix(parts, inputs, biased=biased, scheme=_scheme(c, parts, inputs))
+        return StoredMatrix(parts, columns, biased=biased, scheme=_scheme(c, list(parts), columns.size))
 
     return (
-        stored(attention, {"q_proj": c.q_size, "k_proj": c.kv_size, "v_proj": c.kv_size}, c.hidden_size, c.qkv_bias),
-        stored(attention, {"o_proj": c.hidden_size}, c.q_size, c.o_bias),
-        stored(mlp, {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias),
-        stored(mlp, {"down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+        stored(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, c.qkv_bias),
+        stored(attention, {"o_proj": hidden}, queries, c.o_bias),
+        stored(mlp, {"gate_proj": mid, "up_proj": mid}, hidden, c.mlp_bias),
+        stored(mlp, {"down_proj": hidden}, mid, c.mlp_bias),
     )
 
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
-    c = config
-    padding = c.padded_vocabulary(vocabulary_tile) - c.vocab_size
+    c, ids, hidden = config, config.vocabulary(vocabulary_tile), Span.all(config.hidden_size)
+    padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     requested = W8A8() if c.lm_head_dtype == "int8" else None
 
-    embedding, head = ({name: c.vocab_size} for name in ("model.embed_tokens", "lm_head"))
+    embedding, head = ({name: ids} for name in ("model.embed_tokens", "lm_head"))
     if c.tie_word_embeddings:
-        return [StoredMatrix(embedding, c.hidden_size, padding, scheme=requested, rounded=bool(requested))]
-    stored = _scheme(c, head, c.hidden_size)
-    return [StoredMatrix(embedding, c.hidden_size, padding),
-            StoredMatrix(head, c.hidden_size, padding, scheme=stored or requested,
-                         rounded=bool(requested and not stored))]
+        return [StoredMatrix(embedding, hidden, padding, scheme=requested, rounded=bool(requested))]
+    stored = _scheme(c, list(head), c.hidden_size)
+    return [StoredMatrix(embedding, hidden, padding),
+            StoredMatrix(head, hidden, padding, scheme=stored or requested, rounded=bool(requested and not stored))]
 
 
-def _scheme(config: ModelConfig, parts: dict[str, int], inputs: int) -> W8A8 | None:
+def _scheme(config: ModelConfig, parts: list[str], inputs: int) -> W8A8 | None:
     if config.quantization is None:
         return None
     found = {name: config.quantization.of(name) for name in parts}

@@ -158,9 +158,9 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{prefix}self_attn.{norm}.weight": (c.head_dim,) for norm in ("q_norm", "k_norm")}
         for linear in linears(c, index):
             for name, rows in linear.parts.items():
-                shapes[f"{name}.weight"] = (rows, linear.inputs)
+                shapes[f"{name}.weight"] = (rows.whole, linear.inputs)
                 if linear.biased:
-                    shapes[f"{name}.bias"] = (rows,)
+                    shapes[f"{name}.bias"] = (rows.whole,)
     return shapes
 
 

@@ -140,6 +140,7 @@ def optional() -> dict[str, bool]:
 def model(config: ServerConfig) -> dict[str, Any]:
     """Return the model's properties and its memory plan, in bytes by part. `error`: why it cannot be served.
 
+    ranks: number of the ranks that share the model. The plan is that of each.
     cpu_kernels: choice of native CPU kernels, on which the plan depends; None if they are not used.
     """
     import torch
@@ -149,15 +150,18 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.execution.memory_plan import predict
     from npuserve.npu.model.config import ModelConfig, ModelError
-    from npuserve.npu.model.folder import weight_files
+    from npuserve.npu.model.shard import Shard
     from npuserve.npu.model.storage import choose_kernels
     from npuserve.service.text.model_folder import resolve
 
     folder = resolve(config.model)
     found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
     try:
-        facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
+        shard = Shard(0, config.tensor_parallel_size)
+        facts = ModelConfig.from_folder(folder, config.lm_head_dtype).sharded(shard)
         backend = select(config.device, config.relaxations if config.emulate else None)
+        backend.check_ranks(shard.size)
+        backend.place = shard.rank, shard.size
         prefill = select_prefill(config.prefill_device, backend)
         for each in (backend, prefill) if prefill else (backend,):
             each.set_threads(config.threads)
@@ -172,14 +176,9 @@ def model(config: ServerConfig) -> dict[str, Any]:
             prefill=prefill)
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
-    try:
-        weight_files(folder)
-        missing = None
-    except ModelError as error:
-        missing = str(error)
     return found | {
         "fits": plan.fits,
-        "missing_weights": missing,
+        "missing_weights": missing_weights(folder),
         "architecture": facts.architecture,
         "parameters": facts.num_parameters,
         "backend": backend.name,
@@ -189,12 +188,25 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "context_length": facts.context_length,
         "max_num_seqs": config.max_num_seqs,
+        "ranks": config.tensor_parallel_size,
         "kv_cache_tokens": plan.num_blocks * plan.block_size,
         "bytes": {part: getattr(plan, part) for part in ("weights", "kv_cache", "activations", "logits", "base")},
         "peak_bytes": plan.peak,
         "available_bytes": plan.available,
         "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
     }
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Return why the weights in `folder` cannot be loaded; None if all files are there."""
+    from npuserve.npu.model.config import ModelError
+    from npuserve.npu.model.folder import weight_files
+
+    try:
+        weight_files(folder)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
@@ -242,6 +254,8 @@ def text(report: dict[str, Any]) -> str:
         f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
         f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens"
         f"{' in ' + plan['kv_cache_dtype'] if plan['kv_cache_dtype'] != plan['dtype'] else ''}")
+    if plan["ranks"] > 1:
+        lines.append(f"{'':11} {plan['ranks']} ranks share it, each with")
     lines += [f"{'':11} {part.replace('_', ' '):12} {mib(size):>12}" for part, size in plan["bytes"].items()]
     lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
     # The available memory is read when the process already exists.

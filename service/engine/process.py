@@ -31,12 +31,13 @@ from npuserve.service.ipc import child, process_control, short_slice
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.ipc.resumable_streams import Records, load, save
+from npuserve.service.ranks.lead import LeadRunner
+from npuserve.service.ranks.load import load_model
+from npuserve.service.ranks.processes import RankProcesses
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from npuserve.kernels.registry import Observe
-    from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.execution.runner import Runner
     from npuserve.service.engine.kv_event_publisher import KvEventPublisher
 
@@ -69,38 +70,11 @@ class EngineArgs(msgspec.Struct, frozen=True):
     served_name: str = ""
 
 
-def load_model(
-    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
-    kernels: Mapping[str, Any] | None = None,
-) -> Runner:
-    """Load the model onto its device.
+def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
+    """Load the model and bind the sockets. Return the engine, and the other ranks if it has any.
 
-    observe: called with the latency of each timed kernel call; None for the metrics page.
-    memory: see `load_runner`.
-    kernels: see `EngineArgs`.
-
-    Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
+    Raises the errors of `load_model`, and ConfigError.
     """
-    from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
-    from npuserve.npu.execution.load import load_runner
-
-    def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
-        metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)
-
-    return load_runner(
-        Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
-        block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype,
-        kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
-        observe=observe or publish, threads=config.threads,
-        emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
-        capture_chunks=config.capture_chunks,
-        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
-        cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None))
-
-
-def build(args: EngineArgs) -> Engine:
-    """Load the model and bind the sockets. Raises the errors of `load_model`, and ConfigError."""
     publisher = open_publisher(args)  # first, since it may be impossible
     import_large("npuserve.npu.execution.load")
     began = time.monotonic()
@@ -108,15 +82,21 @@ def build(args: EngineArgs) -> Engine:
     from npuserve.npu.execution.load import SharedMemory
 
     memory = SharedMemory(args.memory, args.shared_weights) if args.memory >= 0 else None
-    runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels)
+    ranks = RankProcesses(args.config, args.folder) if args.config.tensor_parallel_size > 1 else None
+    runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
+                        group=ranks.group if ranks else None)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
-    return build_engine(args, runner, publisher, began)
+    lead = LeadRunner(runner, ranks.group) if ranks else None
+    return build_engine(args, runner, publisher, began, lead), ranks
 
 
-def build_engine(args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float) -> Engine:
+def build_engine(
+    args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float, lead: LeadRunner | None = None
+) -> Engine:
     """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
 
+    lead: the runner as rank 0 of a group; None for a runner of its own.
     publisher: of KV events; None for none.
     began: start of the load, by time.monotonic().
     """
@@ -138,7 +118,7 @@ def build_engine(args: EngineArgs, runner: Runner, publisher: KvEventPublisher |
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
-    engine = Engine(scheduler, runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
+    engine = Engine(scheduler, lead or runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size))
@@ -251,7 +231,7 @@ def fault_code(error: Exception) -> int | None:
 def serve(args: EngineArgs) -> int:
     """Run the engine until SIGTERM. Return the exit code."""
     try:
-        engine = build(args)
+        engine, ranks = build(args)
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
@@ -260,6 +240,8 @@ def serve(args: EngineArgs) -> int:
     short_slice.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
+    if ranks:
+        ranks.stop()
     save_streams(engine, args)
     engine.grammars.close()
     return 0

@@ -107,13 +107,17 @@ def test_with_one_step_in_flight() -> None:
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
     """The same tokens with random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits."""
-    folder = model_folder(name)
+    among_others(model_folder(name), prompts)
+
+
+def among_others(folder: Path, prompts: list[str], *flags: str, share: int = 1) -> None:
+    """Check a server. share: number of ranks among which the KV cache is divided."""
     oracle(folder, tuple(prompts), 64)
     chance = random.Random(7)
     shared = [chance.randrange(3, 500) for _ in range(24)]
-    pool = block_bytes(folder) * POOL_BLOCKS
+    pool = block_bytes(folder) // share * POOL_BLOCKS
     with serving(str(folder), "--dtype", "float32", "--max-num-batched-tokens", "32", "--block-size", str(BLOCK),
-                 "--kv-cache-memory", str(pool), "--max-model-len", "256") as server:
+                 "--kv-cache-memory", str(pool), "--max-model-len", "256", *flags) as server:
         stop = threading.Event()
 
         def other(number: int) -> None:

@@ -202,7 +202,8 @@ struct LinearArgmax {
     }
 };
 
-// p: best and ids of `linear_argmax`, out; n: T, K, N of that call, so that the groups of panels are the same.
+// p: best and ids of `linear_argmax`, out, pairs [T, 2] float32 or null; n: T, K, N of that call, so that the groups of
+// panels are the same, and the first id. Pairs are (largest, first id + column) for a part of a vocabulary.
 template <class Of>
 struct ArgmaxOfUnits {
     static int64_t units(const Call &) { return 1; }
@@ -217,6 +218,7 @@ struct ArgmaxOfUnits {
                 if (b > largest) largest = b, id = op.at<int32_t>(1)[g * call.rows + row];
             }
             op.at<int64_t>(2)[row] = id;
+            if (float *pairs = op.at<float>(3)) pairs[2 * row] = largest, pairs[2 * row + 1] = float(op.n[3] + id);
         }
     }
 };

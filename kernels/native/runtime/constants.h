@@ -18,6 +18,7 @@ constexpr int64_t ATTENTION_UNITS_PER_THREAD = 16;     // fewer units than this 
 constexpr int64_t GREEDY_PART = 16384;                 // columns of a part of `greedy`
 constexpr int64_t LOGPROBS_PART = 16384;               // columns of a part of `logprobs`
 constexpr int64_t LOGPROBS_BLOCK = 128;                // columns of a block, whose largest logit `logprobs` keeps
+constexpr int64_t RANK_LINE_BYTES = 64;                 // bytes of a rank's counter in the region of a group
 constexpr size_t LARGE_PAGE = size_t(2) << 20;         // bytes
 
 }  // namespace npuserve

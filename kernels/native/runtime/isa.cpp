@@ -12,13 +12,14 @@ extern const Kernel COMPACT[];
 extern const Kernel ATTENTION[];
 extern const Kernel ROPE[];
 extern const Kernel ROWWISE[];
+extern const Kernel RANKS[];
 extern const Kernel SAMPLE[];
 extern const Kernel UNIFORM[];
 extern const Kernel VOCABULARY[];
 extern const Kernel CEILINGS[];
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION, ROPE, ROWWISE, SAMPLE, UNIFORM,
-                                      VOCABULARY, CEILINGS, nullptr};
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION, ROPE, ROWWISE, RANKS, SAMPLE,
+                                      UNIFORM, VOCABULARY, CEILINGS, nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
 

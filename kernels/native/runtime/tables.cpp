@@ -123,7 +123,7 @@ const char *npuserve_constant(int i, int64_t *value) {
         CONSTANT(COMPACT_BLOCK),      CONSTANT(COMPACT_HEADER_BYTES),
         CONSTANT(ATTENTION_SPLIT),    CONSTANT(ATTENTION_UNITS_PER_THREAD),
         CONSTANT(GREEDY_PART),        CONSTANT(LOGPROBS_PART),  CONSTANT(LOGPROBS_BLOCK),
-        CONSTANT(LARGE_PAGE),
+        CONSTANT(RANK_LINE_BYTES),    CONSTANT(LARGE_PAGE),
     };
 #undef CONSTANT
     if (i >= int(sizeof ALL / sizeof *ALL)) return nullptr;

@@ -28,8 +28,8 @@ from npuserve.service.arguments import number
 from npuserve.service.cli.bench import trace as bench_trace
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.engine.process import load_model
 from npuserve.service.ipc.messages import Request
+from npuserve.service.ranks.load import load_model
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import resolve

@@ -29,6 +29,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "take_ids": ((0,), ("512 of 256",)),
     "embedding": ((0,), ()),
+    "embedding_shard": ((0,), ()),
+    "all_reduce": ((0,), ("512x1024",)),
+    "all_gather": ((0,), ("32x1024",)),
+    "linear_argmax_shard": ((0,), ()),
     "rms_norm": ((0,), ("512x1024", "512x1024 int8")),
     "add_rms_norm": ((0, 1), ("512x1024", "512x1024 int8")),
     "linear": ((0,), ("32x2048x1024", "32x2048x1024 int8 given")),

@@ -1,0 +1,58 @@
+"""Division of a model among the ranks of a tensor-parallel group. Imports no torch.
+
+Queries, keys, values, gate and up are divided by rows (heads and intermediate columns), the attention's output and down
+by columns, embedding and LM head by rows of the vocabulary (Megatron-LM, https://arxiv.org/abs/1909.08053). Norms are
+on each rank. If there are more ranks than key and value heads, several ranks hold the same head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Range of the rows or columns of a tensor in the checkpoint.
+
+    first, size: of the range.
+    whole: rows or columns of the tensor.
+    """
+
+    first: int
+    size: int
+    whole: int
+
+    @staticmethod
+    def all(size: int) -> Span:
+        """Return the range of all rows or columns."""
+        return Span(0, size, size)
+
+    def times(self, width: int) -> Span:
+        """Return the range of rows if each unit of this one has `width` rows."""
+        return Span(self.first * width, self.size * width, self.whole * width)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part of a model. rank, size: number of the rank, from 0, and of all ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, whole: int) -> Span:
+        """Return this rank's part of `whole` units, which the number of ranks divides."""
+        size = whole // self.size
+        return Span(self.rank * size, size, whole)
+
+    def kv_heads(self, whole: int) -> Span:
+        """Return the key and value heads of this rank's query heads: one at least, which other ranks may have too."""
+        return Span(self.rank * whole // self.size, max(1, whole // self.size), whole)
+
+    def vocabulary(self, whole: int, padded: int) -> Span:
+        """Return this rank's ids of `whole`, if each rank has the same number of the `padded` rows."""
+        rows = padded // self.size
+        first = min(self.rank * rows, whole)
+        return Span(first, min(rows, whole - first), whole)
+
+
+WHOLE = Shard()

@@ -1,0 +1,104 @@
+"""Group of the processes that compute one model together (tensor parallelism), on torch.distributed.
+
+Rank 0 has the scheduler. It broadcasts each step, and the other ranks launch the same step. All other communication is
+between kernels (`kernels/collectives.py`). On one machine CPU ranks communicate through memory that all of them map.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from npuserve.kernels.collectives import Ranks, region_bytes
+
+HEADER_BYTES = 8
+FIRST_BYTES = 1 << 14
+"""Bytes of the first part of a broadcast message. Most steps fit, so that they need one broadcast."""
+WAIT = timedelta(days=365)
+"""Timeout of the ranks' communication: an idle server sends nothing. A rank that dies is found by its connection, one
+that hangs by the watchdog."""
+
+
+class Group:
+    """Group of ranks, as one of them sees it.
+
+    rank, size: number of this process, from 0, and of all.
+    store: where the ranks meet; `serve` and `join` make one.
+    memory: descriptor of an empty file in memory that all ranks share; -1 if they share none.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store, memory: int = -1):
+        self.rank, self.size, self.memory = rank, size, memory
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
+        self._steps = dist.group.WORLD  # of the main thread
+        self._kernels = dist.new_group(backend="gloo", timeout=WAIT)  # of the thread that runs the kernels
+
+    def broadcast(self, message: bytes = b"") -> bytes:
+        """Send rank 0's message to all ranks, and return it. Raises RuntimeError if a rank is lost."""
+        first = bytearray(FIRST_BYTES)
+        if self.rank == 0:
+            first[:HEADER_BYTES] = len(message).to_bytes(HEADER_BYTES, "little")
+            first[HEADER_BYTES:HEADER_BYTES + len(message)] = message[: FIRST_BYTES - HEADER_BYTES]
+        head = torch.frombuffer(first, dtype=torch.uint8)
+        dist.broadcast(head, 0, group=self._steps)
+        if self.rank == 0:
+            rest = torch.frombuffer(bytearray(message[FIRST_BYTES - HEADER_BYTES:] or b"\0"), dtype=torch.uint8)
+        length = int.from_bytes(first[:HEADER_BYTES], "little")
+        left = length - (FIRST_BYTES - HEADER_BYTES)
+        if left <= 0:
+            return bytes(first[HEADER_BYTES:HEADER_BYTES + length])
+        if self.rank:
+            rest = torch.empty(left, dtype=torch.uint8)
+        dist.broadcast(rest, 0, group=self._steps)
+        return bytes(first[HEADER_BYTES:]) + rest.numpy().tobytes()
+
+    def minimum(self, *numbers: int) -> list[int]:
+        """Return the least of each number over the ranks, once all have called it."""
+        made = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(made, dist.ReduceOp.MIN, group=self._steps)
+        return made.tolist()
+
+    def ranks(self, capacity: int = 0) -> Ranks:
+        """Return the group for kernels. All ranks call it together.
+
+        capacity: bytes of the largest tensor that native kernels of CPU ranks with shared memory communicate; 0 for
+            other kernels.
+        """
+        if not capacity or self.memory < 0:
+            return Ranks(self.rank, self.size, self._gather)
+        capacity = -(-capacity // 64) * 64
+        nbytes = region_bytes(self.size, capacity)
+        if self.rank == 0:
+            os.ftruncate(self.memory, nbytes)
+        self.minimum(0)
+        region = torch.frombuffer(mmap.mmap(self.memory, nbytes), dtype=torch.uint8)
+        return Ranks(self.rank, self.size, self._gather, region, capacity)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._kernels)
+        return parts
+
+    def close(self) -> None:
+        """End the communication."""
+        dist.destroy_process_group()
+
+
+def serve(size: int) -> tuple[Store, str]:
+    """Start the store of rank 0 for ranks of this machine. Return it and its address, host:port."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    return store, f"127.0.0.1:{store.port}"
+
+
+def join(address: str, size: int) -> Store:
+    """Connect to the store of rank 0."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), size, is_master=False)

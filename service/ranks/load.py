@@ -1,0 +1,48 @@
+"""Loading of the model by the settings of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.service import metrics
+from npuserve.service.config import ServerConfig
+
+if TYPE_CHECKING:
+    from npuserve.kernels.registry import Observe
+    from npuserve.npu.execution.load import SharedMemory
+    from npuserve.npu.execution.runner import Runner
+    from npuserve.npu.parallel import Group
+
+
+def load_model(
+    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
+    kernels: Mapping[str, Any] | None = None, group: Group | None = None,
+) -> Runner:
+    """Load the model onto its device.
+
+    observe: called with the latency of each timed kernel call; None for the metrics page.
+    memory: see `load_runner`.
+    kernels: CPU kernels that an earlier engine chose; None to choose them.
+    group: of the ranks that share the model; None to load all of it.
+
+    Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
+    """
+    from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
+    from npuserve.npu.execution.load import load_runner
+
+    def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
+        metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)
+
+    return load_runner(
+        Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
+        block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
+        observe=observe or publish, threads=config.threads,
+        emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
+        capture_chunks=config.capture_chunks,
+        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
+        cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
+        group=group)

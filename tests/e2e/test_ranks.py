@@ -1,0 +1,136 @@
+"""Tensor parallelism on one machine: the same tokens with any number of ranks, and the life of the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import grpc
+import pytest
+
+from bench.serving.server import ranks_of
+from npuserve.npu.storyteller import FOLDER
+from tests.e2e.processes import engine_of, until
+from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.test_exactness import MODELS, STORIES, among_others, check, check_seeded
+from tests.support.benches import bench
+from tests.support.real_models import model_folder
+
+pytestmark = pytest.mark.slow
+
+
+def parallel(size: int) -> tuple[str, ...]:
+    return "--tensor-parallel-size", str(size), "--threads", "1"
+
+
+@pytest.fixture(scope="module")
+def kills() -> ModuleType:
+    """Module bench/reliability/kills.py."""
+    return bench("reliability.kills")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Server with two ranks, shared by the tests; each leaves it ready and idle."""
+    with serving("--dtype", "float32", "--max-num-batched-tokens", "48", *parallel(2)) as running:
+        yield running
+
+
+def test_tokens_equal_those_of_transformers(server: Server) -> None:
+    for index in range(len(STORIES)):
+        check(server, FOLDER, STORIES, index)
+    check_seeded(server)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "prompts"), MODELS)
+def test_tokens_among_others_equal_those_of_transformers(name: str, prompts: list[str], size: int) -> None:
+    """With chunks, preemption and prefix hits."""
+    among_others(model_folder(name), prompts, *parallel(size), share=2)
+
+
+def test_ranks_have_one_process_each(server: Server) -> None:
+    assert len(ranks_of(server.process.pid)) == 1
+
+
+def test_killed_ranks_show_in_no_stream(server: Server, kills: ModuleType) -> None:
+    wanted, before = kills.asks(16, 120), server.metric("npuserve_engine_restarts_total")
+    with ThreadPoolExecutor(8) as threads:
+        alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
+    killer = kills.Killer(server.target, server.process.pid, 4, (0.2, 1.5), seed=3, ranks=True)
+    wrong, _ = kills.disturbed(server.target, killer, wanted, alone)
+    assert wrong == []
+    assert len(killer.killed) == 4
+    assert server.metric("npuserve_engine_restarts_total") == before + 4
+    assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_death_of_a_rank_ends_the_group_within_a_second(server: Server, victim: str) -> None:
+    until(lambda: ranks_of(server.process.pid), server)
+    engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
+    os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
+    began = time.monotonic()
+    until(lambda: not is_alive(engine) and not is_alive(rank), server)
+    assert time.monotonic() - began < 1
+    until(lambda: answers(server), server)
+
+
+def answers(server: Server) -> bool:
+    """Return False while the engine restarts."""
+    try:
+        return bool(streamed(server.stub, request("Once upon a time", 4))[1])
+    except grpc.RpcError:
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Return False for a process that has ended, also if its parent has not waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stopped_rank_is_a_hang_that_the_watchdog_ends() -> None:
+    with serving("--hang-seconds", "5", *parallel(2)) as server:
+        alone = streamed(server.stub, request("Once upon a time", 64))[:2]
+        os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
+        began = time.monotonic()
+        assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
+        assert time.monotonic() - began < 30
+        assert server.metric("npuserve_engine_restarts_total") == 1
+
+
+def test_drain_ends_all_ranks() -> None:
+    with serving(*parallel(2)) as server:
+        ranks = ranks_of(server.process.pid)
+        assert server.stop() == 0
+        assert not any(map(is_alive, ranks))
+
+
+def test_model_that_the_ranks_cannot_divide_is_refused() -> None:
+    server = Server(*parallel(3))
+    assert server.process.wait(60) == 2
+    assert re.search(r"tensor_parallel_size: 3 does not divide the model's \d+ attention heads", server.log)
+    assert "Traceback" not in server.log
+
+
+def test_constrained_answers_equal_those_of_one_process(server: Server) -> None:
+    asks = [request("Once upon a time", 48, temperature=temperature, seed=4) for temperature in (0.0, 1.0)]
+    for ask in asks:
+        ask.regex = r"[A-Z][a-z ,]{8,60}\."
+    with serving("--dtype", "float32") as alone:
+        wanted = [streamed(alone.stub, ask)[:2] for ask in asks]
+    with ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(streamed, server.stub, request(text, 48)) for text in STORIES[:2]]
+        assert [streamed(server.stub, ask)[:2] for ask in asks] == wanted
+        for other in others:
+            other.result()
+    assert all(re.fullmatch(r"[A-Z][a-z ,]{8,60}\.", text) for text, _ in wanted)

@@ -1,0 +1,152 @@
+"""Groups of ranks, each a process, compared with one process and with transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from npuserve.kernels.native import available
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.shard import Shard
+from npuserve.npu.quantization import W8A8
+from tests.npu.rank import Job
+
+Answers = list[tuple[list[int], list[float], list[float]]]
+"""Token ids, their log-probabilities, and those of the prompt, for each request."""
+
+PROMPTS = [[5, 9, 17, 3, 88, 41], [7], list(range(3, 40)), [61, 60, 59]]
+TOKENS = 12
+GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * len(PROMPTS)
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}, {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.3}, {"temperature": 0.0, "allowed_token_ids": [3, 70, 99]}]
+SHARED = pytest.param(True, marks=pytest.mark.skipif(not available(), reason="the native kernels are not built"))
+
+
+def answers(
+    folder: Path, size: int, sampling: list[dict[str, Any]], *, shared: bool = True, **settings: Any
+) -> Answers:
+    """Return the answers of rank 0, which must equal those of the other ranks. shared: the ranks share memory."""
+    memory = os.memfd_create("ranks") if shared else -1
+    store = folder / f"store-{size}-{shared}"
+    store.unlink(missing_ok=True)
+    defaults = {"backend": "cpu", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "threads": 1,
+                "max_num_batched_tokens": 16, "dtype": "float32"}
+    processes = []
+    for rank in range(size):
+        job = Job(str(folder), rank, size, str(store), memory, {**defaults, **settings}, PROMPTS, sampling, TOKENS)
+        processes.append(subprocess.Popen(
+            [sys.executable, "-m", "tests.npu.rank", msgspec.json.encode(job).decode()], stdout=subprocess.PIPE,
+            pass_fds=[memory] if shared else [], env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
+    printed = [process.communicate(timeout=100)[0] for process in processes]
+    assert not any(process.returncode for process in processes)
+    if shared:
+        os.close(memory)
+    assert len(set(printed)) == 1
+    return msgspec.json.decode(printed[0], type=Answers)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"": tmp_path_factory.mktemp("ranks")}
+
+
+def model(folders: dict[str, Path], kind: str, **overrides: Any) -> Path:
+    from tests.support.models import random_model, saved
+
+    if kind not in folders:
+        folders[kind] = saved(random_model(kind, **overrides), folders[""] / kind)
+    return folders[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [SHARED, False])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied", "qwen3-bias", "qwen2", "llama-bias"])
+def test_greedy_tokens_equal_those_of_transformers(
+    folders: dict[str, Path], kind: str, size: int, shared: bool
+) -> None:
+    """With 4 ranks, several hold the same key and value head, and some have no ids of the vocabulary of 100."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.models import greedy
+
+    folder = model(folders, kind)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+    assert [tokens for tokens, *_ in answers(folder, size, GREEDY, shared=shared)] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"}],
+                         ids=["float", "int8-cache", "int8-head"])
+def test_answers_equal_those_of_one_process(folders: dict[str, Path], settings: dict[str, str]) -> None:
+    folder = model(folders, "qwen3")
+    alone, divided = (answers(folder, size, MIXED, **settings) for size in (1, 2))
+    tolerance = 1e-2 if "lm_head_dtype" in settings else 1e-4  # a last bit of an input flips an int8 value
+    assert [tokens for tokens, *_ in divided] == [tokens for tokens, *_ in alone]
+    for (_, *logprobs), (_, *wanted) in zip(divided, alone, strict=True):
+        assert [pytest.approx(part, abs=tolerance) for part in wanted] == logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [W8A8(dynamic=False), W8A8(dynamic=False, symmetric_inputs=False, symmetric=False)],
+                         ids=["static", "static-zeros"])
+def test_w8a8_with_static_inputs_equals_one_process(
+    folders: dict[str, Path], scheme: W8A8, tmp_path: Path
+) -> None:
+    from tests.support.models import random_model, saved_w8a8
+
+    folder = saved_w8a8(random_model("qwen3"), tmp_path / "w8a8", scheme)
+    alone, divided = (answers(folder, size, GREEDY) for size in (1, 2))
+    assert divided == alone
+
+
+@pytest.mark.slow
+def test_w8a8_with_dynamic_inputs_is_as_close_to_the_float_model_as_one_process(tmp_path: Path) -> None:
+    """Each rank quantizes its own columns by their own scale, so the numbers differ from those of one process."""
+    from tests.support.models import random_model, saved, saved_w8a8
+
+    reported = [{"temperature": 0.0, "prompt_logprobs": 1}] * len(PROMPTS)
+    exact = answers(saved(random_model("qwen3"), tmp_path / "float"), 1, reported)
+    folder = saved_w8a8(random_model("qwen3"), tmp_path / "w8a8")
+
+    def error(size: int) -> float:
+        differences = [abs(got - wanted) for (*_, ours), (*_, prompt) in zip(
+            answers(folder, size, reported), exact, strict=True) for got, wanted in zip(ours, prompt, strict=True)]
+        return sum(differences) / len(differences)
+
+    alone = error(1)
+    assert alone > 0
+    assert error(2) < 1.2 * alone
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
+
+
+@pytest.mark.parametrize(("size", "wrong"), [
+    (5, "does not divide the model's 12 attention heads"), (4, "neither divides the model's 6 key and value heads")])
+def test_sharded_model_that_cannot_be_divided_is_refused(size: int, wrong: str) -> None:
+    with pytest.raises(ModelError, match=rf"^tensor_parallel_size: {size} {wrong}"):
+        ModelConfig.from_dict(CONFIG).sharded(Shard(0, size))
+
+
+def test_shards_cover_each_row_once() -> None:
+    for size, kv in ((2, 4), (4, 4), (8, 2)):
+        shards = [Shard(rank, size) for rank in range(size)]
+        parts = [s.part(16) for s in shards]
+        assert [i for part in parts for i in range(part.first, part.first + part.size)] == list(range(16))
+        heads = [s.kv_heads(kv) for s in shards]
+        assert [h.first for h in heads] == [rank * kv // size for rank in range(size)]
+        assert {h.size for h in heads} == {max(1, kv // size)}
+        ids = [s.vocabulary(100, 64 * size) for s in shards]
+        assert sum(i.size for i in ids) == 100
+        assert [i.first for i in ids] == [min(64 * rank, 100) for rank in range(size)]
