@@ -90,6 +90,7 @@ requests_compiling = _gauge("requests_compiling", "Requests that wait for the gr
 grammar_errors_total = _counter("grammar_errors_total", "Constrained requests that failed, by when", "when")
 mask_seconds = _histogram("mask_seconds", "Filling the token masks of a step with constrained rows", MASK)
 constrained_tokens_total = _counter("constrained_tokens_total", "Tokens sampled under a mask of allowed tokens")
+forced_tokens_total = _counter("forced_tokens_total", "Tokens that a constraint forced, and that no step sampled")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
 decode_tokens_total = _counter("decode_tokens_total", "Tokens of decode rows, by how they were computed", "mode")
 step_host_gap_seconds = _histogram("step_host_gap_seconds", "Device idle between steps, waiting for the host", STEP)

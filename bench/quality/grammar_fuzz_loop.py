@@ -170,7 +170,7 @@ def serve(address: str, folder: str) -> None:
         if token_id in words.end_ids or (len(text) == 1 and text in STRUCTURAL):
             closing[token_id // 32] |= np.uint32(1 << token_id % 32)
     scheduler = Scheduler(BlockManager(4096, 16), max_num_seqs=64, max_num_batched_tokens=512, max_queue=256,
-                          aging_seconds=10)
+                          aging_seconds=10, min_forced=2)
     info = m.ModelInfo("Fake", words.size, 4096, "float32", "none", "float32", "cpu", 64, 256, 4096 * 16, 0, True)
     engine = Engine(
         scheduler, RandomRunner(words.size, worst, closing.view(np.int32)), EngineSocket(address), info, 7,  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
 """Cost of constraints: streams of which none, half or all have a JSON schema, of equal length.
 
     python bench/serving/constrained_load.py [MODEL] [--shares 0 50 100] [--streams 32] [--tokens 128] [--requests 2]
-        [--rounds 3] [--vocabulary N] [--worker-urls grpc://HOST:PORT ...] [--smg response_format tool_choice]
-        [--json FILE] [-- FLAGS]
+        [--rounds 3] [--vocabulary N] [--schema people|order|report] [--worker-urls grpc://HOST:PORT ...]
+        [--smg response_format tool_choice] [--json FILE] [-- FLAGS]
 
 One server is started. Each of the streams sends `--requests` requests, one after the other, over VllmEngine/Generate.
 A running server of vLLM (`--worker-urls`) gets the same requests. A round measures each share of constrained requests
 once at each server, and begins with another one each time. Prompts are random ids. Answers are sampled at temperature 1
-and have exactly `--tokens` tokens: the schema has a list with more elements than fit.
+and have exactly `--tokens` tokens: the schema (schemas.py) has a list with more elements than fit.
 
 With `--smg` smg is started in front of each server, and gets chats over POST /v1/chat/completions in the same rounds:
 
@@ -47,6 +47,7 @@ from npuserve.service.cli.bench.load import Outcome
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
+from bench.engine.schemas import PROPERTIES, endless_list
 from bench.serving import completions
 from bench.serving.gateway_overhead import (
     FIGURES,
@@ -64,19 +65,16 @@ from tests.e2e.gateway.smg import CHAT_TEMPLATE, Gateway, find_program, gateway
 
 SECONDS = 600.0
 """Deadline of a call."""
-SCHEMA = json.dumps({
-    "type": "array", "minItems": 512, "items": {
-        "type": "object", "additionalProperties": False, "required": ["name", "age", "tags"],
-        "properties": {
-            "name": {"type": "string", "maxLength": 24}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "tags": {"type": "array", "maxItems": 3, "items": {"enum": ["red", "green", "blue"]}}}}})
-"""An element has at least ten tokens, so an answer is longer than any `--tokens` below 5000."""
-TOOL = {"type": "function", "function": {"name": "people", "parameters": {
-    "type": "object", "additionalProperties": False, "required": ["people"],
-    "properties": {"people": json.loads(SCHEMA)}}}}
 
 Send = Callable[[str, random.Random, bool], Awaitable[Outcome]]
 """Sends a request. Arguments: its name, a source of random ids for the prompt, and whether it is constrained."""
+
+
+def tool(schema: str) -> dict[str, Any]:
+    """Return a tool with an argument of a schema."""
+    return {"type": "function", "function": {"name": "people", "parameters": {
+        "type": "object", "additionalProperties": False, "required": ["people"],
+        "properties": {"people": json.loads(endless_list(schema))}}}}
 
 
 async def through_grpc(
@@ -85,7 +83,7 @@ async def through_grpc(
     prompt = [chooser.randrange(args.vocabulary) for _ in range(args.prompt)]
     request = vllm_request(name, prompt, args.tokens, temperature=1)
     if is_constrained:
-        request.sampling_params.json_schema = SCHEMA
+        request.sampling_params.json_schema = endless_list(args.schema)
     return await recorded(partial(read_vllm, stub.Generate(request, timeout=SECONDS)))
 
 
@@ -96,10 +94,11 @@ async def through_smg(
     """Send a chat to smg. field: of the request, which constrains it."""
     fields: dict[str, Any] = {"temperature": 1}
     if field == "tool_choice":
-        fields |= {"tools": [TOOL], "tool_choice": "required" if is_constrained else "none"}
+        fields |= {"tools": [tool(args.schema)], "tool_choice": "required" if is_constrained else "none"}
     elif is_constrained:
         fields["response_format"] = {
-            "type": "json_schema", "json_schema": {"name": "people", "schema": json.loads(SCHEMA), "strict": True}}
+            "type": "json_schema", "json_schema": {
+                "name": "people", "schema": json.loads(endless_list(args.schema)), "strict": True}}
     body = completions.chat(model, TEXT.format(chooser.randrange(10**6)), args.tokens, **fields)
     return await completions.stream(gate.url, body, now, timeout=SECONDS, path=completions.CHAT)
 
@@ -175,6 +174,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", nargs="?", default="", help="model to serve (default: the built-in model)")
     made.add_argument("--shares", type=number(int, 0, 100), nargs="+", default=[0, 50, 100], metavar="PERCENT",
                       help="shares of constrained requests (default: 0 50 100)")
+    made.add_argument("--schema", choices=PROPERTIES, default="people", help="(default: %(default)s)")
     for name, value, low, text in (
         ("streams", 32, 1, "concurrent streams"), ("tokens", 128, 2, "tokens of each answer"),
         ("prompt", 32, 1, "tokens of each prompt"), ("requests", 2, 1, "requests of each stream in a measurement"),
@@ -205,7 +205,7 @@ def main() -> None:
             gates = {name: stack.enter_context(gateway([address], "--chat-template", str(template)))
                      for name, address in addresses.items()}
         rounds = asyncio.run(run(addresses, gates, args))
-    options = {name: getattr(args, name) for name in ("streams", "tokens", "prompt", "requests")}
+    options = {name: getattr(args, name) for name in ("schema", "streams", "tokens", "prompt", "requests")}
     report({**options, **summary(rounds), "rounds": rounds}, args.json)
 
 

@@ -3,6 +3,7 @@ and in the table of rotary embeddings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +16,9 @@ from npuserve.npu.execution.masks import RowMasks
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Span
 from npuserve.npu.model.weights import ModelWeights
+
+MAX_LOGITS_BYTES = 32 << 20
+"""Bytes of a slice of logits in float32. Slices bound the memory for the logits of a long chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,12 @@ class Model:
         """Return logits [R, Vp] of hidden [R, H] over the padded vocabulary, in the model's dtype."""
         logits = self.kernels.linear(hidden, self.weights.lm_head.weight, self.weights.lm_head.bias)
         return logits if self.ranks.size == 1 else self.kernels.all_gather(logits, self.ranks)
+
+    def sliced_logits(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits of hidden [R, H] with their part of ids [R], in slices of at most MAX_LOGITS_BYTES."""
+        rows = max(1, MAX_LOGITS_BYTES // (4 * self.weights.padded_vocabulary * self.ranks.size))
+        for part, of_part in zip(hidden.split(rows), ids.split(rows), strict=True):
+            yield self.logits(part), of_part
 
     def argmax(self, hidden: Tensor, masks: RowMasks | None = None) -> Tensor:
         """Return argmax ids [R, W] int64 of hidden [R, H] under the rows' masks.

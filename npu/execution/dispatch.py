@@ -14,6 +14,11 @@ from npuserve.npu.step import Row
 
 Rows = Sequence[Row]
 
+MIN_FORCED, MIN_FORCED_EAGER = 2, 4
+"""Least number of known tokens that are worth a chunk. With two steps in flight, a chunk of n tokens saves n - 1 decode
+steps. Within a captured step it costs little more than a decode row. Otherwise it reads the weights a second time and
+launches its kernels one by one: that takes as long as two or three captured steps."""
+
 
 class Dispatch:
     """Selection among the captured steps of a runner.
@@ -74,6 +79,13 @@ class Dispatch:
         others = [row for row in rows if not _decodes(row)]
         size = graphs.size(len(decodes)) if graphs and captured else len(decodes)
         return [(part, n) for part, n in ((decodes, size), (others, len(others))) if part]
+
+    @property
+    def min_forced(self) -> int:
+        """Least number of known tokens for which a chunk is faster than as many decode rows; 0: none is."""
+        if self._on_host:
+            return 0  # the context would be copied to the host, and the chunk back
+        return MIN_FORCED if self.mixed or not self.decode else MIN_FORCED_EAGER
 
     def is_on_host(self, part: Part) -> bool:
         """Return True if the host computes the part."""

@@ -22,9 +22,10 @@ from npuserve.kernels.native.choice import AUTO, CpuKernels, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
 from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.execution.memory_plan import MemoryPlan, predict
-from npuserve.npu.execution.runner import MAX_LOGITS_BYTES, Runner
+from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.loader import load_weights

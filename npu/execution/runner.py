@@ -53,9 +53,6 @@ from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Step, StepResult
 
-MAX_LOGITS_BYTES = 32 << 20
-"""Bytes of one slice of prompt logits in float32. Slicing bounds the memory for the logits of a long chunk."""
-
 
 class Runner:
     """Loaded model on a device, with its KV cache.
@@ -110,7 +107,6 @@ class Runner:
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(rows, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
-        self._prompt_slice = max(1, MAX_LOGITS_BYTES // (4 * weights.padded_vocabulary * ranks.size))
         self._kernel_sampling = kernel_sampling
         self._steps = 0
         self._buffers = BatchBuffers(
@@ -126,6 +122,7 @@ class Runner:
         self._dispatch = Dispatch(
             backend, self._buffers, self._hidden, self._argmax_step, self._sampled_step, rows,
             on_host=prefill is not None)
+        self.min_forced = self._dispatch.min_forced
         if backend.compiles:
             self._warm_up(rows, dtype)
 
@@ -391,8 +388,6 @@ class Runner:
         reports = []
         for rows in prompt:
             predicting = hidden[rows.begin : rows.begin + len(rows.next_ids)]
-            slices = zip(predicting.split(self._prompt_slice), rows.next_ids.split(self._prompt_slice), strict=True)
-            for part, ids in slices:
-                logits = self._model.logits(part)
+            for logits, ids in self._model.sliced_logits(predicting, rows.next_ids):
                 reports.append((rows.request_id, self._sampler.prompt_logprobs(logits, ids, rows.n)))
         return reports

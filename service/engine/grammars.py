@@ -77,7 +77,7 @@ class PendingGrammar:
         """Create the matcher, and advance it over at most `most` tokens of earlier output. Return their number."""
         if self.matcher is None:
             assert self.compilation
-            self.matcher = AnswerMatcher(self.constraint, self.compilation, end_ids)
+            self.matcher = AnswerMatcher(self.request, self.compilation, end_ids)
         tokens = self.request.output_ids[self.num_replayed : self.num_replayed + most]
         for token_id in tokens:
             self.matcher.advance(token_id)

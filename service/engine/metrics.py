@@ -34,7 +34,7 @@ class EngineMetrics:
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
-        self._reported = (0, 0, 0, 0)
+        self._reported = (0, 0, 0, 0, 0)
         self._requests = (-1, -1)  # running and waiting, as published
         self._blocks: BlockCounts | None = None  # as published
         self._made = 0  # tokens since the last update of the load
@@ -123,10 +123,11 @@ class EngineMetrics:
         metrics.requests_paused.set(self._scheduler.num_paused)
         scheduler = self._scheduler
         counts = (
-            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.deadlines.tokens_in_vain)
+            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.deadlines.tokens_in_vain,
+            scheduler.forced_tokens)
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
-            metrics.tokens_in_vain_total)
+            metrics.tokens_in_vain_total, metrics.forced_tokens_total)
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts

@@ -10,7 +10,8 @@ from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import ServeError, TakenOver, to_wire
 from npuserve.service.ipc.messages import Finish, Output, Outputs, ToFrontend
-from npuserve.service.scheduling.sequence import Dropped, Progress, Sequence
+from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.sequence import Progress, Sequence
 
 
 class Outbox:

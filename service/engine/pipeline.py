@@ -5,6 +5,10 @@ the rows are filled between the two, once the result of the step before is appli
 device computes the forward pass meanwhile. At most one step, the last, is not sampled.
 
     host     plan 2, launch 2 │ collect 1, apply 1, fill masks, sample 2 │ plan 3, launch 3 │ collect 2 …
+
+Forced tokens a, b, c (constraint.py) that follow the token of step 1 are appended when it is applied. Step 2 computes
+the token of step 1, and would sample a: its row gets no mask, and its token is discarded. Step 3 computes a, b and c as
+a chunk, and samples the token after c. Otherwise step 5 would.
 """
 
 from __future__ import annotations
@@ -81,11 +85,14 @@ class TokenMasks:
         self._rows: list[Mask] = []
 
     def fill(self, sequences: Iterable[Sequence]) -> dict[int, Mask]:
-        """Return the masks of the sequences by id. One that has ended, or ends with its next token, has none."""
+        """Return the masks of the sequences by id.
+
+        A sequence has none if it has ended or ends with its next token, or if this token was appended as a forced one.
+        """
         began = time.perf_counter()
         masks: dict[int, Mask] = {}
         for sequence in sequences:
-            if sequence.state is State.ENDED or sequence.matcher is None:
+            if sequence.state is State.ENDED or sequence.matcher is None or not sequence.num_pending_tokens:
                 continue
             if len(masks) == len(self._rows):
                 self._rows.append(np.zeros(self._words, np.int32))

@@ -105,7 +105,7 @@ def build_engine(
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log),
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds)
+        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, min_forced=runner.min_forced)
     capacity = scheduler.blocks.capacity
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,

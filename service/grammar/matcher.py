@@ -1,4 +1,10 @@
-"""State of one constrained answer: which tokens may come next."""
+"""State of one constrained answer: which tokens may come next.
+
+A mask allows every tokenization of the texts that may follow, so it depends on the text alone. With a real vocabulary
+it hardly ever has a single id, not even where one text may follow: "name" is also "n" and "ame". `forced` returns the
+tokenizer's own choice for such a text, also as a function of the text alone: after a forced token the rest of the run
+is forced. The library's `compute_ff_tokens` is not used, since it depends on the tokens before.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,9 @@ def limits(kind: str) -> LLParserLimits:
         max_lexer_states=MAX_STATES, max_grammar_size=500_000, verbose_errors=False)
 
 MAX_FORCED_BYTES = 256
-"""Length of a forced text that is tokenized at once."""
+"""Length of a text whose tokens are forced at once. It takes less than 1 ms when it is new, and less if it was seen."""
+WINDOW_BYTES = 64
+"""Length of the text from which the tokenizer chooses one forced token."""
 
 
 class Matcher:
@@ -82,34 +90,22 @@ class Matcher:
     def forced(self) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.
 
-        They are the tokenizer's own choice for this text. The last ones are left out where a longer token could be
-        chosen with the text after it.
+        They are the tokenizer's own choice for this text. It ends before a token that could be another one with the
+        text after it.
         """
-        encode = self._vocabulary.encode
-        if encode is None or self.is_stopped:
+        if self.is_stopped:
             return []
         text = self._library.compute_ff_bytes()
         self._check()
-        return self._tokens(text[:MAX_FORCED_BYTES]) if text else []
-
-    def _tokens(self, text: bytes) -> list[int]:
-        assert self._vocabulary.encode is not None
-        decoded = text.decode(errors="ignore")
-        ids = list(self._vocabulary.encode(decoded))
-        tokens = [self._vocabulary.data.tokens[i] for i in ids]
-        at = 0
-        for count, token in enumerate(tokens):
-            if not token or text[at:at + len(token)] != token:  # the tokenizer added or normalized something
-                return ids[:count] if count and not self._may_change(text, tokens[:count]) else []
-            at += len(token)
-        kept = len(tokens)
-        while kept and self._may_change(text, tokens[:kept]):
-            kept -= 1
-        return ids[:kept] if self._library.validate_tokens(ids[:kept]) == kept else []
-
-    def _may_change(self, text: bytes, tokens: list[bytes]) -> bool:
-        """Return whether a token could reach beyond the end of the text from the beginning of the last token."""
-        return self._vocabulary.longer_token_exists(text[sum(map(len, tokens[:-1])):])
+        ids: list[int] = []
+        at, tokens = 0, self._vocabulary.data.tokens
+        while at < min(len(text), MAX_FORCED_BYTES):
+            token = self._vocabulary.first_token(text[at : at + WINDOW_BYTES])
+            if token is None:
+                break
+            ids.append(token)
+            at += len(tokens[token])
+        return ids[: self._library.validate_tokens(ids)] if ids else []
 
     def _only_end(self, bits: NDArray[Any]) -> None:
         words = bits.view(np.uint32)

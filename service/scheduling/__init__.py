@@ -12,7 +12,8 @@ The life of a request (states: sequence.py):
 3. Each `schedule` gives it a row with its uncomputed tokens, as many as the token budget allows. There are no phases:
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
    next one.
-4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
+4. `apply` appends the sampled token and the forced ones that follow it (constraint.py), adds full blocks to the prefix
+   cache, and decides whether the request has ended.
 5. If blocks run out, the request may be preempted: its blocks are freed, its tokens stay, and it returns to step 2 to
    compute them again. Its prefix may still be in the cache then.
 6. It is paused while its reader is slow. A paused request gets no rows and does not count as running. It keeps its

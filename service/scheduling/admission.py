@@ -20,10 +20,18 @@ from typing import NamedTuple
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.deadlines import Dropped
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.pace import Pace
 from npuserve.service.scheduling.sample_groups import SampleGroups
-from npuserve.service.scheduling.sequence import Account, Dropped, Sequence
+from npuserve.service.scheduling.sequence import Account, Sequence
+
+
+class Added(NamedTuple):
+    """A queued request, and the request that was displaced from a full queue for it, if any."""
+
+    sequence: Sequence
+    displaced: Dropped | None
 
 
 class Occupancy(NamedTuple):

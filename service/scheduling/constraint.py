@@ -2,34 +2,46 @@
 
 `service/grammar` implements the protocols. A request that has a constraint is COMPILING until `Scheduler.constrain`
 gives it a matcher that has advanced over the tokens so far. The matcher then advances with each token.
+
+Forced tokens. Where the constraint leaves one text, the next token is the tokenizer's choice for this text: the mask
+has its id alone. So the tokens are the same, at any temperature, whether a run of forced tokens is sampled one by one
+or appended at once (`Sequence.apply`). A run is a function of the text so far and of the request, so it is the same
+after a preemption and in a restarted engine. It ends before a token that the request biases or stops at: the mask there
+allows every tokenization.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Container
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, InvalidField, ServeError
 from npuserve.service.grammar.errors import ConstraintError, MatcherError
-from npuserve.service.ipc.messages import Constraint
+from npuserve.service.ipc.messages import Request
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
 
 class Matcher(Protocol):
-    """State of a grammar after some tokens. `advance` and `fill` raise MatcherError beyond their bounded effort."""
+    """State of a grammar after some tokens. The methods raise MatcherError beyond their bounded effort."""
 
     def advance(self, token_id: int) -> bool:
         """Append a token. False, without an effect, if it is not allowed."""
 
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """Write one bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)] int32."""
+
+    def forced(self) -> list[int]:
+        """Return the tokens of the only text that may follow; [] if several texts may. After the first token, the
+        forced tokens begin with the others."""
 
     @property
     def is_complete(self) -> bool:
@@ -56,14 +68,21 @@ class AnswerMatcher:
     error: failure that ends the request when its next token arrives; None for none.
     """
 
-    __slots__ = ("_constraint", "_end_ids", "_matcher", "error", "has_ended")
+    __slots__ = ("_constraint", "_end_ids", "_matcher", "_run", "_unforced", "error", "has_ended")
 
-    def __init__(self, constraint: Constraint, compilation: Compilation, end_ids: Container[int]):
-        """Begin before the first token. end_ids: tokens that end an answer. Raises the errors of Compilation.matcher.
+    def __init__(self, request: Request, compilation: Compilation, end_ids: Container[int]):
+        """Begin before the first token of a request with a constraint.
+
+        end_ids: tokens that end an answer.
+
+        Raises the errors of Compilation.matcher.
         """
-        self._constraint = constraint
+        assert request.constraint
+        self._constraint = request.constraint
         self._end_ids = end_ids
+        self._unforced = request.stop_token_ids.union(request.sampling.logit_bias)
         self._matcher = compilation.matcher()
+        self._run: list[int] | None = None  # the forced tokens that follow; None if they are not known
         self.has_ended = False
         self.error: ServeError | None = None
 
@@ -75,6 +94,7 @@ class AnswerMatcher:
         """Append a token. Sets `error` if that fails. Nothing after an error."""
         if self.error is not None:
             return
+        self._run = self._run[1:] or None if self._run and self._run[0] == token_id else None
         try:
             if self._matcher.advance(token_id):
                 self.has_ended = token_id in self._end_ids
@@ -84,10 +104,27 @@ class AnswerMatcher:
         except Exception as error:
             self.error = self._failure(error)
 
+    def forced(self) -> list[int]:
+        """Return the run of forced tokens that follows; [] for none. Sets `error` if that fails."""
+        if self.error is not None or self.has_ended:
+            return []
+        if self._run is None:
+            try:
+                self._run = list(itertools.takewhile(lambda token: token not in self._unforced, self._matcher.forced()))
+            except Exception as error:
+                self.error = self._failure(error)
+                return []
+        return self._run
+
     def fill(self, bits: npt.NDArray[np.int32]) -> bool:
         """Write the mask of the next token, see Matcher.fill. Return False if there is none, or sets `error`."""
+        run = self.forced()
         if self.error is not None or self.has_ended:
             return False
+        if run:
+            bits.fill(0)
+            bits.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
+            return True
         try:
             self._matcher.fill(bits)
         except Exception as error:

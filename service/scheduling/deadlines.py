@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
+from typing import NamedTuple
 
-from npuserve.service.errors import DeadlineExceeded
+from npuserve.service.errors import DeadlineExceeded, ServeError
 from npuserve.service.scheduling.pace import Pace
-from npuserve.service.scheduling.sequence import Dropped, Sequence
+from npuserve.service.scheduling.sequence import Sequence
+
+
+class Dropped(NamedTuple):
+    """A request that the scheduler ended on its own: expired, or displaced from a full queue.
+
+    error: None if its deadline came and it has generated tokens, which are its answer.
+    """
+
+    sequence: Sequence
+    error: ServeError | None
 
 
 class Deadlines:

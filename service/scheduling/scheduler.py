@@ -2,11 +2,11 @@
 
 The states of a request are in sequence.py, its life is in the docstring of the package.
 
-Plan. Decode rows come first, then prefill chunks that have begun, then admissions. Rows are in order of age, admissions
-in the order of the queue (fair_queue.py). At most as many requests run as the budget has tokens, so every decode row
-fits in every step, and chunks share the rest. Admission stops at the first request that does not fit; smaller ones
-behind it do not pass it. It leaves one block free per running request, so that an admitted request is not preempted as
-soon as the others grow.
+Plan. Decode rows come first, then chunks of forced tokens (constraint.py), prefill chunks that have begun, admissions.
+Rows are in order of age, admissions in the order of the queue (fair_queue.py). At most as many requests run as the
+budget has tokens, so every decode row fits in every step, and chunks share the rest. Admission stops at the first
+request that does not fit; smaller ones behind it do not pass it. It leaves one block free per running request, so that
+an admitted request is not preempted as soon as the others grow.
 
 Preemption. A running request that needs one more block preempts a paused one, else the youngest running request, which
 may be itself. Ages are constant, so two running requests never preempt each other in turn. The oldest running request
@@ -28,18 +28,18 @@ from operator import attrgetter
 from npuserve.npu.step import Step, StepResult
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling import invariants
-from npuserve.service.scheduling.admission import Admission, Occupancy
+from npuserve.service.scheduling.admission import Added, Admission, Occupancy
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
-from npuserve.service.scheduling.deadlines import Deadlines
+from npuserve.service.scheduling.deadlines import Deadlines, Dropped
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.pace import Pace
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
-from npuserve.service.scheduling.sequence import Added, Dropped, Progress, Sequence, State
+from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan, StepPlan
 
-_age_key = attrgetter("age_key")
+_age_key, _is_prefilling = attrgetter("age_key"), attrgetter("is_prefilling")
 
 
 class Scheduler:
@@ -49,20 +49,22 @@ class Scheduler:
     max_num_batched_tokens: maximum number of tokens in a step.
     max_queue: maximum number of requests beyond max_num_seqs. Preempted and paused requests count like running ones.
     aging_seconds: waiting time that is worth one unit of priority.
+    min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
 
     All times are seconds of the clock of Request.arrival.
 
-    preemptions: number since the start.
+    preemptions, forced_tokens: number since the start. Forced tokens are those that no step sampled.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache, once per request.
     deadlines, quarantine: of the requests.
     """
 
     def __init__(
         self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_queue: int,
-        aging_seconds: float,
+        aging_seconds: float, min_forced: int = 0,
     ) -> None:
         self.blocks = blocks
-        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.preemptions = self.prefix_queries = self.prefix_hits = self.forced_tokens = 0
+        self._min_forced = min_forced
         self.quarantine = Quarantine()
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -222,12 +224,13 @@ class Scheduler:
             register(sequence.blocks, sequence.token_ids, end)
             if sequence.id in leaders and end >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
-            made = sequence.apply(row, result, now)
+            made = sequence.apply(row, result, now, self._min_forced)
             if self.quarantine and row.samples:
                 self.quarantine.count_token(sequence.id)
             if made is None:
                 continue
             progress.append(made)
+            self.forced_tokens += max(0, len(made.token_ids) - 1)
             if made.reason is not None:
                 self._pace.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
                 self._end(sequence)
@@ -269,31 +272,34 @@ class Scheduler:
                 self._preempt(sequence)
 
     def _plan_decodes(self, plan: StepPlan, running: list[Sequence]) -> Sequence | None:
-        """Add the decode rows of the running requests, and preempt others for their blocks.
+        """Add the decode rows of the running requests. Preempt others for their blocks, and for forced tokens.
 
         Return the request, running or paused, that will be preempted once its steps in flight are applied; else None.
         """
         victim: Sequence | None = None
-        is_running, block_size = State.RUNNING, self.blocks.block_size
         for sequence in tuple(running):
-            if sequence.state is not is_running or sequence is victim:
+            if sequence.state is not State.RUNNING or sequence is victim:
                 break  # the youngest are preempted first, so all behind it are preempted, too
-            if sequence.num_uncomputed_tokens == 1 and sequence.can_sample:
-                has_block = sequence.num_tokens <= len(sequence.blocks.block_ids) * block_size
-                blocked_by = None if has_block else self._grow(sequence)
-                if blocked_by is None:
-                    plan.add_row(sequence, 1)
-                else:
+            uncomputed = sequence.num_uncomputed_tokens
+            if uncomputed > 1 or (uncomputed == 1 and sequence.can_sample):
+                blocked_by = None if self._has_blocks(sequence) else self._grow(sequence)
+                if blocked_by is not None:
                     victim = blocked_by
+                elif uncomputed == 1:
+                    plan.add_row(sequence, 1)
         return victim
 
     def _plan_chunks(self, plan: StepPlan, running: list[Sequence], victim: Sequence | None) -> None:
-        """Add the next chunks of prompts that have begun."""
-        for sequence in running:
-            if not plan.budget:
-                break
-            if sequence.num_uncomputed_tokens > 1 and sequence is not victim and sequence.state is State.RUNNING:
+        """Add the chunks of forced tokens, then the next chunks of prompts that have begun."""
+        chunks = [sequence for sequence in running
+                  if sequence.num_uncomputed_tokens > 1 and sequence is not victim and sequence.state is State.RUNNING]
+        for sequence in sorted(chunks, key=_is_prefilling):
+            if plan.budget and self._has_blocks(sequence):
                 plan.add_row(sequence, plan.budget)
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        """Return whether a running request has blocks for all its tokens."""
+        return sequence.num_tokens <= len(sequence.blocks.block_ids) * self.blocks.block_size
 
     def _admit_waiting(self, plan: StepPlan, now: float) -> None:
         """Admit requests from the queue while they fit, and add their first chunks. Drop late ones."""

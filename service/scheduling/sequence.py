@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
@@ -86,7 +85,7 @@ class Sequence:
     scope: of its blocks, see BlockTable.
     matcher: of the request's constraint, advanced over the answer; None without a constraint, and until it is compiled.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
-    num_pending_tokens: tokens that the steps in flight sample.
+    num_pending_tokens: tokens that the steps in flight sample, without a forced one that is in token_ids already.
     num_computed_tokens: the positions below it are in the KV cache, or will be after the steps in flight.
     num_prefill_tokens: tokens that were known at the last admission.
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
@@ -174,6 +173,11 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
+    def is_prefilling(self) -> bool:
+        """True until the tokens that were known at the last admission are computed."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
     def num_missing_tokens(self) -> int:
         """Expected number of tokens to compute before the next one is sampled."""
         return self.num_uncomputed_tokens - self.num_shared_tokens
@@ -203,6 +207,12 @@ class Sequence:
         """
         is_allowed = bool(self.blocks.scope) or not self.request.bypass_prefix_cache
         return is_allowed and self.request.sampling.prompt_logprobs is None
+
+    @property
+    def can_append_forced(self) -> bool:
+        """False if each token needs its own result of a step: its log-probabilities, or its count for penalties."""
+        sampling = self.request.sampling
+        return self.matcher is not None and sampling.logprobs is None and not sampling.penalized
 
     def constrain(self, matcher: AnswerMatcher) -> None:
         """End the wait for the grammar. A paused request stays paused."""
@@ -262,8 +272,10 @@ class Sequence:
     def end(self) -> None:
         self.state = State.ENDED
 
-    def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:
+    def apply(self, row: Row, result: StepResult, now: float, min_forced: int = 0) -> Progress | None:
         """Take in the result of the request's row in the oldest step, which ended `now`. None if there is nothing new.
+
+        min_forced: append a run of at least as many forced tokens, which the next row computes; 0 for none.
         """
         self.num_steps_in_flight -= 1
         self.end_step(row.start, result.device_seconds, now)
@@ -272,6 +284,8 @@ class Sequence:
             reports = self.take_reports(reports, row.start)
         if not row.samples:
             return Progress(self, [], prompt_logprobs=reports) if reports else None
+        if row.start + len(row.token_ids) < len(self.token_ids):
+            return None  # forced tokens were appended while the step was in flight: its token is the first of them
         token = result.token_ids[row.request_id]
         self.num_pending_tokens -= 1
         if self.matcher is not None:
@@ -280,7 +294,31 @@ class Sequence:
                 return Progress(self, [], error=self.matcher.error)
         self.token_ids.append(token)
         logprobs = result.logprobs.get(row.request_id)
-        return Progress(self, [token], self.finish_reason(), [logprobs] if logprobs else None, reports)
+        reason = self.finish_reason()
+        tokens = [token]
+        if min_forced and reason is None and self.can_append_forced and (forced := self._append_forced(min_forced)):
+            tokens += forced
+            reason = self.finish_reason()
+        return Progress(self, tokens, reason, [logprobs] if logprobs else None, reports)
+
+    def _append_forced(self, least: int) -> list[int]:
+        """Append the run of forced tokens that follows, if it has at least `least`, and return it.
+
+        If a step in flight samples the next token, the mask for it would allow the first of the run alone.
+        """
+        assert self.matcher is not None
+        run = self.matcher.forced()[: self.request.max_tokens - self.num_generated_tokens]
+        count = 0
+        if len(run) >= least:
+            for token in run:
+                self.matcher.advance(token)
+                if self.matcher.error is not None:
+                    break
+                count += 1
+        if count:
+            self.token_ids += run[:count]
+            self.num_pending_tokens = 0
+        return run[:count]
 
     def take_reports(self, reports: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
         """Return the reports that were not returned before: a row after a preemption repeats some.
@@ -345,6 +383,7 @@ class Sequence:
 class Progress(msgspec.Struct, frozen=True):
     """Result of one step for one request.
 
+    token_ids: the sampled token, and the forced tokens that were appended to it.
     reason: set if the request ended with this step.
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.
@@ -357,20 +396,3 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: ServeError | None = None
-
-
-class Dropped(NamedTuple):
-    """A request that the scheduler ended on its own: expired, or displaced from a full queue.
-
-    error: None if its deadline came and it has generated tokens, which are its answer.
-    """
-
-    sequence: Sequence
-    error: ServeError | None
-
-
-class Added(NamedTuple):
-    """A queued request, and the request that was displaced from a full queue for it, if any."""
-
-    sequence: Sequence
-    displaced: Dropped | None

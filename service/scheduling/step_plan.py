@@ -20,7 +20,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
-from npuserve.service.scheduling.sequence import Dropped, Sequence
+from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.sequence import Sequence
 
 
 class Plan(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from grpc_status import rpc_status
 from npuserve.client import AsyncClient, Client, IncompleteAnswer, parsed
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import tokenize_pb2
-from tests.e2e.processes import engine_of
+from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.support.command import npuserve
 from tests.support.real_models import BUILT_IN, model_folder, published
@@ -38,6 +39,14 @@ PERSON = {
         "pet": {"anyOf": [{"enum": ["cat", "dog", "ü"]}, {"type": "null"}]},
     },
 }
+ORDER = {
+    "type": "object", "additionalProperties": False, "required": ["customer_name", "delivery_status"],
+    "properties": {
+        "customer_name": {"const": "the little girl named Lily"},
+        "delivery_status": {"enum": ["waiting for delivery by the carrier", "waiting for payment by the customer"]},
+    },
+}
+"""Most tokens of an answer are forced."""
 NESTED = {
     "$defs": {"node": {
         "type": "object", "additionalProperties": False, "required": ["v"],
@@ -78,6 +87,7 @@ FINITE = ("small schema", "regex", "grammar", "choices", "structural tag")
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
     "small schema": ({"json_schema": json.dumps(SMALL)}, matches_schema(SMALL)),
     "schema": ({"json_schema": json.dumps(PERSON)}, matches_schema(PERSON)),
+    "forced": ({"json_schema": json.dumps(ORDER)}, matches_schema(ORDER)),
     "recursive schema": ({"json_schema": json.dumps(NESTED)}, matches_schema(NESTED)),
     "regex": ({"regex": REGEX}, matches(REGEX)),
     "grammar": ({"grammar": SUM}, matches(r"[1-9]\d?( \+ [1-9]\d?){1,2} = [1-9]\d?")),
@@ -169,6 +179,20 @@ def test_logprobs_are_of_the_answers_tokens(server: Server) -> None:
     tokens = [position.chosen.token_id for position in answer.logprobs]
     assert tokens == list(answer.token_ids)
     assert all(position.chosen.logprob <= 0 and len(position.top) == 3 for position in answer.logprobs)
+
+
+def test_forced_tokens_are_counted_and_equal_those_with_logprobs(server: Server) -> None:
+    """With logprobs each token is sampled. One message carries several forced tokens."""
+    fields = CASES["forced"][0] | {"temperature": 1.0, "seed": 4}
+    sampled = server.stub.Generate(ask(logprobs=0, **fields), timeout=100)
+    before = server.metric("npuserve_forced_tokens_total")
+    parts = list(server.stub.StreamGenerate(ask(**fields), timeout=100))
+    assert [i for part in parts for i in part.token_ids] == list(sampled.token_ids)
+    assert parts[-1].finish.usage.generated_tokens == len(sampled.token_ids)
+    assert max(part.num_tokens for part in parts) > 3
+    assert [part.offset for part in parts] == list(itertools.accumulate(
+        [part.num_tokens for part in parts[:-1]], initial=0))
+    until(lambda: server.metric("npuserve_forced_tokens_total") > before + 3)
 
 
 def test_constrained_and_other_requests_together_equal_those_alone(server: Server) -> None:

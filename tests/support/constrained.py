@@ -15,7 +15,7 @@ import jsonschema
 
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import SamplingParams
-from npuserve.service.ipc.messages import Constraint
+from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.npu.backends.small import ids_of
 from tests.support.grammars import LONGER, answer_matcher, vocabulary
@@ -26,6 +26,10 @@ MAX_TOKENS = 32
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["ab", "n"],
     "properties": {"ab": {"enum": ["abc", "é", "日本"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}}
+FORCED = {
+    "type": "object", "additionalProperties": False, "required": ["abc123", "n"],
+    "properties": {"abc123": {"const": "日本abc"}, "n": {"enum": ["bbbb", "bcab"]}}}
+"""Schema of answers of which most tokens are forced."""
 REGEX = "[a-c]{2,9}é(日本|abc)?"
 SUM = 'root ::= "(" root ")" | "ab" | [0-9] root'
 CHOICES = ["abc 1", "abab 123", "日本 {}"]
@@ -34,7 +38,8 @@ TAG = {"type": "structural_tag", "format": {
 CONSTRAINTS = {
     "json_schema": Constraint("json_schema", json.dumps(SCHEMA)), "regex": Constraint("regex", REGEX),
     "grammar": Constraint("grammar", SUM), "choices": Constraint("choices", json.dumps(CHOICES)),
-    "structural_tag": Constraint("structural_tag", json.dumps(TAG)), "none": None}
+    "structural_tag": Constraint("structural_tag", json.dumps(TAG)), "none": None,
+    "forced": Constraint("json_schema", json.dumps(FORCED))}
 BLANKS = dict.fromkeys([*b" \t\r\n", *(259 + LONGER.index(text) for text in ("  ", "\n  "))], -100.0)
 """Bias against blanks, of which a random model writes many in JSON."""
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.2, "top_p": 0.95}}
@@ -53,6 +58,8 @@ def is_valid(kind: str, text: str) -> bool:
         body = text.removesuffix("</a>").removeprefix("<call>")  # the begin may also be a special token without text
         assert kind == "json_schema" or text.endswith("</a>")
         return jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(body))
+    if kind == "forced":
+        return jsonschema.Draft202012Validator(FORCED).is_valid(json.loads(text))
     return {"regex": bool(re.fullmatch(REGEX, text)), "grammar": is_sum(text), "choices": text in CHOICES}[kind]
 
 
@@ -71,7 +78,7 @@ class Case(NamedTuple):
             "prompt_ids": ids_of(self.length, number, VOCABULARY), "max_tokens": MAX_TOKENS, "eos_token_ids": ends,
             "constraint": CONSTRAINTS[self.kind], "output_ids": list(output_ids),
             "sampling": SamplingParams(
-                seed=7 + number, logit_bias=BLANKS if self.kind in ("json_schema", "structural_tag") else {},
+                seed=7 + number, logit_bias=BLANKS if self.kind in ("json_schema", "structural_tag", "forced") else {},
                 **SAMPLINGS[self.sampling])})  # type: ignore[arg-type]
 
     def check(self, answer: Answer) -> None:
@@ -79,7 +86,7 @@ class Case(NamedTuple):
         if self.kind == "none":
             assert (answer.reason, len(answer.tokens)) == ("length", MAX_TOKENS)
             return
-        state = answer_matcher(CONSTRAINTS[self.kind])  # type: ignore[arg-type]
+        state = answer_matcher(Request("r", arrival=0.0, **self.ask().fields))  # type: ignore[arg-type]
         for token_id in answer.tokens:
             state.advance(token_id)
         assert state.error is None
@@ -101,7 +108,7 @@ Alone = Callable[[Case], Answer]
 
 def answered(
     runner: Runner, chosen: Sequence[Case], alone: Alone, *, depth: int, pool: int, seats: int, budget: int,
-    is_restored: bool = False,
+    is_restored: bool = False, min_forced: int = 2,
 ) -> tuple[list[Answer], Scheduler]:
     """Return the whole answers of requests that arrive one after the other, and the scheduler.
 
@@ -113,14 +120,15 @@ def answered(
         held.append(tokens[: (len(tokens) // 4, 0, -1)[place % 3]])
     asks = [case.ask(0 if is_restored else place // 4, tokens)
             for place, (case, tokens) in enumerate(zip(chosen, held, strict=True))]
-    found, scheduler = serve(runner, asks, depth, pool, seats, budget, answer_matcher)
+    found, scheduler = serve(runner, asks, depth, pool, seats, budget, answer_matcher, min_forced)
     for answer, tokens in zip(found, held, strict=True):
         answer.tokens[:0] = tokens
     return found, scheduler
 
 
 def expected_by(runner: Runner, pool: int) -> Alone:
-    """Return a function that answers each case once, alone, with one step in flight and enough blocks."""
+    """Return a function that answers each case once, alone, with one step in flight and enough blocks. Every token is
+    sampled, also the forced ones."""
     known: dict[Case, Answer] = {}
 
     def alone(case: Case) -> Answer:

@@ -24,10 +24,14 @@ from tests.support.fake_grammar import first_allowed
 
 @dataclass(slots=True)
 class _Known:
-    """A request. tokens: prompt and answer, including the tokens that steps in flight sample."""
+    """A request. tokens: prompt and answer, including the tokens that steps in flight sample.
+
+    is_constrained: a row was; forced tokens may follow.
+    """
 
     request: NewRequest
     tokens: list[int]
+    is_constrained: bool = False
 
 
 class FakeRunner:
@@ -96,10 +100,15 @@ class FakeRunner:
         if row.token_ids == [PENDING]:
             assert row.request_id in self._sampled, f"{name}: the step before has sampled no token for it"
             assert row.samples, f"{name}: a pending token, and nothing is sampled"
-        else:
-            assert row.token_ids == known.tokens[row.start : end], f"{name}: tokens of another request"
-        assert row.samples == (end == len(known.tokens)), f"{name}: samples before its last token, or not at it"
+        elif row.token_ids != known.tokens[row.start : end]:
+            before = known.tokens[row.start : -1]  # the others are forced, in place of the token sampled last
+            assert known.is_constrained, f"{name}: tokens of another request"
+            assert row.token_ids[: len(before)] == before, f"{name}: tokens of another request"
+            known.tokens[row.start :] = row.token_ids
+        if row.samples or not known.is_constrained:
+            assert row.samples == (end == len(known.tokens)), f"{name}: samples before its last token, or not at it"
         assert row.samples or not row.is_constrained
+        known.is_constrained |= row.is_constrained
         if row.is_constrained:
             self._unsampled.append(row)
         elif row.samples:

@@ -3,12 +3,14 @@ repeated or confused a token therefore allows others.
 
     Constraint("regex", "7 12")     key 7; after at most 12 tokens only end tokens are allowed
 
-Each state allows about a third of the tokens, and the end tokens after 3, 6, 9 ... tokens. Texts
-that begin with "bad" are refused by the compiler, "heavy" ones exceed the limits of their matcher after 2 tokens.
+Each state allows about a third of the tokens, and the end tokens after 3, 6, 9 ... tokens. Texts that begin with "bad"
+are refused by the compiler, "heavy" ones exceed the limits of their matcher after 2 tokens. With "forced" the first
+allowed token is forced in about three of four states.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from zlib import crc32
 
@@ -16,8 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError, MatcherError
-from npuserve.service.ipc.messages import Constraint
+from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher
+
+MAX_FORCED = 6
+"""Maximum length of a run of forced tokens."""
 
 
 class FakeMatcher:
@@ -25,7 +30,8 @@ class FakeMatcher:
 
     def __init__(self, text: str, vocabulary: int, end_ids: frozenset[int]):
         self._is_heavy = text.startswith("heavy")
-        key, _, longest = text.removeprefix("heavy ").partition(" ")
+        self._is_forcing = "forced" in text
+        key, _, longest = text.removeprefix("heavy ").removeprefix("forced ").partition(" ")
         self._key, self._longest = int(key), int(longest or 1 << 30)
         self._vocabulary = vocabulary
         self._end_ids = end_ids
@@ -48,6 +54,17 @@ class FakeMatcher:
         if len(self.tokens) >= self._longest:
             return False
         return (self._hash + 2654435761 * token_id) % 3 == 0
+
+    def forced(self) -> list[int]:
+        state, run = copy.copy(self), list[int]()
+        state.tokens = list(self.tokens)
+        while self._is_forcing and len(run) < MAX_FORCED and state._hash % 4:
+            allowed = (i for i in range(self._vocabulary) if i not in self._end_ids and state.allows(i))
+            if (token := next(allowed, None)) is None:
+                break
+            state.advance(token)
+            run.append(token)
+        return run
 
     def advance(self, token_id: int) -> bool:
         if self._is_heavy and len(self.tokens) >= 2:
@@ -115,8 +132,10 @@ class FakeCompiler:
         self.is_closed = True
 
 
-def answer_matcher(constraint: Constraint, vocabulary: int, end_ids: frozenset[int]) -> AnswerMatcher:
-    return AnswerMatcher(constraint, FakeCompilation(constraint, vocabulary, end_ids, done=True), end_ids)
+def answer_matcher(request: Request, vocabulary: int, end_ids: frozenset[int]) -> AnswerMatcher:
+    """Return a new matcher of a request with a constraint."""
+    assert request.constraint
+    return AnswerMatcher(request, FakeCompilation(request.constraint, vocabulary, end_ids, done=True), end_ids)
 
 
 def allowed(token_id: int, mask: npt.NDArray[np.int32] | None) -> bool:

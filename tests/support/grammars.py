@@ -15,7 +15,7 @@ from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData
-from npuserve.service.ipc.messages import Constraint
+from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher
 
 Kind = Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
@@ -59,9 +59,10 @@ def compilation(constraint: Constraint) -> Compilation:
     return found
 
 
-def answer_matcher(constraint: Constraint) -> AnswerMatcher:
-    """Return a new matcher of an answer under a constraint."""
-    return AnswerMatcher(constraint, compilation(constraint), vocabulary().end_ids)
+def answer_matcher(request: Request) -> AnswerMatcher:
+    """Return a new matcher of a request with a constraint."""
+    assert request.constraint
+    return AnswerMatcher(request, compilation(request.constraint), vocabulary().end_ids)
 
 
 def allowed(state: Matcher) -> list[int]:

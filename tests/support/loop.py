@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.ipc.messages import Constraint, Request
+from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -43,14 +43,14 @@ def advanced(matcher: AnswerMatcher, token_ids: list[int]) -> AnswerMatcher:
 
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
-    matcher: Callable[[Constraint], AnswerMatcher] | None = None,
+    matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: returns a new matcher of a constraint."""
+    matcher: returns a new matcher of a request with a constraint. min_forced: see Scheduler."""
     blocks = BlockManager(pool, runner.block_size)
-    scheduler = Scheduler(
-        blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0)
+    scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
+                          min_forced=min_forced)
     answers = [Answer() for _ in all_asks]
     live: dict[int, Sequence] = {}
     tick = pending = 0
@@ -77,7 +77,7 @@ def serve(
             request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
             sequence = scheduler.add(request, (b"", 0), float(tick)).sequence
             if request.constraint and matcher:
-                scheduler.constrain(sequence, advanced(matcher(request.constraint), request.output_ids))
+                scheduler.constrain(sequence, advanced(matcher(request), request.output_ids))
             ids[sequence.id] = index
             live[sequence.id] = sequence
             if (after := all_asks[index].cancel) is not None:

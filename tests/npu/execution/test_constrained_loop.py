@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native kerne
 
 BLOCK = 16
 CASES = constrained.cases(BLOCK)
-ENOUGH, FEW = 64, 5
+ENOUGH, FEW = 64, 4
 """Blocks of the KV cache."""
 
 
@@ -62,13 +62,14 @@ def test_constrained_tokens_are_those_of_a_request_alone(
         runner, chosen, alone, depth=depth, pool=FEW if company == "preempted" else ENOUGH, seats=8, budget=48,
         is_restored=is_restored)
     assert found == [alone(each) for each in chosen]
-    assert bool(scheduler.preemptions) == (company == "preempted")
+    assert scheduler.forced_tokens or kind != "forced" or is_restored
+    assert bool(scheduler.preemptions) == (company == "preempted") or is_restored
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_restored", [False, True], ids=["new", "restored"])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("pool", [5, 7, 12, ENOUGH])
+@pytest.mark.parametrize("pool", [4, 7, 12, ENOUGH])
 @pytest.mark.parametrize("seats", [1, 3, 8])
 @pytest.mark.parametrize("budget", [5, 16, 48])
 def test_constrained_tokens_in_every_order(

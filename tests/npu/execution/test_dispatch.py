@@ -14,6 +14,7 @@ from npuserve.kernels import native
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load as load_module
+from npuserve.npu.execution.dispatch import MIN_FORCED, MIN_FORCED_EAGER
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.execution.test_runner import Driver, ids_of, load
@@ -72,6 +73,11 @@ SAMPLING = [
     SamplingParams(seed=5, top_p=0.9, logprobs=1), SamplingParams(temperature=0.0, prompt_logprobs=1),
     SamplingParams(temperature=0.0, repetition_penalty=1.2), SamplingParams(temperature=0.0),
 ]
+
+
+def test_chunks_of_forced_tokens_are_longer_where_they_are_not_captured(pair):
+    bucketed, plain = pair
+    assert (bucketed.min_forced, plain.min_forced) == (MIN_FORCED_EAGER, MIN_FORCED)
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -173,6 +173,11 @@ def constrained(count: int, **sampling: Any) -> list[small.Ask]:
     return made
 
 
+def test_host_prefill_computes_no_forced_tokens(pair):
+    plain, hosted = pair
+    assert plain.min_forced > hosted.min_forced == 0
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "logprobs": 1}], ids=str)
 def test_host_prefill_constrained_tokens_equal_one_device(pair, depth, sampling):

@@ -13,7 +13,7 @@ from npuserve.kernels.native import available
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution import runner as runner_module
+from npuserve.npu.execution import decoder
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
@@ -148,7 +148,7 @@ def test_runner_never_samples_padding_ids(tmp_path):
 @pytest.mark.parametrize("slice_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_runner_logprobs_equal_log_softmax(tmp_path, monkeypatch, slice_bytes, chunk):
-    monkeypatch.setattr(runner_module, "MAX_LOGITS_BYTES", slice_bytes)
+    monkeypatch.setattr(decoder, "MAX_LOGITS_BYTES", slice_bytes)
     model = random_model("qwen3")
     prompt = ids_of(17)
     driver = Driver(load(saved(model, tmp_path)))

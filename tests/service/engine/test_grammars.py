@@ -38,7 +38,7 @@ def test_build_compiler_matches_answers_of_the_tokenizer() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert compilation.error is None
-        matcher = AnswerMatcher(CHOICES, compilation, end_ids)
+        matcher = AnswerMatcher(request(), compilation, end_ids)
         mask = np.zeros(-(-size // 32), np.int32)
         for token in (*folder.tokenizer.encode("yes", add_special_tokens=False), min(folder.eos_token_ids)):
             assert matcher.fill(mask)

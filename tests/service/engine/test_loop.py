@@ -94,7 +94,7 @@ class Running:
         self.runner = runner or FakeRunner(delay=delay, block_size=4)
         self.blocks = BlockManager(blocks, 4, True)
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=4, max_num_batched_tokens=budget, max_queue=3, aging_seconds=10)
+            self.blocks, max_num_seqs=4, max_num_batched_tokens=budget, max_queue=3, aging_seconds=10, min_forced=2)
         self.engine = self.make()
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
         self.thread.start()

@@ -24,6 +24,7 @@ from tests.support.fake_grammar import FakeCompiler, FakeMatcher, first_allowed
 VOCABULARY = MODEL.vocabulary_size
 END_IDS = frozenset([999])
 RULE = m.Constraint("regex", "3 9")
+FORCING = m.Constraint("regex", "forced 5 9")
 
 
 class Constrained(Running):
@@ -66,7 +67,8 @@ def expected(prompt: list[int], max_tokens: int, rule: m.Constraint = RULE) -> l
     mask = np.zeros(-(-VOCABULARY // 32), np.int32)
     while len(tokens) - len(prompt) < max_tokens and tokens[-1] not in END_IDS:
         matcher.fill(mask)
-        tokens.append(first_allowed((tokens[-1] + 1) % VOCABULARY, VOCABULARY, mask))
+        sampled = first_allowed((tokens[-1] + 1) % VOCABULARY, VOCABULARY, mask)
+        tokens.append((*matcher.forced(), sampled)[0])
         assert matcher.advance(tokens[-1])
     return tokens[len(prompt):]
 
@@ -135,7 +137,8 @@ def test_constraint_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> Non
 def test_tokens_are_those_of_a_request_alone(tmp_path: Path, overlap: bool, blocks: int) -> None:
     with running(tmp_path, overlap=overlap, blocks=blocks) as engine:
         peer = Reader(engine.address)
-        rules = [m.Constraint("regex", f"{key} {6 + key}") if key % 3 else None for key in range(6)]
+        rules = [m.Constraint("regex", f"{'forced ' * (key > 2)}{key} {6 + key}") if key % 3 else None
+                 for key in range(6)]
         for key, rule in enumerate(rules):
             peer.submit(key, [key, key + 1, key + 2], 14, constraint=rule)
         ends = peer.until_end(*range(6))
@@ -146,6 +149,7 @@ def test_tokens_are_those_of_a_request_alone(tmp_path: Path, overlap: bool, bloc
             finish = ends[key].finish
             assert finish
             assert finish.grammar_completed == (rule is not None)
+        assert engine.scheduler.forced_tokens
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
@@ -171,25 +175,28 @@ def test_end_while_compiling(tmp_path: Path, how: str) -> None:
         until(lambda: not engine.engine.grammars)
 
 
-def test_restored_request_continues_under_its_constraint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [RULE, FORCING])
+def test_restored_request_continues_under_its_constraint(tmp_path: Path, rule: m.Constraint) -> None:
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
-        answer = expected([5, 6], 9)
-        record = m.Record(m.Request("r1", [5, 6], 9, time.monotonic(), constraint=RULE))
+        answer = expected([5, 6], 9, rule)
+        record = m.Record(m.Request("r1", [5, 6], 9, time.monotonic(), constraint=rule))
         record.add(m.Output(1, answer[:2]))
         peer.send(m.Restore([(1, record)], []))
         finish = peer.until_end(1)[1].finish
         assert peer.tokens(1) == answer[2:]
         assert peer.accepted == [1]
         assert finish
+        assert bool(engine.scheduler.forced_tokens) == (rule is FORCING)
 
 
-def test_resumed_stream_continues_under_its_constraint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [RULE, FORCING])
+def test_resumed_stream_continues_under_its_constraint(tmp_path: Path, rule: m.Constraint) -> None:
     with running(tmp_path, delay=0.005) as engine:
         peer = Reader(engine.address)
-        answer = expected([5, 6], 9)
+        answer = expected([5, 6], 9, rule)
         assert len(answer) > 4
-        peer.submit(1, [5, 6], 9, constraint=RULE, resume_token="t", owner="me")
+        peer.submit(1, [5, 6], 9, constraint=rule, resume_token="t", owner="me")
         peer.until_tokens(1, 2)
         peer.send(m.Cancel(1))
         peer.send(m.Resume(2, "t", 2, "me", None))

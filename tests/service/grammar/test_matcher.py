@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from npuserve.service.grammar.errors import MatcherError
-from npuserve.service.grammar.matcher import Matcher
+from npuserve.service.grammar.matcher import MAX_FORCED_BYTES, Matcher
 from tests.support.grammars import CALL, END, Kind, accepts, allowed, encode, matcher, vocabulary, walk
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
@@ -149,6 +149,40 @@ def test_forced_tokens_follow_from_the_grammar():
 def test_forced_leaves_out_what_a_longer_token_may_replace():
     """The text after "a" may begin with "b", and "ab" is one token."""
     assert matcher("choices", ["ab", "ac"]).forced() == []
+
+
+@pytest.mark.parametrize("name", [*CONSTRAINTS, "long"])
+def test_forced_tokens_are_allowed_and_begin_with_the_rest_after_each(name: str):
+    """Along random walks, so that a run is the same wherever it is asked for."""
+    kind, value = CONSTRAINTS.get(name, ("choices", ["abc123 日本" * 40 + end for end in "xy"]))
+    rng, runs = random.Random(5), 0
+    for _ in range(10):
+        state = matcher(kind, value)
+        for _ in range(60):
+            ids, forced = allowed(state), state.forced()
+            runs += len(forced) > 1
+            token = forced[0] if forced else rng.choice(ids)
+            assert token in ids
+            assert state.advance(token)
+            assert state.forced()[: len(forced) - 1] == forced[1:] or not forced
+            if token == END:
+                break
+    assert runs or name in ("regex", "EBNF", "Lark", "choices", "any object", "pattern")
+
+
+def test_forced_tokens_of_a_long_text_are_bounded():
+    state = matcher("choices", ["abc" * 300])
+    assert 3 * len(state.forced()) == MAX_FORCED_BYTES + 2
+
+
+def test_special_tokens_are_not_forced():
+    """The tag begins with the text or the id of <call>."""
+    state = matcher("structural_tag", {"format": {
+        "type": "tag", "begin": "<call>", "content": {"type": "const_string", "value": "abcabc1"}, "end": "</a>"}})
+    assert allowed(state) == [ord("<"), CALL]
+    assert state.forced() == []
+    assert state.advance(CALL)
+    assert state.forced() == encode("abcabc1</a>")
 
 
 def test_step_beyond_the_limits_is_a_matcher_error():

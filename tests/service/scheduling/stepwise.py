@@ -12,8 +12,9 @@ from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.deadlines import Dropped
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Dropped, Sequence
+from npuserve.service.scheduling.sequence import Sequence
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
 
 TICK = 1 / 64  # sums of it are exact
@@ -24,6 +25,7 @@ class SchedulerHarness:
     """A scheduler with its device and a clock. Every step is checked.
 
     depth: maximum number of steps in flight.
+    min_forced: see Scheduler.
     """
 
     num_blocks: int = 64
@@ -34,6 +36,7 @@ class SchedulerHarness:
     aging: float = 1.0
     prefix_cache: bool = True
     depth: int = 1
+    min_forced: int = 2
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -49,7 +52,7 @@ class SchedulerHarness:
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
-            max_queue=self.max_queue, aging_seconds=self.aging,
+            max_queue=self.max_queue, aging_seconds=self.aging, min_forced=self.min_forced,
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)

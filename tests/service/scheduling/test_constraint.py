@@ -19,8 +19,13 @@ LONG = Constraint("regex", "3")
 SHORT = Constraint("regex", "5 4")
 
 
-def matcher(text: str = "3", kind: str = "regex") -> AnswerMatcher:
-    return answer_matcher(Constraint(kind, text), VOCABULARY, END_IDS)  # type: ignore[arg-type]
+def under(text: str = "3", **fields: object) -> Request:
+    """Return a request with a constraint."""
+    return Request("r", [1, 2], 9, 0.0, constraint=Constraint("regex", text), **fields)  # type: ignore[arg-type]
+
+
+def matcher(text: str = "3", **fields: object) -> AnswerMatcher:
+    return answer_matcher(under(text, **fields), VOCABULARY, END_IDS)
 
 
 def seeded(prompt: list[int], length: int) -> SamplingParams:
@@ -62,7 +67,7 @@ def test_matcher_beyond_its_limits_names_the_field() -> None:
 
 def test_matcher_without_any_token_fails() -> None:
     compilation = FakeCompilation(LONG, VOCABULARY, END_IDS, done=True)
-    made = AnswerMatcher(LONG, compilation, END_IDS)
+    made = AnswerMatcher(under(), compilation, END_IDS)
     compilation.made[0].fill = lambda bits: bits.fill(0)  # type: ignore[method-assign]
     assert not made.fill(np.zeros(1, np.int32))
     assert isinstance(made.error, InternalError)
@@ -70,7 +75,7 @@ def test_matcher_without_any_token_fails() -> None:
 
 def test_matcher_failure_of_the_library_is_an_internal_error() -> None:
     compilation = FakeCompilation(LONG, VOCABULARY, END_IDS, done=True)
-    made = AnswerMatcher(LONG, compilation, END_IDS)
+    made = AnswerMatcher(under(), compilation, END_IDS)
 
     def broken(bits: object) -> None:
         raise RuntimeError("bug")

@@ -217,7 +217,7 @@ def test_check_integrity_finds_a_leak() -> None:
 
 STEMS = ([1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [1, 2, 3, 4, 6, 6, 6], [0] * 12)
 MAX_TOKENS = 24
-CONSTRAINTS = (Constraint("regex", "1 5"), Constraint("regex", "2 30"))
+CONSTRAINTS = tuple(Constraint("regex", text) for text in ("1 5", "2 30", "forced 3 30", "forced 2 9"))
 LARGEST = 12 + 2 + MAX_TOKENS - 1  # tokens in the KV cache
 
 
@@ -255,15 +255,15 @@ def requests(draw: st.DrawFn) -> Ask:
     pool=st.integers(LARGEST, LARGEST + 12), max_num_seqs=st.sampled_from([8, 6, 4, 1]),
     budget=st.sampled_from([16, 32, 8, 5, 1]), depth=st.sampled_from([1, 2, 2]),
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
-    aging=st.sampled_from([0.001, 0.1, 5]),
+    aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]),
 )
 def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
-    depth: int, prefix_cache: bool, flush_at: int, aging: float,
+    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int,
 ) -> None:
     harness = SchedulerHarness(
         num_blocks=-(-pool // block_size), block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, depth=depth,
-        prefix_cache=prefix_cache, aging=aging,
+        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced,
     )
     all_sequences: list[Sequence] = []
     cancels: dict[int, list[Sequence]] = defaultdict(list)
@@ -307,4 +307,5 @@ def test_every_request_is_answered_as_if_alone(
     assert len(harness.device.known) <= len(harness.scheduler._ended)
     event(f"preemptions: {min(harness.scheduler.preemptions, 3)}")
     event(f"hits: {harness.scheduler.prefix_hits > 0}")
+    event(f"forced tokens: {min(harness.scheduler.forced_tokens, 3)}")
     event(f"samples: {len(all_sequences) > len(asks)}")

@@ -207,13 +207,15 @@ def constrained_by_grammars(folder: Path, orders: list[tuple[int, int, bool]]) -
     npu, cpu = load(folder), load(folder, "cpu", block_size=128, threads=1)
     cases, alone = constrained.cases(128), constrained.expected_by(cpu, 64)
     expected = [alone(case) for case in cases]
-    preemptions = 0
+    preemptions = forced = 0
     for depth, pool, is_restored in orders:
         found, scheduler = constrained.answered(
             npu, cases, alone, depth=depth, pool=pool, seats=8, budget=64, is_restored=is_restored)
         assert found == expected
         preemptions += scheduler.preemptions
+        forced += scheduler.forced_tokens
     assert preemptions
+    assert forced
     for case in cases[:3]:
         assert constrained.answered(npu, [case], alone, depth=2, pool=64, seats=8, budget=64)[0] == [alone(case)]
 

@@ -1,0 +1,141 @@
+"""Forced tokens of constrained requests: which they are, and the steps that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from npuserve.npu.step import SamplingParams
+from npuserve.service.errors import InvalidField
+from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.ipc.messages import Constraint, Request
+from tests.service.scheduling.reference import END_IDS, VOCABULARY, answer_alone
+from tests.service.scheduling.stepwise import SchedulerHarness
+from tests.service.scheduling.test_constraint import LONG, matcher
+from tests.support.fake_grammar import allowed, answer_matcher
+
+FORCED = Constraint("regex", "forced 3")
+
+
+@pytest.mark.parametrize("min_forced", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("fields", [
+    {}, {"budget": 3, "max_num_seqs": 3}, {"num_blocks": 7, "block_size": 2}, {"max_num_seqs": 1}])
+def test_answers_with_forced_tokens_are_those_of_a_request_alone(
+    depth: int, fields: dict[str, object], min_forced: int
+) -> None:
+    harness = SchedulerHarness(depth=depth, min_forced=min_forced, **fields)  # type: ignore[arg-type]
+    sequences = [
+        harness.add([1, 2, number % 7], 3 + number % 9, constraint=(FORCED, LONG, None)[number % 3],
+                    sampling=SamplingParams(seed=number)) for number in range(24)]
+    harness.finish()
+    for sequence in sequences:
+        harness.check_answer(sequence)
+    assert bool(harness.scheduler.forced_tokens) == bool(min_forced)
+    assert bool(harness.scheduler.preemptions) == ("num_blocks" in fields)
+
+
+def with_run(prompt: list[int], max_tokens: int, length: int) -> Constraint:
+    """Return a constraint under which an answer has one run of `length` forced tokens, and no longer one. At least two
+    tokens are before it, and one after it."""
+    for key in range(1000):
+        constraint = Constraint("regex", f"forced {key}")
+        request = Request("r", prompt, max_tokens, 0.0, constraint=constraint)
+        made, runs = answer_matcher(request, VOCABULARY, END_IDS), []
+        for token in answer_alone(request)[0]:
+            runs.append(len(made.forced()))
+            made.advance(token)
+        if max(runs) == length and runs.count(length) == 1 and 1 < runs.index(length) < len(runs) - length:
+            return constraint
+    raise AssertionError("no key")
+
+
+@pytest.mark.parametrize(("depth", "saved"), [(1, lambda length: length), (2, lambda length: length - 1)])
+def test_run_of_forced_tokens_saves_steps(depth: int, saved: Callable[[int], int]) -> None:
+    """With two steps in flight, the step that computes the token before the run was planned already."""
+    constraint = with_run([1, 2], 12, 4)
+    rows = {}
+    for min_forced in (0, 4, 5):
+        harness = SchedulerHarness(depth=depth, min_forced=min_forced)
+        sequence = harness.add([1, 2], 12, constraint=constraint)
+        steps = []
+        while harness.live or harness.pipeline:
+            steps.append(harness.tick())
+        harness.check_answer(sequence)
+        rows[min_forced] = [len(row.token_ids) for step in steps for row in step.rows]
+        assert harness.scheduler.forced_tokens == (4 if min_forced == 4 else 0)
+    assert rows[5] == rows[0]
+    assert len(rows[0]) - len(rows[4]) == saved(4)
+    assert max(rows[4][1:]) == (5 if depth == 1 else 4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}])
+def test_forced_tokens_that_need_a_result_are_sampled(depth: int, sampling: dict[str, float]) -> None:
+    harness = SchedulerHarness(depth=depth)
+    sequences = [harness.add([1, number], 12, constraint=FORCED, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+                 for number in range(6)]
+    harness.finish()
+    for sequence in sequences:
+        harness.check_answer(sequence)
+    assert harness.scheduler.forced_tokens == 0
+
+
+def test_chunk_of_forced_tokens_comes_before_older_prompts() -> None:
+    harness = SchedulerHarness(budget=8, min_forced=4)
+    answer = harness.add([1, 2], 12, constraint=with_run([1, 2], 12, 4))
+    harness.tick()
+    assert not harness.scheduler.forced_tokens
+    prompt = harness.add([3] * 90, 2, arrival=harness.now - 1)
+    while not harness.scheduler.forced_tokens and harness.live:
+        harness.tick()
+    length = answer.num_uncomputed_tokens
+    assert 1 < length < 8
+    step = harness.tick()
+    assert [(row.request_id, len(row.token_ids)) for row in step.rows] == [(answer.id, length), (prompt.id, 8 - length)]
+    harness.finish()
+    harness.check_answer(answer)
+    harness.check_answer(prompt)
+
+
+def test_mask_of_a_forced_token_has_one_bit() -> None:
+    mask = np.full(1, -1, np.int32)
+    for text in ("forced 3", "forced 5", "forced 8"):
+        made = matcher(text)
+        for _ in range(12):
+            run = list(made.forced())
+            assert made.fill(mask)
+            found = [token for token in range(VOCABULARY) if allowed(token, mask)]
+            if run:
+                assert found == run[:1]
+            made.advance(found[0])
+            assert made.forced()[: len(run[1:])] == run[1:]
+
+
+def test_run_ends_before_tokens_that_the_request_changes() -> None:
+    run = next(run for key in range(99) if len(run := matcher(f"forced {key}").forced()) > 3 and len({*run[:3]}) == 3)
+    text = next(f"forced {key}" for key in range(99) if matcher(f"forced {key}").forced() == run)
+    for fields in (
+        {"stop_token_ids": frozenset(run[2:3])}, {"sampling": SamplingParams(logit_bias={run[2]: 1.0})}
+    ):
+        assert matcher(text, **fields).forced() == run[:2]
+
+
+def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
+    harness = SchedulerHarness(depth=2)
+    broken, other = harness.add([1, 2], 9, constraint=FORCED), harness.add([1, 2], 9, constraint=LONG)
+    harness.plan()
+
+    def exceed() -> list[int]:
+        raise MatcherError("too many items")
+
+    assert broken.matcher
+    broken.matcher._run = None
+    broken.matcher._matcher.forced = exceed  # type: ignore[method-assign]
+    harness.collect()
+    assert broken.num_generated_tokens == 1
+    harness.finish()
+    assert isinstance(harness.failed[broken.id], InvalidField)
+    harness.check_answer(other)
