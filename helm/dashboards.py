@@ -62,6 +62,14 @@ def share(part: str, whole: str) -> str:
     return f"{part} / (({whole}) > 0)"
 
 
+NPU = "{{instance}} {{id}}"
+
+
+def npu(gauge: str) -> str:
+    """Return a gauge of the NPU exporter for each NPU of every node: its series have no labels of servers."""
+    return f"max by (instance, id) (npu_chip_info_{gauge})"
+
+
 def stat(title: str, query: str, unit: str, description: str, **thresholds: float) -> Panel:
     return Panel(title, {title: query}, unit, description, "stat", 3, 4, thresholds)
 
@@ -243,6 +251,9 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
             rate("step_host_gap_seconds_sum"), f"{rate('step_host_gap_seconds_sum')} + {rate('step_seconds_sum')}")},
             "percentunit", "Share of the steps' time that the device waited for the host.",
             thresholds={GREEN: 0, ORANGE: 0.05, RED: 0.15}),
+        Panel("Lag of lengths", quantiles("lengths_lag_seconds", 0.5, 0.99), "s",
+              "Launch of a captured step until its lengths are updated by another thread, on Ascend. The device waits "
+              "for a long one."),
         Panel("Cancel to free", quantiles("cancel_to_free_seconds", 0.5, 0.99), "s",
               "From a cancel's arrival until its blocks are free."),
     ]),
@@ -268,6 +279,20 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
         Panel("Prefix hits", {
             "of prompt tokens": share(rate("prefix_cache_hits_total"), rate("prefix_cache_queries_total"))},
             "percentunit", "Share of the prompt tokens looked up that the cache held."),
+    ]),
+    Row("NPUs", [
+        Panel("Health", {NPU: npu("health_status")}, "short",
+              "1 healthy, 0 not, -1 unknown. From the NPU exporter of the nodes, as all of this row.",
+              thresholds={RED: 0, GREEN: 1}),
+        Panel("Temperature", {NPU: npu("temperature")}, "celsius", "Temperature of each NPU.",
+              thresholds={GREEN: 0, ORANGE: 75, RED: 90}),
+        Panel("Device memory", {NPU: share(npu("hbm_used_memory"), npu("hbm_total_memory"))}, "percentunit",
+              "Share of each NPU's memory in use, by all processes. The KV cache takes nine tenths of the free memory "
+              "at the start."),
+        Panel("AI cores", {NPU: npu("utilization")}, "percent", "Utilization of each NPU's AI cores."),
+        Panel("Power", {NPU: npu("power")}, "watt", "Power of each NPU."),
+        Panel("Fault code", {NPU: npu("error_code")}, "short", "0, or the code of a fault.",
+              thresholds={GREEN: 0, RED: 1}),
     ]),
     Row("Life", [
         *LIFE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -24,6 +25,9 @@ WAIT = timedelta(days=365)
 """Timeout of the ranks' communication: an idle server sends nothing. A rank that dies is found by its connection, one
 that hangs by the watchdog."""
 
+POLL_SECONDS = 0.05
+"""Time between two looks at which ranks have joined."""
+
 
 class Group:
     """Group of ranks, as one of them sees it.
@@ -31,10 +35,11 @@ class Group:
     rank, size: number of this process, from 0, and of all.
     store: where the ranks meet; `serve` and `join` make one.
     memory: descriptor of an empty file in memory that all ranks share; -1 if they share none.
+    local: number of ranks of each host; 0 for all. Ranks of a host have consecutive numbers.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, memory: int = -1):
-        self.rank, self.size, self.memory = rank, size, memory
+    def __init__(self, rank: int, size: int, store: Store, memory: int = -1, local: int = 0):
+        self.rank, self.size, self.memory, self.local = rank, size, memory, local or size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
         self._steps = dist.group.WORLD  # of the main thread
         self._kernels = dist.new_group(backend="gloo", timeout=WAIT)  # of the thread that runs the kernels
@@ -90,15 +95,41 @@ class Group:
         dist.destroy_process_group()
 
 
-def serve(size: int) -> tuple[Store, str]:
-    """Start the store of rank 0 for ranks of this machine. Return it and its address, host:port."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    return store, f"127.0.0.1:{store.port}"
+class MissingRanks(Exception):
+    """Not all ranks have joined in time."""
 
 
-def join(address: str, size: int) -> Store:
-    """Connect to the store of rank 0."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def serve(address: str, size: int) -> tuple[Store, str]:
+    """Start the store of rank 0. address: host:port, port 0 for a free one. Return it, and its address with the port.
+
+    Raises RuntimeError if the port is in use.
+    """
+    host, port = _endpoint(address)
+    store = TCPStore(host, port, size, is_master=True, wait_for_workers=False)
+    return store, f"{host}:{store.port}"
+
+
+def join(address: str, size: int, seconds: float) -> Store:
+    """Connect to the store of rank 0, for at most `seconds`. Raises MissingRanks."""
+    host, port = _endpoint(address)
+    try:
+        return TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=seconds))
+    except RuntimeError:
+        raise MissingRanks(f"rank 0 did not answer at {address} within {seconds:g} s") from None
+
+
+def wait_for_ranks(store: Store, rank: int, size: int, seconds: float) -> None:
+    """Wait until all ranks have joined, for at most `seconds`. Raises MissingRanks, which names the missing ones."""
+    store.set(f"rank-{rank}", "joined")
+    end = time.monotonic() + seconds
+    while missing := [other for other in range(size) if not store.check([f"rank-{other}"])]:
+        if time.monotonic() > end:
+            raise MissingRanks(f"ranks {', '.join(map(str, missing))} of {size} did not join within {seconds:g} s")
+        time.sleep(POLL_SECONDS)
+
+
+def _endpoint(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), size, is_master=False)
+    if host in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return host, int(port)

@@ -61,6 +61,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     emulate: bool = False
     emulate_relax: str = ""
     decode_buckets: str = ""
+    capture: Literal["auto", "on", "off"] = "auto"
     capture_chunks: bool = True
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     lm_head_dtype: Literal["auto", "int8"] = "auto"
@@ -93,6 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     cpu_gemm: Literal["auto", "amx", "bf16", "fma"] = "auto"
     cpu_weights: Literal["auto", "plain", "compact"] = "auto"
+    cpu_binding: Literal["auto", "off"] = "auto"
     priority_aging_seconds: float = 10.0
     min_priority: int = 0
     max_priority: int = 100

@@ -10,6 +10,7 @@ Per-token and per-step samples go through a `tally`, and reach the page with the
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -94,6 +95,8 @@ forced_tokens_total = _counter("forced_tokens_total", "Tokens that a constraint 
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
 decode_tokens_total = _counter("decode_tokens_total", "Tokens of decode rows, by how they were computed", "mode")
 step_host_gap_seconds = _histogram("step_host_gap_seconds", "Device idle between steps, waiting for the host", STEP)
+lengths_lag_seconds = _histogram(
+    "lengths_lag_seconds", "Launch of a captured step to the end of the update of its lengths", KERNEL)
 kernel_latency_seconds = _histogram(
     "kernel_latency_seconds", "One kernel call on a sampled step", KERNEL, "kernel", "phase", "backend")
 timed_step_seconds_total = _counter(
@@ -179,6 +182,7 @@ class Tally:
 
 
 _tallies: list[Tally] = []
+_fed: list[tuple[Tally, deque[float]]] = []
 
 
 @cache
@@ -189,11 +193,19 @@ def tally(histogram: Histogram, *labels: str) -> Tally:
     return made
 
 
+def feed(histogram: Histogram, samples: deque[float]) -> None:
+    """Observe at each `flush` the samples that another thread appends."""
+    _fed.append((tally(histogram), samples))
+
+
 def flush() -> None:
     """Write all buffered samples to the metrics page.
 
     Call it several times a second, and when the process becomes idle.
     """
+    for one, samples in _fed:
+        while samples:
+            one.observe(samples.popleft())
     for one in _tallies:
         one.flush()
     if dropped := logs.take_dropped():

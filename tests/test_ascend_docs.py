@@ -12,6 +12,7 @@ from npuserve.kernels.ascend import BLOCK
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
+from npuserve.npu.cann import codes, versions
 from npuserve.service.cli.acceptance import captures, latency, model
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.config import ServerConfig
@@ -91,8 +92,23 @@ def test_ascend_docs_versions_equal_compatibility_data() -> None:
     assert {cells[0] for cells in list(rows("Install"))[1:]} == versions
 
 
+def test_ascend_docs_pairs_are_those_of_the_code() -> None:
+    for cells in list(rows("Install"))[1:]:
+        pair = versions.PAIRS[cells[0]]
+        assert cells[1] == pair.torch
+        assert set(re.findall(r"\d+\.\d+", cells[2])) >= set(pair.cann)
+
+
 def test_ascend_docs_driver_version_is_that_of_the_code() -> None:
-    assert set(re.findall(r"\d+\.\d+\.RC\d+", PAGE)) == set(re.findall(r"\d+\.\d+\.RC\d+", acl_errors.TOO_OLD))
+    assert set(re.findall(r"(\d+\.\d+\.\w+) or later", PAGE)) == {codes.MIN_DRIVER}
+
+
+def test_ascend_docs_error_codes_are_those_of_the_code() -> None:
+    _, *table = rows("Error codes")
+    known = [(str(code), f"`{entry.name}`", entry) for code, entry in codes.CODES.items()]
+    known += [("none", entry.name, entry) for entry in codes.TEXTS.values()]
+    assert [cells for cells in table if not set(cells[0]) <= {"-"}] == [
+        [code, name, entry.meaning, entry.advice.replace("*", r"\*")] for code, name, entry in known]
 
 
 def test_ascend_docs_sizes_are_those_of_the_code() -> None:

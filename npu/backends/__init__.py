@@ -74,6 +74,21 @@ def fault(error: BaseException) -> Fault | None:
     return next((found for name in present() if (found := backend_class(name).fault(error)) is not None), None)
 
 
+def explain(error: BaseException) -> str:
+    """Return the meaning of a device error and advice; "" if no device has any."""
+    return next(filter(None, (backend_class(name).explain(error) for name in present())), "")
+
+
+def explain_code(code: int) -> str:
+    """Return the meaning of an error code of a device's software and advice; "" for an unknown one."""
+    return next(filter(None, (backend_class(name).explain_code(code) for name in present())), "")
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Return True for an error at run time that does not occur without captured steps."""
+    return any(backend_class(name).is_capture_error(error) for name in present())
+
+
 def _emulate(name: str, relax: Sequence[str]) -> None:
     backend_class(name)  # raises for a backend that this version lacks
     if name not in EMULATORS:

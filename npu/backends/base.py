@@ -7,10 +7,11 @@ and the kernel implementations refers to a device by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
@@ -18,11 +19,20 @@ from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.kernels.registry import Span
+from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8
 
 
 class BackendError(ValueError):
     """The requested device is not available; the message names the devices that are."""
+
+
+class CaptureError(BackendError):
+    """Steps cannot be captured; the message gives the cause and advice."""
+
+
+CaptureMode = Literal["auto", "on", "off"]
+"""Use of captured steps. auto: steps run kernel by kernel if they cannot be captured. on: that is an error."""
 
 
 class Fault(Enum):
@@ -113,8 +123,8 @@ class Backend(ABC):
     decode_buckets: row counts of the captured decode steps; () for the device's own choice.
     host_lengths: attention reads lengths from the host. A step captured for any batch then has a fixed number of rows;
         one more row than a batch can have takes the padding tokens.
+    capture_mode: whether steps are captured.
     capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
-    captures: steps may be captured.
     shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
     place: number of this rank, and of the ranks of this machine. Set it before `set_threads`.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
@@ -122,6 +132,8 @@ class Backend(ABC):
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
     captures_sampler: a captured step may contain the kernels `penalize` and `sample`, which then copy nothing to the
         host.
+    lengths_lags: seconds from the launch of a replay to the end of the update of its lengths, appended by another
+        thread; None if captured steps read their lengths on the device.
     int8_cache: the kernels support an int8 KV cache.
     int8_zeros: the kernels support int8 zero points.
     """
@@ -135,8 +147,8 @@ class Backend(ABC):
     block_multiple: int = 1
     padding_blocks: int = 0
     host_lengths: bool = False
+    capture_mode: CaptureMode = "auto"
     capture_chunks: bool = True
-    captures: bool = True
     shares_memory: bool = False
     place: tuple[int, int] = (0, 1)
     compiles: bool = False
@@ -144,6 +156,7 @@ class Backend(ABC):
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5
+    lengths_lags: deque[float] | None = None
     kernels: str
     deterministic: bool
     threads: int
@@ -164,6 +177,29 @@ class Backend(ABC):
         """Return the reaction to an error at run time; None if this device did not cause it."""
         return None
 
+    @classmethod
+    def preflight(cls, *, captures: bool) -> Sequence[Notice]:
+        """Check versions, environment variables and the host, whether or not the device can be started.
+
+        captures: steps are to be captured.
+        """
+        return ()
+
+    @classmethod
+    def explain(cls, error: BaseException) -> str:
+        """Return the meaning of a device error and advice, for a log line; "" if there is none."""
+        return ""
+
+    @classmethod
+    def explain_code(cls, code: int) -> str:
+        """Return name, meaning and advice of an error code of the device's software; "" for an unknown one."""
+        return ""
+
+    @classmethod
+    def is_capture_error(cls, error: BaseException) -> bool:
+        """Return True for an error at run time that does not occur without captured steps."""
+        return False
+
     @abstractmethod
     def set_threads(self, count: int) -> None:
         """Set the number of host threads for the device's work; 0: all cores that this process may use."""
@@ -179,6 +215,13 @@ class Backend(ABC):
     @abstractmethod
     def memory_available(self) -> int:
         """Return the bytes of device memory that this process can still allocate."""
+
+    def bind_threads(self) -> str:
+        """Bind this process's threads to processors near the device. Return what was done, as a sentence; "": nothing.
+
+        Call it when all threads exist.
+        """
+        return ""
 
     @abstractmethod
     def kv_cache_share(self, free: int) -> int:
@@ -316,6 +359,6 @@ class Backend(ABC):
         decode: each row is one token of a different request. False: any batch.
 
         The batch's memory must stay at its address while the result is in use. During the capture it must hold a
-        harmless batch.
+        harmless batch. Raises CaptureError if the device refuses.
         """
         return None

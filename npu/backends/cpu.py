@@ -301,7 +301,7 @@ class CpuBackend(Backend):
         self.enqueue(lambda: None).wait()
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        return Recorded(record(lambda: step(largest)), largest) if self._arena and self.captures else None
+        return Recorded(record(lambda: step(largest)), largest) if self._arena is not None else None
 
 
 BACKEND = CpuBackend

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import ClassVar
 
 from npuserve.npu.backends.ascend.backend import AscendBackend
+from npuserve.npu.cann import preflight
+from npuserve.npu.cann.readings import Readings
+from npuserve.npu.notices import Notice
 
 
 class EmulatedAscend(AscendBackend):
@@ -19,6 +24,11 @@ class EmulatedAscend(AscendBackend):
     def missing_cann(cls) -> str:
         """Return "": the emulator has loaded its libraries."""
         return ""
+
+    @classmethod
+    def preflight(cls, *, captures: bool) -> Sequence[Notice]:
+        """Check the environment variables, which torch_npu reads here too. Driver and CANN are emulated."""
+        return list(preflight.environment(Readings(environ=os.environ), captures=captures))
 
     def chip_name(self) -> str:
         return "emulated"

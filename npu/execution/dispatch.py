@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import Timings
-from npuserve.npu.backends.base import Backend, Captured
+from npuserve.npu.backends.base import Backend, Captured, CaptureError
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
 from npuserve.npu.step import Row
+
+log = logging.getLogger(__name__)
 
 Rows = Sequence[Row]
 
@@ -21,7 +24,7 @@ launches its kernels one by one: that takes as long as two or three captured ste
 
 
 class Dispatch:
-    """Selection among the captured steps of a runner.
+    """Selection among the captured steps of a runner. Without captured steps all kernels are called one by one.
 
     greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps.
     sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included; None if the
@@ -38,6 +41,9 @@ class Dispatch:
         states.
     max_rows: rows of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
+
+    Raises CaptureError if the device refuses the capture, and the backend's `capture_mode` is on or the device is
+    unusable afterwards. Otherwise the reason is logged.
     """
 
     def __init__(
@@ -47,25 +53,51 @@ class Dispatch:
     ):
         self._buffers, self._on_host = buffers, on_host
         self._pads = backend.padding_blocks > 0
+        self._drop()
+        warm_up = backend.compiles
         with torch.inference_mode():
-            self.greedy = backend.capture(argmax_step, max_rows, decode=True)
-            self.sampled = backend.capture(sampled_step, max_rows, decode=True) if backend.captures_sampler else None
-            self.decode: Captured | None = None
-            self.mixed: Captured | None = None
-            if self.sampled:
-                self.decode = self.greedy
-            elif self._pads:
-                self.decode = backend.capture(lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True)
-            if self._pads:
-                buffers.clear()
-            max_tokens = buffers.most_tokens
-            if backend.capture_chunks or not self._pads:
-                self.mixed = backend.capture(lambda tokens: hidden(buffers.tokens(tokens)), max_tokens, decode=False)
-            self.decode = self.decode or self.mixed
-            if self.mixed and self.mixed.largest < max_tokens:
-                # Compile and allocate now what the largest steps, which are not captured, compile and allocate.
-                hidden(buffers.tokens(max_tokens))
+            try:
+                if backend.capture_mode != "off":
+                    self._capture(backend, hidden, argmax_step, sampled_step, max_rows)
+                    warm_up = self.mixed is not None and self.mixed.largest < buffers.most_tokens
+            except CaptureError as error:
+                if backend.capture_mode == "on":
+                    raise
+                if not _is_usable(backend):
+                    raise
+                log.warning("%s. Steps run kernel by kernel, which is slower", error)
+                self._drop()
+                if self._pads:
+                    buffers.clear()
+                warm_up = True
+            if warm_up:
+                # Compile and allocate now what steps that are not captured compile and allocate.
+                hidden(buffers.tokens(buffers.most_tokens))
                 backend.synchronize()
+
+    def _drop(self) -> None:
+        self.greedy: Captured | None = None
+        self.sampled: Captured | None = None
+        self.decode: Captured | None = None
+        self.mixed: Captured | None = None
+
+    def _capture(
+        self, backend: Backend, hidden: Callable[[Batch], Tensor], argmax_step: Callable[[int], Tensor],
+        sampled_step: Callable[[int], Tensor], max_rows: int,
+    ) -> None:
+        buffers = self._buffers
+        self.greedy = backend.capture(argmax_step, max_rows, decode=True)
+        self.sampled = backend.capture(sampled_step, max_rows, decode=True) if backend.captures_sampler else None
+        if self.sampled:
+            self.decode = self.greedy
+        elif self._pads:
+            self.decode = backend.capture(lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True)
+        if self._pads:
+            buffers.clear()
+        if backend.capture_chunks or not self._pads:
+            self.mixed = backend.capture(
+                lambda tokens: hidden(buffers.tokens(tokens)), buffers.most_tokens, decode=False)
+        self.decode = self.decode or self.mixed
 
     def parts(self, rows: Rows) -> list[tuple[Rows, int]]:
         """Split a step into rows that are computed together; return them with the number that they are padded to."""
@@ -114,6 +146,15 @@ class Dispatch:
             self._buffers.pad(part, captured.size(part.tokens))
         whole = self.greedy if argmax else self.sampled if fixed else None
         return captured, captured is not None and captured is whole
+
+
+def _is_usable(backend: Backend) -> bool:
+    """Return False if the device still fails after a failed capture."""
+    try:
+        backend.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | None:

@@ -7,11 +7,12 @@ unchanged, the new process follows the described plan and reuses the weights.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.native.choice import AUTO, CpuKernels, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
-from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.backends.base import Backend, BackendError, CaptureMode
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
 from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.execution.memory_plan import MemoryPlan, predict
@@ -32,7 +33,10 @@ from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.progress import Progress
 from npuserve.npu.model.shard import WHOLE, Shard
 from npuserve.npu.model.storage import choose_kernels
+from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.parallel import Group
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +59,29 @@ def load_runner(
     kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0, emulate: Sequence[str] | None = None,
     decode_buckets: Sequence[int] = (), prefill_device: str = "same", lm_head_dtype: HeadDtype = "auto",
     int8_levels: float = 0, progress: Progress | None = None, memory: SharedMemory | None = None,
-    cpu: CpuKernelSettings = AUTO, capture_chunks: bool = True, group: Group | None = None,
+    cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto", capture_chunks: bool = True,
+    cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: as in `select`.
-    decode_buckets, int8_levels, capture_chunks: values for the fields of `Backend`.
+    decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
     prefill_device: as for `select_prefill`.
     lm_head_dtype: as in `ModelConfig`.
     kernel_sampling, observe: as in `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them.
     cpu: requested CPU kernels.
+    cpu_binding: auto: bind threads as `Backend.bind_threads` does, unless prompts are computed on the host.
     group: of the ranks that share the model, each of which calls this; None to load all of it.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
-    place = Shard(group.rank, group.size) if group else WHOLE
-    device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels, place)
-    device.capture_chunks = capture_chunks
-    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(place)
+    device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels, group)
+    device.capture_mode, device.capture_chunks = capture, capture_chunks
+    _preflight(device)
+    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(
+        Shard(group.rank, group.size) if group else WHOLE)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     memory = None if host or group else memory
     kept = memory.plan(Path(folder)) if memory else None
@@ -86,20 +93,35 @@ def load_runner(
         if plan is not kept:
             plan.require_fit()
         if group:
-            plan = plan.shrunk(*group.minimum(plan.num_blocks, plan.max_model_len))
+            group.minimum(0)  # wait until all ranks have read the free memory
         made: torch.dtype = getattr(torch, plan.dtype)
         weights = load_weights(folder, config, made, device, progress, loaded=plan is kept)
-    if weights.unplanned_bytes:
-        cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
-        plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))
-        plan.require_fit()
-    return Runner(
+    plan = _completed(plan, weights, config, device, group)
+    runner = Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
         cpu_kernels=chosen, ranks=_ranks(group, device, config, plan, max_num_seqs, max_num_batched_tokens))
+    # The host's own kernels need all processors.
+    if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
+        log.info("%s", said)
+    return runner
+
+
+def _completed(
+    plan: MemoryPlan, weights: ModelWeights, config: ModelConfig, device: Backend, group: Group | None
+) -> MemoryPlan:
+    """Return the plan with the weights that could not be compacted, and with the smallest KV cache of the ranks.
+
+    Raises ModelError if it does not fit.
+    """
+    if weights.unplanned_bytes:
+        cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
+        plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))
+        plan.require_fit()
+    return plan.shrunk(*group.minimum(plan.num_blocks, plan.max_model_len)) if group else plan
 
 
 def _choose_kernels(
@@ -125,28 +147,39 @@ def _ranks(
     rows, width = min(max_num_seqs, max_tokens), config.padded_vocabulary(device.vocabulary_tile) // group.size
     largest = max(max_tokens * config.hidden_size, rows * width) * getattr(torch, plan.dtype).itemsize
     ranks = group.ranks(max(largest, MAX_LOGITS_BYTES) if device.shares_memory else 0)
-    device.captures = device.captures and (ranks.region is not None or not device.shares_memory)
+    if device.shares_memory and ranks.region is None:
+        device.capture_mode = "off"  # collectives by torch.distributed cannot be recorded
     return ranks
 
 
 def _devices(
     backend: str, emulate: Sequence[str] | None, prefill_device: str, threads: int, decode_buckets: Sequence[int],
-    int8_levels: float, place: Shard,
+    int8_levels: float, group: Group | None,
 ) -> tuple[Backend, Backend | None]:
     """Start and configure the device and, if prompts are computed on the host, the host's backend."""
     device = select(backend, emulate)
-    device.check_ranks(place.size)
-    device.place = place.rank, place.size
+    if group:
+        device.check_ranks(group.size)
+        device.place = group.rank % group.local, group.local
     device.set_threads(threads)
     device.decode_buckets = tuple(decode_buckets)
     device.int8_levels = int8_levels or device.int8_levels
     host = select_prefill(prefill_device, device)
-    if host and place.size > 1:
+    if host and group:
         raise BackendError(f"prefill_device: {prefill_device} is not possible with a tensor_parallel_size above 1")
     if host:
         host.set_threads(threads)
         host.int8_levels = device.int8_levels
     return device, host
+
+
+def _preflight(device: Backend) -> None:
+    """Check the device's host, and log the warnings. Raises BackendError if it cannot serve."""
+    for notice in device.preflight(captures=device.capture_mode != "off"):
+        if notice.level == "error":
+            raise BackendError(notice.said)
+        if notice.level == "warning":
+            log.warning("%s", notice.said)
 
 
 def describe(folder: Path, plan: MemoryPlan) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.service import settings
+from npuserve.service.arguments import number
 from npuserve.service.cli.acceptance import command as acceptance
 from npuserve.service.cli.acceptance.report import ending, line
 from npuserve.service.config import ConfigError, ServerConfig
@@ -40,6 +41,8 @@ OPTIONAL = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--explain", type=number(int, 1, 999999), metavar="CODE",
+                        help="print what an error code of the device's software means and what to do, and nothing else")
     acceptance.add_arguments(parser)
     settings.add_arguments(parser)
 
@@ -50,16 +53,19 @@ def run(args: argparse.Namespace) -> int:
     Raise ConfigError for an invalid setting or folder.
     """
     config = settings.load(args, os.environ)
+    if args.explain:
+        return explain(args.explain)
     if args.least_share is not None and not args.accept:
         raise ConfigError("least_share: needs --accept")
     with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints to stdout when it is imported
         found_model = model(config)  # first, because it starts the emulator
     chosen = found_model.pop("cpu_kernels", None)
-    report = {"machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
-              "emulated": config.emulate, "model": found_model}
+    report: dict[str, Any] = {
+        "machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
+              "emulated": config.emulate, "preflight": preflight(config), "model": found_model}
     if not args.json:
         print(text(report), flush=True)
-    good = found_model["fits"]
+    good = found_model["fits"] and not any(notice["level"] == "error" for notice in report["preflight"])
     if good and args.accept:
         found = []
         for finding in acceptance.findings(config, args.least_share):
@@ -73,6 +79,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     return 0 if good else 1
+
+
+def explain(code: int) -> int:
+    """Print the meaning of an error code and advice. Return 1 for an unknown code."""
+    from npuserve.npu.backends import explain_code
+
+    found = explain_code(code)
+    print(f"{code} {found or 'is not known here: send the file of npuserve collect'}")
+    return 0 if found else 1
 
 
 def machine() -> dict[str, Any]:
@@ -131,6 +146,16 @@ def backends() -> dict[str, Any]:
             found[name]["memory_available_bytes"] = backend.memory_available()
             found[name]["kernels"] = KernelSet(backend.kernels).labels
     return found
+
+
+def preflight(config: ServerConfig) -> list[dict[str, str]]:
+    """Return the checks of the host by the devices that are available here, or that the settings name."""
+    from npuserve.npu.backends import backend_class, present
+
+    classes = [(name, backend_class(name)) for name in present()]
+    return [{"device": name, **notice._asdict()} for name, cls in classes
+            if name == config.device or cls.available()
+            for notice in cls.preflight(captures=config.capture != "off")]
 
 
 def optional() -> dict[str, bool]:
@@ -239,6 +264,8 @@ def text(report: dict[str, Any]) -> str:
         lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
         lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
         lines.append(f"{'':11} by plain torch: {', '.join(golden) or 'none'}")
+    lines += [f"{notice['device']:11} {notice['level']:8} {notice['name']}: {notice['said']}"
+              for notice in report["preflight"]]
     for name, found in report["optional"].items():
         lines.append(f"{'optional':11} {name}: {'found' if found else 'absent'}, for {OPTIONAL[name]}")
     if report["emulated"]:

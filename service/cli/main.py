@@ -30,6 +30,7 @@ COMMANDS = {
     "bench step": ("cli.bench.step", "time the engine's step without gRPC"),
     "keys": ("cli.keys", "add, list and remove the API keys of a server"),
     "check": ("cli.check", "report this machine's devices, and whether a model fits"),
+    "collect": ("cli.collect.command", "write an archive for a bug report, without prompts and keys"),
     "quantize": ("cli.quantize", "write a W8A8 checkpoint of a model"),
 }
 

@@ -57,6 +57,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
     served_name: name of the model for clients.
+    capture_failed: why an earlier engine could not use captured steps, so that this one captures none; "" otherwise.
     """
 
     config: ServerConfig
@@ -68,6 +69,12 @@ class EngineArgs(msgspec.Struct, frozen=True):
     shared_weights: dict[str, Any] | None = None
     kernels: dict[str, Any] | None = None
     served_name: str = ""
+    capture_failed: str = ""
+
+    @property
+    def may_drop_captures(self) -> bool:
+        """Return True if this engine captures steps and the next one may do without."""
+        return self.config.capture == "auto" and not self.capture_failed
 
 
 def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
@@ -82,9 +89,14 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     from npuserve.npu.execution.load import SharedMemory
 
     memory = SharedMemory(args.memory, args.shared_weights) if args.memory >= 0 else None
+    if args.capture_failed:
+        logs.event(log, "steps are not captured but run kernel by kernel, which is slower", level=logging.WARNING,
+                   reason=args.capture_failed)
     ranks = RankProcesses(args.config, args.folder) if args.config.tensor_parallel_size > 1 else None
     runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
-                        group=ranks.group if ranks else None)
+                        capture="off" if args.capture_failed else None, group=ranks.group if ranks else None)
+    if runner.backend.lengths_lags is not None:
+        metrics.feed(metrics.lengths_lag_seconds, runner.backend.lengths_lags)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     lead = LeadRunner(runner, ranks.group) if ranks else None
@@ -213,19 +225,40 @@ def main() -> int:
         code = fault_code(error)
         if code is None:
             raise
-        return code
+        return child.EXIT_DEVICE_FAULT if report_capture_error(args, error) else code
 
 
 def fault_code(error: Exception) -> int | None:
     """Log an error of the device and return the exit code for it; None for any other error."""
-    from npuserve.npu.backends import fault
+    from npuserve.npu.backends import explain, fault
     from npuserve.npu.backends.base import Fault
 
     found = fault(error)
     if found is None:
         return None
-    logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error))
+    advice = explain(error)
+    logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error),
+               **{"advice": advice} if advice else {})
     return child.EXIT_NODE_FAULT if found is Fault.NODE else child.EXIT_DEVICE_FAULT
+
+
+def report_capture_error(args: EngineArgs, error: Exception) -> bool:
+    """Report an error of captured steps to the supervisor, so that the next engine captures none.
+
+    Return False, and report nothing, for other errors, and where the setting `capture` forbids that.
+    """
+    from npuserve.npu.backends import explain, is_capture_error
+    from npuserve.npu.backends.base import CaptureError
+
+    if not args.may_drop_captures or not (isinstance(error, CaptureError) or is_capture_error(error)):
+        return False
+    _held.append(error)
+    child.report("capture_failed", error=explain(error) or str(error))
+    return True
+
+
+_held: list[Exception] = []
+"""Errors whose frames must live until the exit: to destroy a graph whose replay waits forever would block."""
 
 
 def serve(args: EngineArgs) -> int:
@@ -235,6 +268,8 @@ def serve(args: EngineArgs) -> int:
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
+        if report_capture_error(args, error):
+            return child.EXIT_DEVICE_FAULT
         return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     short_slice.request_slice()  # for this thread; the compute threads exist already

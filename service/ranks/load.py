@@ -11,6 +11,7 @@ from npuserve.service.config import ServerConfig
 
 if TYPE_CHECKING:
     from npuserve.kernels.registry import Observe
+    from npuserve.npu.backends.base import CaptureMode
     from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.execution.runner import Runner
     from npuserve.npu.parallel import Group
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
 def load_model(
     config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
-    kernels: Mapping[str, Any] | None = None, group: Group | None = None,
+    kernels: Mapping[str, Any] | None = None, capture: CaptureMode | None = None, group: Group | None = None,
 ) -> Runner:
     """Load the model onto its device.
 
     observe: called with the latency of each timed kernel call; None for the metrics page.
     memory: see `load_runner`.
     kernels: CPU kernels that an earlier engine chose; None to choose them.
+    capture: in place of the setting.
     group: of the ranks that share the model; None to load all of it.
 
     Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
@@ -42,7 +44,7 @@ def load_model(
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
         observe=observe or publish, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
-        capture_chunks=config.capture_chunks,
+        capture=capture or config.capture, capture_chunks=config.capture_chunks, cpu_binding=config.cpu_binding,
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
         group=group)

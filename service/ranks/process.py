@@ -1,6 +1,6 @@
 """The process of a rank other than 0: loads its shard of the model, then launches the steps of rank 0.
 
-    python -m npuserve.service.ranks.process      started by the engine process, which writes RankArgs on its stdin
+    python -m npuserve.service.ranks.process      started by a process that writes RankArgs on its stdin
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+from pathlib import Path
 
 from npuserve.npu.large_import import import_large
 from npuserve.service import logs
@@ -16,7 +17,8 @@ from npuserve.service.config import ConfigError
 from npuserve.service.ipc import child, process_control
 from npuserve.service.ranks.lead import follow
 from npuserve.service.ranks.load import load_model
-from npuserve.service.ranks.processes import RankArgs
+from npuserve.service.ranks.processes import RankArgs, join_seconds
+from npuserve.service.ranks.world import check_same
 
 
 def main() -> int:
@@ -27,13 +29,16 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     child.listen()
     import_large("npuserve.npu.execution.load")
-    from npuserve.npu.parallel import Group, join
+    from npuserve.npu.parallel import Group, MissingRanks, join, wait_for_ranks
 
-    size = args.config.tensor_parallel_size
-    group = Group(args.rank, size, join(args.address, size), args.memory)
+    size, seconds = args.config.tensor_parallel_size, join_seconds(args.config)
     try:
+        store = join(args.address, size, seconds)
+        wait_for_ranks(store, args.rank, size, seconds)
+        group = Group(args.rank, size, store, args.memory, args.local)
+        check_same(group, args.config, Path(args.folder))
         runner = load_model(args.config, args.folder, lambda *_: None, group=group)
-    except (ConfigError, ValueError, OSError, MemoryError) as error:
+    except (ConfigError, MissingRanks, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
         return child.unusable(error)

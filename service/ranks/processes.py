@@ -1,7 +1,8 @@
-"""Processes of the ranks other than 0, as rank 0 starts and watches them.
+"""Processes of the ranks other than 0, as their parent starts and watches them.
 
-They are children of the engine process, in its process group. If the engine ends, the kernel ends them; if one of them
-ends, the engine ends at once, and the supervisor starts the group again.
+On the host of rank 0 the parent is the engine process. If it ends, the kernel ends them. If one of them ends, so does
+the engine, and the supervisor starts the group again. On other hosts the parent is `npuserve serve`, which starts the
+host's ranks again. Ranks of other hosts notice a loss by their connections.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from npuserve.service import logs
-from npuserve.service.config import ServerConfig
+from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.ipc import child
 from npuserve.service.ranks.lead import stop_followers
+from npuserve.service.ranks.world import check_same, read_world
 
 if TYPE_CHECKING:
     from npuserve.npu.parallel import Group
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROCESS = (sys.executable, "-m", "npuserve.service.ranks.process")
+JOIN_SECONDS = 600.0
+"""Maximum time to wait for the other ranks, whose hosts may still start."""
 STOP_SECONDS = 5.0
 """Time for the ranks to end by themselves."""
 
@@ -38,51 +43,74 @@ class RankArgs(msgspec.Struct, frozen=True):
     folder: of the model.
     rank: number of the rank, from 1.
     address: host:port where the ranks meet.
-    memory: descriptor of the file in memory that the ranks share.
+    local: number of ranks of each host.
+    memory: descriptor of the file in memory that the ranks share; -1 for none.
     """
 
     config: ServerConfig
     folder: str
     rank: int
     address: str
-    memory: int
+    local: int
+    memory: int = -1
+
+
+def join_seconds(config: ServerConfig) -> float:
+    """Return the maximum time to wait for the other ranks."""
+    return config.load_seconds or JOIN_SECONDS
+
+
+def start(args: RankArgs) -> subprocess.Popen[bytes]:
+    """Start the process of a rank. Raises OSError."""
+    process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               pass_fds=[args.memory] if args.memory >= 0 else [])
+    assert process.stdin
+    process.stdin.write(msgspec.json.encode(args) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def wait(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Wait for the end of a rank's process. Return its exit code, and why it was unusable, or ""."""
+    assert process.stdout
+    reason = ""
+    for line in process.stdout:
+        event = json.loads(line)
+        reason = event["error"] if event.get("event") == "unusable" else reason
+    return process.wait(), reason
 
 
 class RankProcesses:
-    """The other ranks of this machine.
+    """The ranks of this host other than 0, and the group with those of all hosts.
 
-    group: of the ranks.
-
-    Raises OSError if a process cannot be started.
+    Raises OSError if a process cannot be started, and ConfigError if ranks are missing or differ.
     """
 
     def __init__(self, config: ServerConfig, folder: str):
-        from npuserve.npu.parallel import Group, serve
+        from npuserve.npu.parallel import Group, MissingRanks, serve, wait_for_ranks
 
-        size = config.tensor_parallel_size
-        store, address = serve(size)
-        memory = os.memfd_create("npuserve-ranks")
+        size, world = config.tensor_parallel_size, read_world(config, os.environ)
+        local = len(world.ranks(config)) if world else size
+        store, address = serve(world.address if world else "127.0.0.1:0", size)
+        memory = -1 if world else os.memfd_create("npuserve-ranks")
         self._stopping = False
         self._processes = [
-            self._start(RankArgs(config, folder, rank, address, memory)) for rank in range(1, size)]
-        self.group: Group = Group(0, size, store, memory)
+            self._start(RankArgs(config, folder, rank, address, local, memory)) for rank in range(1, local)]
+        try:
+            wait_for_ranks(store, 0, size, join_seconds(config))
+        except MissingRanks as error:
+            raise ConfigError(f"tensor_parallel_size: {error}") from None
+        self.group: Group = Group(0, size, store, memory, local)
+        check_same(self.group, config, Path(folder))
 
     def _start(self, args: RankArgs) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[args.memory])
-        assert process.stdin
-        process.stdin.write(msgspec.json.encode(args) + b"\n")
-        process.stdin.flush()
+        process = start(args)
         threading.Thread(target=self._watch, args=(args.rank, process), name=f"rank-{args.rank}", daemon=True).start()
         return process
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a rank's process, and end this one with it."""
-        assert process.stdout
-        reason = ""
-        for line in process.stdout:
-            event = json.loads(line)
-            reason = event["error"] if event.get("event") == "unusable" else reason
-        code = process.wait()
+        code, reason = wait(process)
         if self._stopping:
             return
         logs.event(log, "a rank ended", level=logging.ERROR, rank=rank, code=code)

@@ -33,12 +33,14 @@ from npuserve.service import clock, logs, probe, settings
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
+from npuserve.service.ranks import host
+from npuserve.service.ranks.world import read_world
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
 from npuserve.service.supervisor.watchdog import Watchdog
-from npuserve.service.text.model_folder import fetch, local, served_as
+from npuserve.service.text.model_folder import fetch, local, resolve, served_as
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     config = logs.with_format(settings.load(args, os.environ))
     logs.setup(config, "supervisor")
     process_control.set_dumpable(config.debuggable)
+    world = read_world(config, os.environ)
+    if world and world.host > 0:
+        return host.run(config, resolve(config.model), world)
     return asyncio.run(Supervisor(config).run())
 
 
@@ -98,6 +103,7 @@ class Supervisor:
         self._ready_events: dict[ChildProcess, dict[str, Any]] = {}  # of the current runs
         self._shared_weights: dict[str, Any] | None = None  # reported by the last engine that was ready
         self._kernels: dict[str, Any] | None = None  # chosen by the first engine that was ready; later ones keep it
+        self._capture_failed = ""  # why an engine could not use captured steps; later ones capture none
         self._unusable = ""  # first reason why a child was unusable before the server was ready
         self._signals = 0
         self._drain_seconds = config.drain_seconds
@@ -178,7 +184,7 @@ class Supervisor:
         self._engine = ChildProcess("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "heartbeat": True, "memory": memory, "shared_weights": self._shared_weights, "kernels": self._kernels,
-            "served_name": self._name,
+            "served_name": self._name, "capture_failed": self._capture_failed,
         }, self._on_event, [memory] if memory >= 0 else [])
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events)
@@ -208,6 +214,7 @@ class Supervisor:
         listening: a front end listens on this port.
         drain: AdminService.Drain was called.
         unusable: the configuration or the model is unusable.
+        capture_failed: the engine could not use captured steps, and ends.
         killer: the engine found the request that crashed its earlier runs, and ended it.
         ready: the child is ready. The server is ready when all children are.
         """
@@ -223,6 +230,8 @@ class Supervisor:
             self.drain(event["seconds"])
         elif name == "killer":
             child.is_killer_found = True
+        elif name == "capture_failed":
+            self._capture_failed = event["error"]
         elif name == "unusable" and self.ready.is_set():
             logs.event(log, f"{child.name} cannot be used", level=logging.ERROR, error=event["error"])
         elif name == "unusable":

@@ -76,7 +76,7 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
     assert all(f"#### {table}" in page for part in PARTS for table in tables(report, part))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @built
 def test_parts_before_the_server_need_no_grpc(tmp_path: Path) -> None:
     """A machine with only torch, triton and transformers."""

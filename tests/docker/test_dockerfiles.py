@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from npuserve.npu.cann import versions
 from tests.docker.dockerfile import FOLDER, ROOT, read, sent
 
 if sys.version_info >= (3, 11):
@@ -130,7 +131,8 @@ def test_torch_is_checked_against_a_given_hash(kind: str, given: str, tmp_path: 
     build = read(FOLDER / f"Dockerfile.{kind}")[1]
     (command,) = [text for name, text in build if name == "RUN" and "torch.txt" in text]
     (write,) = [part.strip() for part in command.split("&&") if part.strip().startswith("printf")]
-    subprocess.run(["sh", "-c", write], cwd=tmp_path, check=True, env={**os.environ, "TORCH_HASH": given})
+    defaults = dict(text.split("=", 1) for name, text in build if name == "ARG")
+    subprocess.run(["sh", "-c", write], cwd=tmp_path, check=True, env={**os.environ, **defaults, "TORCH_HASH": given})
     wanted = f"torch==2.13.0 --hash={given}" if given else "torch==2.13.0"
     assert (tmp_path / "torch.txt").read_text() == f"{wanted}\n"
 
@@ -146,7 +148,9 @@ def test_torch_version_is_supported(file: Path):
     requirements = pytest.importorskip("packaging.requirements")
     (asked,) = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name == "torch"]
     (pinned,) = [name for name in PROJECT["optional-dependencies"]["npu"] if name.startswith("torch==")]
-    assert re.findall(r"\btorch==[\d.]+", file.read_text()) == [pinned]
+    stated = re.findall(r"\btorch==[\d.]+", file.read_text()) or [
+        f"torch=={version}" for version in re.findall(r"^ARG TORCH=(\S+)$", file.read_text(), re.MULTILINE)]
+    assert stated == [pinned]
     version = pinned.removeprefix("torch==")
     major, minor, _ = map(int, version.split("."))
     assert asked.specifier.contains(version)
@@ -193,8 +197,26 @@ def test_pins_satisfy_the_project():
             assert asked.specifier.contains(pinned[name]), f"{text} and {pinned[name]}"
     gateway, ascend = pins("requirements-gateway.txt"), pins("requirements-ascend.txt")
     assert {name: gateway[name] for name in gateway.keys() & pinned.keys()}.items() <= pinned.items()
-    assert f"torch_npu=={ascend['torch-npu']}" in PROJECT["optional-dependencies"]["npu"]
     assert not ascend.keys() & pinned.keys()
+
+
+@pytest.mark.parametrize("extra", ["npu", "npu210"])
+def test_each_pair_of_torch_and_torch_npu_has_a_lock_file(extra: str):
+    """The extras name pairs of npu/cann/versions.py; the first is the image's default."""
+    torch, torch_npu = (text.split("==")[1] for text in PROJECT["optional-dependencies"][extra])
+    assert versions.PAIRS[torch_npu].torch == torch
+    assert pins(f"requirements-torch-npu-{torch_npu}.txt") == {"torch-npu": torch_npu}
+    arguments = re.findall(r"^ARG (TORCH\w*)=(\d\S*)$", (FOLDER / "Dockerfile.ascend").read_text(), re.MULTILINE)
+    assert (dict(arguments) == {"TORCH": torch, "TORCH_NPU": torch_npu}) is (extra == "npu")
+    requirements = pytest.importorskip("packaging.requirements")
+    (asked,) = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name == "torch"]
+    assert asked.specifier.contains(torch)
+
+
+def test_lock_files_of_torch_npu_are_those_of_the_extras():
+    assert sorted(name for name in LOCKS if "torch-npu" in name) == sorted(
+        f"requirements-torch-npu-{PROJECT['optional-dependencies'][extra][1].split('==')[1]}.txt"
+        for extra in ("npu", "npu210"))
 
 
 def test_build_context_is_the_package_only():

@@ -21,8 +21,10 @@ from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
 from tests.support.processes import require_mount_namespaces
 
-STREAMS = 32
+STREAMS = 16
 """Number of streams at SIGTERM."""
+PAUSE_SECONDS = 1
+"""Between two calls of a client."""
 HEALTH = health_pb2.HealthCheckResponse
 
 chart = pytest.importorskip("tests.helm.chart")
@@ -90,7 +92,7 @@ class Stream(threading.Thread):
                 self.whole += 1
             else:
                 self.cut.append(f"stream {self.number} ended after {tokens} tokens without a finish")
-            if self.one or self.enough.is_set():
+            if self.one or self.enough.wait(PAUSE_SECONDS):
                 break
         self.ended = time.monotonic()
 
@@ -122,7 +124,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     assert container.probe("liveness")
     seen: list[tuple[float, int]] = []
     watching = watch(channel, seen)
-    earlier, last, signalled = start_streams(channel, 8), [], []
+    earlier, last, signalled = start_streams(channel, 4), [], []
 
     def before_signal() -> None:
         """Start the last calls. During preStop the pod serves until load balancers have removed it."""

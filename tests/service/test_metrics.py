@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from pathlib import Path
 from typing import get_args
 
@@ -89,6 +90,19 @@ def test_tally_counts_like_histogram() -> None:
     tally.observe(0.002)
     tally.flush()
     assert registry.get_sample_value("ours_count") == len(samples) + 1
+
+
+def test_samples_of_another_thread_are_observed_at_each_flush() -> None:
+    registry = CollectorRegistry()
+    histogram, samples = Histogram("fed", "", buckets=(1.0,), registry=registry), deque([0.5, 2.0])
+    metrics.feed(histogram, samples)
+    assert registry.get_sample_value("fed_count") == 0
+    metrics.flush()
+    assert not samples
+    samples.append(0.25)
+    metrics.flush()
+    assert registry.get_sample_value("fed_count") == 3
+    assert registry.get_sample_value("fed_sum") == 2.75
 
 
 def test_tally_is_one_per_labels() -> None:

@@ -8,6 +8,7 @@ live:SECONDS    take so long to stop
 deaf            ignore SIGTERM and orders
 exit:CODE       exit at once
 killer          report that the request which crashed the earlier runs was found, then exit
+uncaptured:CODE report that captured steps cannot be used, then exit
 hang            stop sending heartbeats after the first ones
 step:SECONDS    send no heartbeats for this time after the first ones, then die
 drain:SECONDS   request a drain from the parent, once the engine has started
@@ -48,7 +49,9 @@ note("started", pid=os.getpid(), group=os.getpgrp(), session=os.getsid(0), argum
      spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
 if behaviour == "killer":
     print(json.dumps({"event": "killer"}), flush=True)
-if behaviour in ("exit", "killer"):
+if behaviour == "uncaptured":
+    print(json.dumps({"event": "capture_failed", "error": "no graphs here"}), flush=True)
+if behaviour in ("exit", "killer", "uncaptured"):
     os._exit(int(argument or 1))
 
 

@@ -9,9 +9,10 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,10 +21,14 @@ from npuserve.kernels.quantized import Int8Weight
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
-from npuserve.npu.backends.base import BackendError, Captured, Event, Fault
+from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Event, Fault
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.backends.streams import StreamBackend
+from npuserve.npu.cann import preflight, processors
+from npuserve.npu.cann.codes import TOO_OLD
+from npuserve.npu.cann.readings import Readings
 from npuserve.npu.large_import import import_large
+from npuserve.npu.notices import Notice
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +71,7 @@ class AscendBackend(StreamBackend):
     def __init__(self) -> None:
         self.kernels = ascend.LABEL
         _matching_versions()
+        preflight.set_variables()
         try:
             import_large("torch_npu")
             device = torch.device("npu:0")
@@ -80,6 +86,7 @@ class AscendBackend(StreamBackend):
             raise BackendError(f"device: {acl_errors.advice(error)}") from error
         self._takes_lengths = False
         self._lengths = LengthThread(self.device)
+        self.lengths_lags = self._lengths.lags
         weakref.finalize(self, self._lengths.close)
         self.chip = self.chip_name()
 
@@ -90,6 +97,10 @@ class AscendBackend(StreamBackend):
         return cls.missing_cann()
 
     @classmethod
+    def preflight(cls, *, captures: bool) -> Sequence[Notice]:
+        return preflight.notices(Readings(environ=os.environ), captures=captures)
+
+    @classmethod
     def missing_cann(cls) -> str:
         """Return what to do if CANN cannot be loaded; "" if it can."""
         try:
@@ -97,6 +108,9 @@ class AscendBackend(StreamBackend):
         except OSError:
             return acl_errors.advice(ImportError("libascendcl.so: cannot open shared object file"))
         return ""
+
+    def bind_threads(self) -> str:
+        return processors.bind(Readings(environ=os.environ), self._lengths.native_id)
 
     def chip_name(self) -> str:
         """Return the name of the chip."""
@@ -114,6 +128,18 @@ class AscendBackend(StreamBackend):
     @classmethod
     def fault(cls, error: BaseException) -> Fault | None:
         return acl_errors.fault_of(error)
+
+    @classmethod
+    def explain(cls, error: BaseException) -> str:
+        return acl_errors.explain(error)
+
+    @classmethod
+    def explain_code(cls, code: int) -> str:
+        return acl_errors.explain_code(code)
+
+    @classmethod
+    def is_capture_error(cls, error: BaseException) -> bool:
+        return acl_errors.is_capture_error(error)
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         if requested == "auto":
@@ -171,13 +197,13 @@ class AscendBackend(StreamBackend):
             if not self._takes_lengths:
                 self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
                 if not self._takes_lengths:
-                    raise BackendError(f"device: {acl_errors.TOO_OLD}")
+                    raise CaptureError(f"device: {TOO_OLD}")
             made = AscendGraphs(step, buckets or [largest], self._lengths, self._stream, self._pool, decode=decode)
             self.synchronize()
         except RuntimeError as error:
             if (reason := acl_errors.capture_advice(error)) is None:
                 raise
-            raise BackendError(f"device: {reason}") from error
+            raise CaptureError(f"device: {reason}") from error
         log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
                  ", ".join(map(str, made.buckets)), "rows" if decode else "tokens", made.seconds, made.nbytes / 2**20)
         return made

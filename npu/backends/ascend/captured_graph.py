@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Lengths = Mapping[str, list[int]]
 """Arguments of attention that are replaced before a replay, by their names."""
@@ -57,6 +58,13 @@ def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) ->
     """Capture `step` for `rows` rows on a stream, with memory of `pool`."""
     step(rows)  # operators that initialize at their first call do so before the capture
     graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True):
-        output = step(rows)
+    modes = len(_get_current_dispatch_mode_stack())
+    try:
+        with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True):
+            output = step(rows)
+    except RuntimeError:
+        # If the device refuses the begin or end, torch.npu.graph leaves its dispatch mode on.
+        for mode in reversed(_get_current_dispatch_mode_stack()[modes:]):
+            mode.__exit__(None, None, None)
+        raise
     return CapturedGraph(graph, rows, output, [torch.npu.Event() for _ in range(MARKS)])

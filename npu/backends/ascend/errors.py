@@ -12,6 +12,15 @@ from collections.abc import Iterator
 import torch
 
 from npuserve.npu.backends.base import Fault
+from npuserve.npu.cann.codes import (
+    CODES,
+    MORE_MEMORY,
+    OLD_DRIVER,
+    TEXTS,
+    UPDATE_DRIVER,
+    VISIBLE,
+    ErrorCode,
+)
 
 _CODE = re.compile(r"error code is (\d{6})|\b(?:errorCode|retCode|error code)[:= ]+(?:0x[0-9a-fA-F]+, )?(\d{6})")
 
@@ -46,22 +55,20 @@ FAULTS: tuple[tuple[int, int, Fault], ...] = (
     (507914, 507914, Fault.NODE),  # port
 )
 
-TOO_OLD = ("the NPU driver is too old for this CANN: update the Ascend HDK driver and firmware, 25.0.RC1 or later for "
-           "Atlas A2 and A3")
-
-_TOO_OLD = (200001, 207000, 207019)
-_UPDATES = (107033, 107040, 207000, 207019)
-"""Codes of a failed update of a captured call's arguments. After 207000 torch_npu continues, and its next call finds no
-update."""
-_BUSY = (107001, 200002, 207004, 207005, 207006, 507033, 507899)
+_CAPTURES = range(107024, 107046)
+"""Codes that only captures, replays and updates of graphs raise."""
+_BUSY = (207005, 507899)
+"""Further codes of a device that cannot be opened. During a capture they have other causes (`CODES`)."""
 
 
 def _chain(error: BaseException) -> Iterator[str]:
-    """Yield the messages of an error and of its causes."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield str(seen)
-        seen = seen.__cause__ or seen.__context__
+    """Yield the messages of an error and of its causes, each once. An error that is raised again can cause itself."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        yield str(each)
+        seen.append(each)
+        each = each.__cause__ or each.__context__
 
 
 def code_of(error: BaseException) -> int | None:
@@ -86,14 +93,42 @@ def fault_of(error: BaseException) -> Fault | None:
     return Fault.ENGINE if any(map(_CALL_FAILED.search, _chain(error))) else None
 
 
+def known(error: BaseException) -> ErrorCode | None:
+    """Return the entry of `codes` for an error or one of its causes; None if it has none."""
+    texts = "\n".join(_chain(error)).lower()
+    by_text = next((entry for text, entry in TEXTS.items() if text.lower() in texts), None)
+    code = code_of(error)
+    return by_text or (CODES.get(code) if code is not None else None)
+
+
+def explain(error: BaseException) -> str:
+    """Return the meaning of an error of the device with advice; "" if `codes` has none."""
+    found = known(error)
+    return f"{found.meaning}: {found.advice}" if found else ""
+
+
+def explain_code(code: int) -> str:
+    """Return name, meaning and advice of a code; "" for an unknown one."""
+    found = CODES.get(code)
+    return f"{found.name}: {found.meaning}; {found.advice}" if found else ""
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Return True for errors that only captured graphs raise."""
+    found, code = known(error), code_of(error)
+    return code in _CAPTURES or (found is not None and found.is_capture)
+
+
 def capture_advice(error: BaseException) -> str | None:
     """Return why steps cannot be captured, with advice; None if the step itself raised the error."""
-    code = code_of(error)
-    if code in _UPDATES:
-        return TOO_OLD
+    found, code = known(error), code_of(error)
+    number = f" (error {code})" if code is not None else ""
+    if found is not None and found.advice in (OLD_DRIVER, UPDATE_DRIVER):
+        return f"steps cannot be captured, {found.meaning}{number}: {OLD_DRIVER}"
     if fault_of(error) is Fault.RETRYABLE:
-        return (f"decode steps cannot be captured, the device is short of streams or memory (error {code or 207001}): "
-                "fewer decode_buckets take less of both")
+        return f"steps cannot be captured, the device is short of memory or of a resource{number}: {MORE_MEMORY}"
+    if is_capture_error(error):
+        return f"steps cannot be captured{number}: {OLD_DRIVER}"
     return None
 
 
@@ -109,9 +144,9 @@ def advice(error: BaseException) -> str:
         return f"torch_npu cannot be imported ({first}): its version must be that of torch and fit CANN"
     if isinstance(error, torch.OutOfMemoryError):
         return "the device has no memory left: end the processes that npu-smi info lists, or take another device"
-    if code in _TOO_OLD:
-        return TOO_OLD
-    if code in _BUSY:
-        return (f"the NPU cannot be opened (error {code}): check with npu-smi info that it is healthy and not in use, "
-                "that ASCEND_RT_VISIBLE_DEVICES names it, and that this user may open /dev/davinci*")
+    found = known(error)
+    if code in _BUSY or (found is not None and found.advice == VISIBLE):
+        return f"the NPU cannot be opened (error {code}): {VISIBLE}"
+    if found is not None and found.advice in (OLD_DRIVER, UPDATE_DRIVER):
+        return f"the NPU driver is too old for this CANN (error {code}): {UPDATE_DRIVER}"
     return f"the NPU cannot be started ({first[:200]}): npu-smi info shows its state, and CANN's logs say more"

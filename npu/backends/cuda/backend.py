@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from npuserve.kernels import triton
-from npuserve.npu.backends.base import BackendError, Captured, Fault
+from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Fault
 from npuserve.npu.backends.cuda import errors as cuda_errors
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
@@ -79,6 +79,10 @@ class CudaBackend(StreamBackend):
     def fault(cls, error: BaseException) -> Fault | None:
         return cuda_errors.fault_of(error)
 
+    @classmethod
+    def is_capture_error(cls, error: BaseException) -> bool:
+        return cuda_errors.is_capture_error(error)
+
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
         """Return float32 only if requested: its GEMMs are many times slower."""
         if requested == "auto":
@@ -101,9 +105,14 @@ class CudaBackend(StreamBackend):
             made = CudaGraphs(self._streams, step, buckets, self._record, self._stream, self._pool)
             self.synchronize()
         except torch.OutOfMemoryError as error:
-            raise BackendError(
+            raise CaptureError(
                 "device: no memory is left to capture steps: a smaller kv_cache_memory, max_num_batched_tokens or "
                 "fewer decode_buckets take less") from error
+        except RuntimeError as error:
+            if not cuda_errors.is_capture_error(error):
+                raise
+            first = str(error).splitlines()[0][:200]
+            raise CaptureError(f"device: steps cannot be captured ({first}): serve with --capture off") from error
         log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
                  ", ".join(map(str, made.buckets)), "rows" if decode else "tokens", made.seconds, made.nbytes / 2**20)
         return made

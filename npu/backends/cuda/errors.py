@@ -51,21 +51,34 @@ FAULTS: dict[int, tuple[str, Fault]] = {
 _TEXTS = sorted(((text, fault) for text, fault in FAULTS.values()), key=lambda entry: -len(entry[0]))
 """Longest first: a text may be part of another."""
 
+_CAPTURES = range(900, 911)
+_CAPTURE_TEXTS = ("operation not permitted when stream is capturing", "previous error during capture",
+                  "operation would make the legacy stream depend on a capturing", "graph update was not performed")
+"""Codes of cudaErrorStreamCaptureUnsupported to cudaErrorGraphExecUpdateFailure, and parts of their texts."""
+
 _PREFIXES = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ", "CUDA out of memory")
 """Beginnings of CUDA messages in errors of torch and triton. CUBLAS_STATUS_... may follow the first."""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    """Yield an error and its causes, each once. An error that is raised again can cause itself."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        yield each
+        seen.append(each)
+        each = each.__cause__ or each.__context__
 
 
 def fault_of(error: BaseException) -> Fault | None:
     """Return the fault of an error; None if the device did not cause it."""
     return next((fault for each in _chain(error) if (fault := _sort(each)) is not None), None)
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Return True for errors that only captures and graphs raise."""
+    return any(getattr(each, "error_code", None) in _CAPTURES or any(text in str(each) for text in _CAPTURE_TEXTS)
+               for each in _chain(error))
 
 
 def _sort(error: BaseException) -> Fault | None:

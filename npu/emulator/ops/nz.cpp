@@ -1,5 +1,7 @@
 #include "nz.h"
 
+#include "aclop.h"
+
 namespace ops {
 namespace {
 
@@ -34,6 +36,11 @@ at::Tensor pack_nz(const at::Tensor &matrix, int64_t c) {
       .contiguous();
 }
 
+at::Tensor unpack_nz(const at::Tensor &stored, int64_t rows, int64_t columns) {
+  const auto tiles = stored.transpose(-3, -4).transpose(-2, -3);  // (..., rows of tiles, 16, columns of tiles, c)
+  return tiles.flatten(-2).flatten(-3, -2).narrow(-2, 0, rows).narrow(-1, 0, columns);
+}
+
 Matrix::Matrix(const aclTensor *tensor) : nz_(is_nz(tensor)) {
   if (!nz_) {
     stored_ = view(tensor);
@@ -51,8 +58,7 @@ Matrix::Matrix(const aclTensor *tensor) : nz_(is_nz(tensor)) {
 
 at::Tensor Matrix::read() const {
   if (!nz_) return stored_;
-  const auto tiles = stored_.transpose(-3, -4).transpose(-2, -3);  // (..., rows of tiles, 16, columns of tiles, c)
-  const auto matrix = tiles.flatten(-2).flatten(-3, -2).narrow(-2, 0, rows_).narrow(-1, 0, columns_);
+  const auto matrix = unpack_nz(stored_, rows_, columns_);
   return transposed_ ? matrix.transpose(-1, -2) : matrix;
 }
 
@@ -109,3 +115,25 @@ OP(aclnnNpuFormatCast, const aclTensor *source, const aclTensor *target) {
     return [x = view(source), y] { write(y, pack_nz(x, y.size(-1))); };
   });
 }
+
+// The compiled operator by which torch_npu 2.10 casts between ND and FRACTAL_NZ: a copy into the target's layout.
+static std::function<void()> identity(const emu::OldOp &op) {
+  const auto &from = op.input_descs.at(0), &to = op.output_descs.at(0);
+  const auto blob = [](const aclTensorDesc &desc, void *data) {
+    return at::from_blob(data, desc.storage_shape.empty() ? desc.shape : desc.storage_shape,
+                         at::TensorOptions(scalar_type(desc.type)).device(at::kCPU));
+  };
+  const auto x = blob(from, op.inputs.at(0).data), y = blob(to, op.outputs.at(0).data);
+  const bool packed = from.storage_format == ACL_FORMAT_FRACTAL_NZ, packs = to.storage_format == ACL_FORMAT_FRACTAL_NZ;
+  if (from.shape.size() < 2) return [x, y] { write(y, x); };
+  const int64_t rows = from.shape[from.shape.size() - 2], columns = from.shape.back();
+  return [=] {
+    const Plainly plainly;
+    if (packed == packs)
+      write(y, x);
+    else
+      write(y, packs ? pack_nz(x, y.size(-1)) : unpack_nz(x, rows, columns));
+  };
+}
+
+static const bool kIdentity = (emu::register_aclop("Identity", identity), true);

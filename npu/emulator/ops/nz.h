@@ -9,6 +9,8 @@ namespace ops {
 // Sizes of the storage of a matrix, or of several by leading dimensions, with c elements to a tile's row.
 std::vector<int64_t> nz_sizes(at::IntArrayRef sizes, int64_t c);
 at::Tensor pack_nz(const at::Tensor &matrix, int64_t c);
+// The matrix of the given size in a storage of tiles.
+at::Tensor unpack_nz(const at::Tensor &stored, int64_t rows, int64_t columns);
 
 // Factor of a product, in ND or in FRACTAL_NZ, including a transposed view. It is checked on construction and read when
 // the task runs.

@@ -26,7 +26,7 @@ void emu::register_aclop(const char *type, Maker make) { makers()[type] = std::m
 
 aclTensorDesc *aclCreateTensorDesc(aclDataType type, int count, const int64_t *dims, aclFormat format) {
   if (enter(__func__)) return nullptr;
-  return new aclTensorDesc{type, {dims, dims + count}, format, {}};
+  return new aclTensorDesc{type, {dims, dims + count}, format, {}, false, format, {}};
 }
 
 void aclDestroyTensorDesc(const aclTensorDesc *desc) {
@@ -51,14 +51,15 @@ aclError aclGetTensorDescDimV2(const aclTensorDesc *desc, size_t index, int64_t 
   return 0;
 }
 
-// Storage layout, which is ignored: the operators here read the logical layout.
-aclError aclSetTensorFormat(aclTensorDesc *, aclFormat) {
+aclError aclSetTensorFormat(aclTensorDesc *desc, aclFormat format) {
   ENTER();
+  desc->storage_format = format;
   return 0;
 }
 
-aclError aclSetTensorShape(aclTensorDesc *, int, const int64_t *) {
+aclError aclSetTensorShape(aclTensorDesc *desc, int count, const int64_t *dims) {
   ENTER();
+  desc->storage_shape = {dims, dims + count};
   return 0;
 }
 

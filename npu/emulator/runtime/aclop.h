@@ -14,6 +14,8 @@ struct aclTensorDesc {
   aclFormat format;
   std::string name;
   bool host = false;  // aclSetTensorPlaceMent: the data is host memory
+  aclFormat storage_format = ACL_FORMAT_ND;
+  std::vector<int64_t> storage_shape;  // empty: `shape`
 };
 
 struct aclDataBuffer {

@@ -48,7 +48,7 @@ def findings(config: ServerConfig, least_share: float | None) -> Iterator[Findin
 
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
-    backend.decode_buckets = config.buckets
+    backend.decode_buckets, backend.capture_mode = config.buckets, config.capture
     folder = resolve(config.model)
     latencies = LatencyCheck(config.emulate, None if config.emulate else least_share)
     for part, part_findings in (

@@ -196,6 +196,58 @@ def test_no_memory_at_start_is_reported_without_a_retry(tmp_path: Path) -> None:
         assert not lines(server, "starting it again|Traceback")
 
 
+@pytest.mark.timeout(300)
+def test_a_replay_that_fails_is_a_restart_without_captured_steps(tmp_path: Path) -> None:
+    """An old driver refuses a replay: the streams continue, with the same tokens, in an engine without graphs."""
+    with faulty_server(tmp_path) as server:
+        expected = [streamed(server.stub, request(prompt, LONG, ignore_eos=True))[1] for prompt in PROMPTS]
+        modes = {mode: server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "eager")}
+        assert modes["captured"] > 0 == modes["eager"]
+        asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+        asked.running()
+        faulty.at_start(tmp_path, ("fail", ("aclmdlRI*", 107030), {"times": -1}))  # a capture would fail, too
+        faulty.tell(tmp_path, "fail", "aclmdlRIExecuteAsync", 107030, times=-1)
+        got = asked.join()
+        assert [error for _, error in got] == [None] * STREAMS
+        assert sorted(ids for ids, _ in got) == sorted(expected)
+        ready(server)
+        (told,) = lines(server, "device fault")
+        assert "a captured graph cannot be replayed: the driver is too old: update the Ascend HDK driver" in told
+        (said,) = lines(server, "steps are not captured but run kernel by kernel, which is slower")
+        assert "cannot be replayed: the driver is too old" in said
+        captured = server.metric("npuserve_decode_tokens_total", mode="captured")
+        assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
+        assert server.metric("npuserve_decode_tokens_total", mode="captured") == captured
+        assert server.metric("npuserve_decode_tokens_total", mode="eager") > 0
+        # The choice is kept after further deaths of the engine.
+        faulty.tell(tmp_path, "fail", "synchronize", ENGINE)
+        assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
+        ready(server)
+        assert len(lines(server, "steps are not captured but run")) == 2
+
+
+@pytest.mark.parametrize(("call", "code", "starts"), [
+    # Fails before any replay: this engine continues. A replay waits forever for lengths: the next one does.
+    ("aclmdlRICaptureBegin", 207005, 1), ("aclmdlRICaptureTaskUpdateBegin", 207000, 2)])
+def test_a_server_that_cannot_capture_serves_without(tmp_path: Path, call: str, code: int, starts: int) -> None:
+    faulty.at_start(tmp_path, ("fail", (call, code), {"times": -1}))
+    with faulty_server(tmp_path) as server:
+        assert len(streamed(server.stub, request(PROMPTS[0], 8, ignore_eos=True))[1]) == 8
+        assert server.metric("npuserve_decode_tokens_total", mode="captured") == 0
+        assert len(lines(server, "starting it again")) == starts - 1
+        (said,) = lines(server, "run kernel by kernel, which is slower")
+        assert "update the Ascend HDK driver and firmware to 25.5.1 or later, or serve with --capture off" in said
+
+
+def test_a_capture_that_must_not_fail_is_an_error_of_the_start(tmp_path: Path) -> None:
+    faulty.at_start(tmp_path, ("fail", ("aclmdlRICaptureBegin", 207008), {}))
+    with faulty_server(tmp_path, "--capture", "on", wait=False) as server:
+        assert server.process.wait(60) == 2
+        (said,) = lines(server, "^npuserve: ")
+        assert re.search(r"device: steps cannot be captured, .*too old .error 207008.: update the Ascend HDK", said)
+        assert not lines(server, "starting it again|Traceback")
+
+
 def test_a_hang_ends_when_the_device_continues(survivor: tuple[Server, Path]) -> None:
     server, folder = survivor
     ready(server)

@@ -14,6 +14,8 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.kernels.native import choice
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli.main import main
 from tests.support.command import npuserve
@@ -50,6 +52,29 @@ def folder(tmp_path: Path) -> Path:
 def checked(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main(["check", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)
+
+
+def test_explain_prints_meaning_and_advice(capsys: Capture) -> None:
+    assert main(["check", "--explain", "207005"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("207005 ACL_ERROR_RT_RESOURCE_ALLOC_FAIL: ")
+    assert "25.5.1 or later" in said
+    assert main(["check", "--explain", "1"]) == 1
+    assert "1 is not known here" in capsys.readouterr().out
+
+
+def test_preflight_is_shown_and_an_error_fails_the_check(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [Notice("warning", "driver", "driver 24.1 is old"), Notice("ok", "CANN", "9.1.0")]
+    monkeypatch.setattr(CpuBackend, "preflight", lambda *, captures: said)
+    code, report = checked(capsys, str(folder), "--device", "cpu")
+    assert code == 0
+    assert report["preflight"][0] == {
+        "device": "cpu", "level": "warning", "name": "driver", "said": "driver 24.1 is old"}
+    said.append(Notice("error", "TASK_QUEUE_ENABLE", "2 is wrong"))
+    assert main(["check", str(folder), "--device", "cpu"]) == 1
+    assert "\ncpu         error    TASK_QUEUE_ENABLE: 2 is wrong\n" in capsys.readouterr().out
 
 
 def test_machine_is_that_of_the_system(folder: Path, capsys: Capture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.graphs import AscendGraphs
 from npuserve.npu.backends.ascend.lengths import LengthThread
-from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.base import CaptureError, Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
@@ -273,14 +275,80 @@ def test_ascend_cache_too_large_names_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "said"), [
-    (207000, "driver is too old"), (207008, "short of streams or memory .error 207008.: fewer decode_buckets")])
+    (207000, "the driver is too old .error 107033"), (207008, "it is too old .error 207008"),
+    (207001, "short of memory or of a resource .error 207001.: .* fewer decode_buckets")])
 @emulated(fresh=True)
 def test_ascend_capture_error_gives_advice(tmp_path: Path, code: int, said: str) -> None:
     saved(tmp_path)
     emulator.fail("aclmdlRICaptureTaskUpdateBegin" if code == 207000 else "aclmdlRICaptureBegin", code)
-    with pytest.raises(BackendError, match=said):
+    with pytest.raises(CaptureError, match=said):
+        load(tmp_path, dtype="bfloat16", capture="on")
+    let_go()
+
+
+@pytest.mark.parametrize(("call", "code", "nth"), [
+    ("aclmdlRICaptureBegin", 207005, 1), ("aclmdlRICaptureBegin", 207008, 4)])
+@emulated(fresh=True, relax=RELAX)
+def test_ascend_without_possible_capture_runs_kernel_by_kernel(tmp_path: Path, call: str, code: int, nth: int) -> None:
+    """The first capture fails, or a later one. The tokens are the CPU's."""
+    saved(tmp_path)
+    emulator.fail(call, code, nth=nth, times=-1)
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npuserve.npu.execution.dispatch").addHandler(handler)
+    runner = load(tmp_path)
+    (said,) = warned
+    assert f"(error {code}): update the Ascend HDK driver and firmware to 25.5.1" in said
+    assert said.endswith("Steps run kernel by kernel, which is slower")
+    got, results = answers(runner, asks(6, 8))
+    assert not any(result.captured for result in results)
+    assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(6, 8))[0]
+
+
+@pytest.mark.parametrize(("call", "code", "nth", "told"), [
+    ("aclmdlRICaptureTaskUpdateBegin", 207000, 1, 107033), ("aclmdlRICaptureEnd", 207005, 3, 207005)])
+@emulated(fresh=True)
+def test_ascend_capture_that_blocks_the_device_is_an_error(
+    tmp_path: Path, call: str, code: int, nth: int, told: int
+) -> None:
+    """A replay waits forever for lengths, or a stream remains in its capture: this process cannot use the device."""
+    saved(tmp_path)
+    emulator.fail(call, code, nth=nth)
+    with pytest.raises(CaptureError, match=rf"too old .error {told}"):
         load(tmp_path, dtype="bfloat16")
     let_go()
+
+
+@emulated(relax=RELAX)
+def test_ascend_capture_off_makes_no_graph(tmp_path: Path) -> None:
+    saved(tmp_path)
+    emulator.clear_calls()
+    got, results = answers(load(tmp_path, capture="off"), asks(6, 8))
+    assert not any(result.captured for result in results)
+    assert not [call.name for call in emulator.calls() if "aclmdlRI" in call.name]
+    assert got == answers(load(tmp_path), asks(6, 8))[0]
+
+
+@emulated(fresh=True)
+def test_ascend_variables_of_torch_npu_are_checked_before_the_load(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for name, value in (("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")):
+        os.environ[name] = value
+        with pytest.raises(BackendError, match=rf"^{name}: {value} .*, or serve with --capture off$"):
+            load(tmp_path, dtype="bfloat16")
+        del os.environ[name]
+
+
+@emulated(relax=RELAX)
+def test_ascend_bucket_is_captured_once_per_dispatch(tmp_path: Path) -> None:
+    """Two dispatches, with argmax and with the sampler, of each bucket of rows; one of each bucket of tokens."""
+    saved(tmp_path)
+    load(tmp_path, decode_buckets=(1,), capture="on")  # also the test of new lengths
+    emulator.clear_calls()
+    load(tmp_path, decode_buckets=(1, 4), capture="on")
+    captures = [call.name for call in emulator.calls() if call.name == "aclmdlRICaptureBegin"]
+    assert len(captures) == 1 + 2 * 2 + 1  # new lengths, two buckets, 64 tokens
 
 
 # The device

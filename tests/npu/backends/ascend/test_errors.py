@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from npuserve.npu import backends
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
+from npuserve.npu.cann import codes
 
 # Messages of torch_npu (NPU_CHECK_ERROR and OPS_CHECK_ERROR in NPUException.h).
 NPU = ("synchronize:build/csrc/core/npu/NPUStream.cpp:466 NPU function error: aclrtSynchronizeStreamWithTimeout, "
@@ -53,6 +58,13 @@ def test_code_of_error_with_cause_is_found():
     assert backends.fault(error) is Fault.ENGINE
 
 
+def test_fault_of_error_that_is_its_own_cause():
+    first, second = RuntimeError("the capture failed"), RuntimeError("the device is blocked")
+    first.__cause__, second.__context__ = second, first
+    assert backends.fault(first) is None
+    assert backends.explain(first) == ""
+
+
 def test_fault_of_late_launch_failure_without_code():
     error = RuntimeError(
         "The Inner error is reported as above. The process exits for this inner error, and the current working "
@@ -69,7 +81,7 @@ def test_fault_of_late_launch_failure_without_code():
     (ImportError("libascendcl.so: cannot open shared object file: No such file"), "CANN is not found", "set_env.sh"),
     (ImportError("libhccl.so.1: cannot open shared object file"), "libhccl.so.1", "install the CANN toolkit"),
     (ImportError("libtorch_npu.so: undefined symbol: _ZN3c10"), "undefined symbol", "must be that of torch"),
-    (RuntimeError(NPU.format(207000)), "driver is too old", "25.0.RC1"),
+    (RuntimeError(NPU.format(207000)), "driver is too old", "25.5.1 or later"),
     (RuntimeError(NPU.format(107001)), "cannot be opened (error 107001)", "ASCEND_RT_VISIBLE_DEVICES"),
     (RuntimeError(NPU.format(507033)), "cannot be opened (error 507033)", "/dev/davinci"),
     (torch.OutOfMemoryError("NPU out of memory"), "no memory left", "npu-smi info"),
@@ -80,3 +92,52 @@ def test_advice_for_device_that_does_not_start(error, said, to_do):
     assert said in sentence
     assert to_do in sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (NPU.format(207005), "cannot allocate a captured graph's resources: it is too old (error 207005)"),
+    (NPU.format(207008), "no stream for a captured graph: it is too old (error 207008)"),
+    (NPU.format(107030), "cannot be replayed: the driver is too old (error 107030)"),
+    (NPU.format(207000), "lacks a function of this CANN: it is too old (error 207000)"),
+    (NPU.format(107029), "steps cannot be captured (error 107029)"),
+    ("[ERROR] TsdOpen: alloc SQ CQ fail, device 0", "no queue for a captured graph's stream: it is too old"),
+])
+def test_capture_advice_blames_the_driver_and_not_the_buckets(text, said):
+    sentence = acl_errors.capture_advice(RuntimeError(text))
+    assert sentence is not None
+    assert said in sentence
+    assert sentence.endswith("driver and firmware to 25.5.1 or later, or serve with --capture off")
+    assert "decode_buckets" not in sentence
+
+
+def test_capture_advice_without_memory_names_settings():
+    for error in (torch.OutOfMemoryError("NPU out of memory"), RuntimeError(NPU.format(207018))):
+        assert "fewer decode_buckets and a smaller kv_cache_memory" in str(acl_errors.capture_advice(error))
+    assert acl_errors.capture_advice(RuntimeError(NPU.format(507015))) is None
+    assert acl_errors.capture_advice(RuntimeError("no such file")) is None
+
+
+@pytest.mark.parametrize(("code", "is_capture"), [
+    (107030, True), (107033, True), (107024, True), (207019, True),  # without graphs these cannot occur
+    (207005, False), (207008, False), (507015, False), (107003, False)])
+def test_errors_at_run_time_that_only_graphs_raise(code, is_capture):
+    assert backends.is_capture_error(RuntimeError(NPU.format(code))) is is_capture
+
+
+def test_explain_gives_meaning_and_advice():
+    assert backends.explain(RuntimeError(NPU.format(507054))) == (
+        "the device's memory has an uncorrectable error: " + codes.REPAIR)
+    assert backends.explain(RuntimeError(NPU.format(599999))) == backends.explain(ValueError("no")) == ""
+    assert backends.explain_code(207005).startswith("ACL_ERROR_RT_RESOURCE_ALLOC_FAIL: the driver cannot allocate")
+    assert backends.explain_code(1) == ""
+
+
+def test_codes_equal_headers_of_torch_npu():
+    """Names and numbers, where the wheel of torch_npu with CANN's headers is installed."""
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or spec.origin is None:
+        pytest.skip("torch_npu is not installed")
+    headers = Path(spec.origin).parent / "include" / "third_party" / "acl" / "inc" / "acl"
+    text = "".join(file.read_text() for file in sorted(headers.rglob("*.h")))
+    for code, entry in codes.CODES.items():
+        assert re.search(rf"\b{entry.name}\s*=?\s*{code}\b", text), (code, entry.name)

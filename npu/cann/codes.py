@@ -1,0 +1,74 @@
+"""Table of CANN's error codes that the operator of a server meets: name, meaning, advice.
+
+Errors at the start, the log line `device fault`, `npuserve check --explain CODE` and docs/ascend.md use them. Names and
+numbers are those of acl/error_codes/rt_error_codes.h and acl/acl_base_rt.h. Issues 2629, 8393, 6002 and 7227 and pull
+request 10555 of https://github.com/vllm-project/vllm-ascend name an old driver as the cause of 207005, 207008, 107030
+and "Alloc sq cq fail".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MIN_DRIVER = "25.5.1"
+"""First Ascend HDK with which captured graphs are known to work."""
+
+UPDATE_DRIVER = f"update the Ascend HDK driver and firmware to {MIN_DRIVER} or later"
+OLD_DRIVER = f"{UPDATE_DRIVER}, or serve with --capture off"
+TOO_OLD = f"the NPU driver is too old for captured graphs: {OLD_DRIVER}"
+MORE_MEMORY = "end other processes on the device; fewer decode_buckets and a smaller kv_cache_memory take less"
+VISIBLE = ("check with npu-smi info that the device is healthy and free, that ASCEND_RT_VISIBLE_DEVICES names it, and "
+           "that this user may open /dev/davinci*")
+SEND_LOG = "the engine is restarted; if it repeats, run npuserve check --accept and send the file of npuserve collect"
+REPAIR = "see npu-smi info: the device, its driver or its links need a repair"
+
+_NO_FUNCTION = "the driver lacks a function of this CANN: it is too old"
+_NO_LENGTHS = "a captured graph takes no new lengths: the driver is too old"
+_NO_MEMORY = "the device has no memory left"
+
+
+class ErrorCode(NamedTuple):
+    """Error of CANN.
+
+    name: identifier in CANN's headers; for an error without a code the text in its log.
+    is_capture: only graphs raise it, so that a server without captured steps avoids it.
+    """
+
+    name: str
+    meaning: str
+    advice: str
+    is_capture: bool = False
+
+
+CODES: dict[int, ErrorCode] = {
+    107001: ErrorCode("ACL_ERROR_RT_INVALID_DEVICEID", "there is no device of this number", VISIBLE),
+    107020: ErrorCode("ACL_ERROR_RT_TASK_TIMEOUT", "a task took too long", SEND_LOG),
+    107030: ErrorCode("ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT",
+                      "a captured graph cannot be replayed: the driver is too old", OLD_DRIVER, True),
+    107033: ErrorCode("ACL_ERROR_STREAM_TASK_GROUP_STATUS", _NO_LENGTHS, OLD_DRIVER, True),
+    107040: ErrorCode("ACL_ERROR_RT_MODEL_UPDATE_FAILED", _NO_LENGTHS, OLD_DRIVER, True),
+    200001: ErrorCode("ACL_ERROR_API_NOT_SUPPORT", _NO_FUNCTION, UPDATE_DRIVER),
+    200002: ErrorCode("ACL_ERROR_INVALID_DEVICE", "the device cannot be used", VISIBLE),
+    207000: ErrorCode("ACL_ERROR_RT_FEATURE_NOT_SUPPORT", _NO_FUNCTION, OLD_DRIVER),
+    207001: ErrorCode("ACL_ERROR_RT_MEMORY_ALLOCATION", _NO_MEMORY, MORE_MEMORY),
+    207004: ErrorCode("ACL_ERROR_RT_NO_DEVICE", "there is no device", VISIBLE),
+    207005: ErrorCode("ACL_ERROR_RT_RESOURCE_ALLOC_FAIL",
+                      "the driver cannot allocate a captured graph's resources: it is too old", OLD_DRIVER),
+    207006: ErrorCode("ACL_ERROR_RT_NO_PERMISSION", "this user may not open the device", VISIBLE),
+    207008: ErrorCode("ACL_ERROR_RT_NO_STREAM_RESOURCE",
+                      "the driver has no stream for a captured graph: it is too old", OLD_DRIVER),
+    207018: ErrorCode("ACL_ERROR_RT_DEVICE_OOM", _NO_MEMORY, MORE_MEMORY),
+    207019: ErrorCode("ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP", _NO_LENGTHS, OLD_DRIVER, True),
+    507010: ErrorCode("ACL_ERROR_RT_LOST_HEARTBEAT", "the device does not respond", REPAIR),
+    507014: ErrorCode("ACL_ERROR_RT_AICORE_TIMEOUT", "a kernel took too long", SEND_LOG),
+    507015: ErrorCode("ACL_ERROR_RT_AICORE_EXCEPTION", "a kernel failed", SEND_LOG),
+    507033: ErrorCode("ACL_ERROR_RT_DEV_SETUP_ERROR", "the device cannot be set up", VISIBLE),
+    507054: ErrorCode("ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR", "the device's memory has an uncorrectable error", REPAIR),
+    507899: ErrorCode("ACL_ERROR_RT_DRV_INTERNAL_ERROR", "the driver failed", REPAIR),
+}
+
+TEXTS: dict[str, ErrorCode] = {
+    "Alloc sq cq fail": ErrorCode(
+        "Alloc sq cq fail", "the driver has no queue for a captured graph's stream: it is too old", OLD_DRIVER),
+}
+"""Texts in messages and in CANN's log that have no code."""

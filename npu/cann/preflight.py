@@ -1,0 +1,92 @@
+"""Checks before the start on an Ascend host, and the variables that must be set before torch_npu is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from npuserve.npu.cann.codes import MIN_DRIVER, UPDATE_DRIVER
+from npuserve.npu.cann.readings import Readings
+from npuserve.npu.cann.versions import PAIRS, fits_cann, is_before
+from npuserve.npu.notices import Notice
+
+
+def set_variables() -> None:
+    """Set what torch_npu reads when it is imported, unless it is set: one queue of launches, by a thread of its own."""
+    os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
+
+
+def notices(host: Readings, *, captures: bool) -> list[Notice]:
+    """Check the host. captures: steps are captured as graphs."""
+    return [*_versions(host), *environment(host, captures=captures), *_processors(host)]
+
+
+def environment(host: Readings, *, captures: bool) -> Iterator[Notice]:
+    """Check the environment variables that change how torch_npu launches and allocates.
+
+    Sources: NPUGraph.cpp and OptionsManager.cpp of torch_npu; the tuning guide of vllm-ascend.
+    """
+    queue = host.environ.get("TASK_QUEUE_ENABLE") or "1"
+    blocking = host.environ.get("ASCEND_LAUNCH_BLOCKING", "0") == "1"
+    allocator = host.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
+    if queue == "2" and captures:
+        yield Notice("error", "TASK_QUEUE_ENABLE", "TASK_QUEUE_ENABLE: 2 refuses the capture of steps: set it to 1, or "
+                     "serve with --capture off")
+    elif queue == "0":
+        yield Notice("warning", "TASK_QUEUE_ENABLE", "TASK_QUEUE_ENABLE: 0 launches every kernel on the calling "
+                     "thread, which is slower: set it to 1")
+    else:
+        yield Notice("ok", "TASK_QUEUE_ENABLE", queue)
+    if blocking and captures:
+        yield Notice("error", "ASCEND_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING: 1 makes every replay block the "
+                     "launching thread: unset it, or serve with --capture off")
+    elif blocking:
+        yield Notice("warning", "ASCEND_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING: 1 waits for every kernel, which is "
+                     "slow: unset it unless you debug")
+    if "expandable_segments:True" not in allocator.replace(" ", ""):
+        yield Notice("advice", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF: expandable_segments:True avoids "
+                     "fragments of device memory")
+    else:
+        yield Notice("ok", "PYTORCH_NPU_ALLOC_CONF", allocator)
+
+
+def _versions(host: Readings) -> Iterator[Notice]:
+    driver, cann = host.driver, host.cann
+    torch, torch_npu = (host.version_of(package).partition("+")[0] for package in ("torch", "torch_npu"))
+    if not driver:
+        yield Notice("warning", "driver", "the driver's version cannot be read: in a container mount "
+                     "/usr/local/Ascend/driver/version.info and npu-smi")
+    elif is_before(driver, MIN_DRIVER):
+        yield Notice("warning", "driver", f"driver {driver} may refuse to capture or replay steps: {UPDATE_DRIVER}")
+    else:
+        yield Notice("ok", "driver", driver)
+    if firmware := host.firmware:
+        yield Notice("ok", "firmware", firmware)
+    pair = PAIRS.get(torch_npu)
+    accepted = "; ".join(f"torch_npu {name} with torch {each.torch} and CANN {' to '.join(dict.fromkeys(each.cann))}"
+                         for name, each in PAIRS.items())
+    if not torch_npu:
+        yield Notice("error", "torch_npu", "torch_npu is not installed: pip install npuserve[npu]")
+    elif pair is None:
+        yield Notice("warning", "torch_npu", f"torch_npu {torch_npu} is untried here; known are {accepted}")
+    elif pair.torch != torch:
+        yield Notice("error", "torch_npu", f"torch_npu {torch_npu} is made for torch {pair.torch}, and torch is "
+                     f"{torch}")
+    else:
+        yield Notice("ok", "torch_npu", f"{torch_npu} with torch {torch}: {pair.proof}")
+    if not cann:
+        yield Notice("warning", "CANN", "CANN's version cannot be read: source its set_env.sh, which sets "
+                     "ASCEND_HOME_PATH")
+    elif pair is not None and not fits_cann(pair, cann):
+        yield Notice("warning", "CANN", f"CANN {cann} is untried with torch_npu {torch_npu}; known are {accepted}")
+    else:
+        yield Notice("ok", "CANN", cann)
+
+
+def _processors(host: Readings) -> Iterator[Notice]:
+    if slow := host.governors - {"performance"}:
+        yield Notice("warning", "governor", f"the processors' frequency governor is {', '.join(sorted(slow))}: "
+                     "cpupower frequency-set -g performance makes launches faster")
+    if host.balances_numa:
+        yield Notice("warning", "NUMA balancing", "the kernel moves pages between NUMA nodes, which stops threads: "
+                     "sysctl kernel.numa_balancing=0")

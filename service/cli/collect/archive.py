@@ -1,0 +1,82 @@
+"""Archive of bounded size with a manifest that says what became of each part."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from npuserve.service import clock
+
+Status = Literal["complete", "truncated", "missing", "failed", "timeout", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Content of one member.
+
+    truncated: it is the beginning or the end of something larger. missing: a program or file that this machine lacks.
+    failed, timeout: of a command, with the output so far. skipped: the archive or the time was full.
+    detail: the reason.
+    """
+
+    data: bytes
+    status: Status = "complete"
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Line of the manifest."""
+
+    name: str
+    status: Status
+    bytes: int
+    detail: str
+
+
+class Archive:
+    """`.tar.gz` file, readable by its owner only. The manifest is its last member.
+
+    max_bytes: of all members together, before compression.
+    """
+
+    MANIFEST = "manifest.json"
+
+    def __init__(self, path: Path, max_bytes: int):
+        self.lines: list[Line] = []
+        self._left = max_bytes
+        self._when = int(clock.unix_time())
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+        self._tar = tarfile.open(fileobj=self._file, mode="w:gz")  # noqa: SIM115
+
+    def add(self, name: str, part: Part) -> None:
+        """Add a part; an empty one is a line of the manifest only. A part that does not fit is cut."""
+        data, status, detail = part.data[: self._left], part.status, part.detail
+        if len(data) < len(part.data):
+            status, detail = "truncated", f"{len(part.data) - len(data)} bytes are left out, the archive is full"
+        if data:
+            self._write(name, data)
+            self._left -= len(data)
+        self.lines.append(Line(name, status, len(data), detail))
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._write(self.MANIFEST, json.dumps([asdict(line) for line in self.lines], indent=1).encode())
+        self._tar.close()
+        self._file.close()
+
+    def _write(self, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(f"npuserve-collect/{name}")
+        member.size, member.mtime, member.mode = len(data), self._when, 0o600
+        self._tar.addfile(member, io.BytesIO(data))

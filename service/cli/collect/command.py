@@ -1,0 +1,123 @@
+"""Command `npuserve collect`: write one archive of what a bug report needs.
+
+It holds versions, npu-smi's reports, CANN's log, the settings without secrets, and optionally the last lines of the
+server's log without prompts and the report of the acceptance check. The manifest lists missing programs and files.
+It needs neither torch nor a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from npuserve.npu.cann.readings import Readings
+from npuserve.service import clock, settings
+from npuserve.service.arguments import number
+from npuserve.service.cli.collect import redaction, sources
+from npuserve.service.cli.collect.archive import Archive, Part, Status
+from npuserve.service.config import ConfigError, ServerConfig
+
+MAX_BYTES = 64 << 20
+MAX_REPORT_BYTES = 8 << 20
+COMMAND_SECONDS = 10.0
+MAX_LOG_LINES = 2000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("collect")
+    group.add_argument("--output", metavar="FILE", help="archive (default: npuserve-collect-DATE.tar.gz here)")
+    group.add_argument("--log", metavar="FILE", help=f"log of the server: its last {MAX_LOG_LINES} lines, without "
+                       "prompts")
+    group.add_argument("--plog", metavar="FOLDER", help="CANN's log (default: ASCEND_PROCESS_LOG_PATH, ~/ascend/log)")
+    group.add_argument("--accept", action="store_true", help="run npuserve check --accept, and add its report")
+    group.add_argument("--accept-report", metavar="FILE", help="an earlier report of npuserve check --accept --json")
+    group.add_argument("--seconds", type=number(float, 1, 3600), default=120.0,
+                       help="time for everything but --accept (default: 120)")
+    group.add_argument("--accept-seconds", type=number(float, 10, 86400), default=1800.0,
+                       help="time for --accept (default: 1800)")
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the archive; print its path and what is missing. Raises ConfigError for an unusable output or setting."""
+    config = settings.load(args, os.environ)
+    path = Path(args.output or f"npuserve-collect-{clock.now():%Y%m%d-%H%M%S}.tar.gz")
+    deadline = time.monotonic() + args.seconds
+    try:
+        archive = Archive(path, MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"output: {path}: {error.strerror}") from None
+    with archive:
+        for name, part in parts(args, config, deadline):
+            archive.add(name, part)
+        if args.accept:
+            archive.add("accept.json", accept(config, args.accept_seconds))
+    for line in archive.lines:
+        if line.status != "complete":
+            print(f"{line.status:10} {line.name}: {line.detail}")
+    print(f"{path}: {path.stat().st_size} bytes, {sum(line.bytes > 0 for line in archive.lines)} files. It holds no "
+          "prompts and no keys; read it before you send it")
+    return 0
+
+
+def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> Iterator[tuple[str, Part]]:
+    """Yield name and content of each part. After the deadline the remaining ones are skipped."""
+    host = Readings(environ=os.environ)
+    yield "settings.json", _json(redaction.settings(config))
+    yield "variables.json", _json(redaction.variables(os.environ))
+    yield "software.json", sources.software({"driver": host.driver, "firmware": host.firmware, "cann": host.cann})
+    yield from sources.host_files(Path("/"))
+    mapping = b""
+    commands = {**sources.NPU_COMMANDS, **sources.COMMANDS}
+    for name, command in commands.items():
+        part = _timed(command, deadline)
+        mapping = part.data if name == "npu-smi/mapping" else mapping
+        yield name, part
+    for npu in sources.npus(mapping.decode(errors="replace")):
+        for report in sources.PER_NPU:
+            yield f"npu-smi/{npu}/{report}", _timed(("npu-smi", "info", "-t", report, "-i", npu), deadline)
+    if args.log:
+        yield "server.log", server_log(Path(args.log))
+    if args.accept_report:
+        yield "accept.json", sources.file(Path(args.accept_report), MAX_REPORT_BYTES)
+    given = args.plog or os.environ.get("ASCEND_PROCESS_LOG_PATH")
+    yield from sources.device_logs(Path(given) if given else Path.home() / "ascend" / "log")
+
+
+def server_log(path: Path) -> Part:
+    """Return the last lines of the server's log, without prompts."""
+    part = sources.file(path, 16 << 20, end=True)
+    lines = part.data.decode(errors="replace").splitlines()
+    if part.status == "truncated":
+        lines = lines[1:]  # perhaps the second half of a line, which cannot be read
+    kept = redaction.log_lines(lines[-MAX_LOG_LINES:])
+    status: Status = "truncated" if len(kept) < len(lines) else part.status
+    return Part("".join(f"{line}\n" for line in kept).encode(), status, part.detail or f"of {len(lines)} lines")
+
+
+def accept(config: ServerConfig, seconds: float) -> Part:
+    """Run the acceptance check in a process of its own, with the same settings, and return its report."""
+    given = msgspec.structs.asdict(config)
+    default = msgspec.structs.asdict(ServerConfig())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(settings.PREFIX)}
+    environment |= {settings.variable(name): str(value) for name, value in given.items() if value != default[name]}
+    return sources.run((sys.executable, "-m", "npuserve.service.cli", "check", "--accept", "--json"), seconds,
+                       MAX_REPORT_BYTES, environment)
+
+
+def _timed(command: tuple[str, ...], deadline: float) -> Part:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return Part(b"", "skipped", "the time was over")
+    return sources.run(command, min(left, COMMAND_SECONDS))
+
+
+def _json(value: object) -> Part:
+    return Part(json.dumps(value, indent=1).encode())

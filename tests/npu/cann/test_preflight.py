@@ -1,0 +1,96 @@
+"""Checks before the start, on fake hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from npuserve.npu.cann import preflight
+from npuserve.npu.cann.versions import PAIRS, fits_cann, is_before
+from npuserve.npu.notices import Notice
+from tests.npu.cann.host import ENVIRONMENT, host
+
+DRIVER = "/usr/local/Ascend/driver/version.info"
+TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
+
+
+def found(root: Path, captures: bool = True, **changes: object) -> dict[str, Notice]:
+    notices = preflight.notices(host(root, **changes), captures=captures)  # type: ignore[arg-type]
+    names = [notice.name for notice in notices]
+    assert len(set(names)) == len(names)
+    return {notice.name: notice for notice in notices}
+
+
+def test_accepted_host_has_no_warning(tmp_path: Path) -> None:
+    notices = found(tmp_path)
+    assert {notice.level for notice in notices.values()} == {"ok"}
+    assert notices["driver"].said == notices["firmware"].said == "25.5.1"
+    assert notices["CANN"].said == "9.1.0"
+    assert notices["torch_npu"].said == "2.10.0.post4 with torch 2.10.0: every call is compared with its signatures"
+
+
+@pytest.mark.parametrize(("name", "level", "said", "files", "packages"), [
+    ("driver", "warning", "driver 25.2.0 may refuse .* 25.5.1 or later", {DRIVER: "Version=25.2.0\n"}, {}),
+    ("driver", "warning", "driver 25.5.1.rc1 may", {DRIVER: "Version=25.5.1.rc1\n"}, {}),
+    ("driver", "warning", "cannot be read: in a container mount", {DRIVER: None}, {}),
+    ("CANN", "warning", "CANN 8.2.RC1 is untried with torch_npu 2.10.0.post4; known are .*CANN 9.1;",
+     {TOOLKIT: "version=8.2.RC1\n"}, {}),
+    ("CANN", "warning", "cannot be read: source its set_env.sh", {TOOLKIT: None}, {}),
+    ("CANN", "ok", "9.1.0", {}, {"torch": "2.13.0", "torch_npu": "2.13.0"}),
+    ("torch_npu", "error", "is made for torch 2.10.0, and torch is 2.9.1", {}, {"torch": "2.9.1"}),
+    ("torch_npu", "error", "not installed: pip install", {}, {"torch_npu": ""}),
+    ("torch_npu", "warning", "torch_npu 2.15.0 is untried here; known are torch_npu 2.13.0 with torch 2.13.0 and CANN "
+     "8.5 to 9.2;", {}, {"torch_npu": "2.15.0"}),
+    ("governor", "warning", "governor is powersave, schedutil: ",
+     {f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor": f"{name}\n"
+      for cpu, name in ((1, "powersave"), (2, "schedutil"))}, {}),
+    ("NUMA balancing", "warning", "sysctl kernel.numa_balancing=0", {"/proc/sys/kernel/numa_balancing": "1\n"}, {}),
+])
+def test_deviation_gives_a_notice(
+    tmp_path: Path, name: str, level: str, said: str, files: dict[str, str | None], packages: dict[str, str]
+) -> None:
+    notices = found(tmp_path, files=files, packages={"torch": "2.10.0", "torch_npu": "2.10.0.post4"} | packages)
+    assert notices[name].level == level
+    assert re.search(said, notices[name].said), notices[name].said
+
+
+@pytest.mark.parametrize(("environ", "captures", "level", "said"), [
+    ({"TASK_QUEUE_ENABLE": "2"}, True, "error", "refuses the capture of steps: set it to 1"),
+    ({"TASK_QUEUE_ENABLE": "2"}, False, "ok", "2"),
+    ({"TASK_QUEUE_ENABLE": "0"}, True, "warning", "slower: set it to 1"),
+    ({}, True, "ok", "1"),
+    ({"ASCEND_LAUNCH_BLOCKING": "1"}, True, "error", "unset it, or serve with --capture off"),
+    ({"ASCEND_LAUNCH_BLOCKING": "1"}, False, "warning", "unset it unless you debug"),
+    ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:50"}, True, "advice", "expandable_segments:True avoids fragments"),
+])
+def test_environment_variable_gives_a_notice(
+    tmp_path: Path, environ: Mapping[str, str], captures: bool, level: str, said: str
+) -> None:
+    notice = found(tmp_path, captures, environ={**ENVIRONMENT, **environ})[next(iter(environ), "TASK_QUEUE_ENABLE")]
+    assert (notice.level, said in notice.said) == (level, True), notice
+
+
+def test_task_queue_is_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
+    preflight.set_variables()
+    assert os.environ["TASK_QUEUE_ENABLE"] == "0"
+    monkeypatch.delenv("TASK_QUEUE_ENABLE")
+    preflight.set_variables()
+    assert os.environ["TASK_QUEUE_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(("version", "other", "before"), [
+    ("25.5.0", "25.5.1", True), ("25.5.1", "25.5.1", False), ("25.5.1.rc2", "25.5.1", True), ("25.5", "25.5.1", True),
+    ("26.0.rc1", "25.5.1", False), ("25.10.0", "25.5.1", False), ("unknown", "25.5.1", True)])
+def test_is_before_compares_numbers(version: str, other: str, before: bool) -> None:
+    assert is_before(version, other) is before
+
+
+def test_fits_cann_compares_major_and_minor() -> None:
+    pair = PAIRS["2.13.0"]
+    assert [fits_cann(pair, cann) for cann in ("8.3.RC1", "8.5.0", "9.2.1", "9.3.0", "10.0.0")] == [
+        False, True, True, False, False]

@@ -1,0 +1,215 @@
+"""`npuserve collect` with programs and files of the test, and beside a server that logs prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.service.cli.collect import redaction, sources
+from npuserve.service.cli.collect.archive import Archive, Part
+from npuserve.service.cli.main import main
+from npuserve.service.config import ServerConfig
+from tests.e2e.server import request, serving
+from tests.npu.emulator.child import missing
+
+MAPPING = """
+        NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
+        0                              0                              0                              Ascend 910B4
+        3                              0                              1                              Ascend 910B4
+        3                              1                              -                              Mcu
+"""
+NPU_SMI = """#!/bin/sh
+case "$*" in
+  "info -m") cat "$(dirname "$0")/mapping" ;;
+  "info -t topo") exec sleep 60 ;;
+  "info -t health -i 3") echo "Health : Alarm"; echo broken >&2; exit 7 ;;
+  *) echo "report of $*" ;;
+esac
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {each.name.removeprefix("npuserve-collect/"): tar.extractfile(each).read()  # type: ignore[union-attr]
+                for each in tar}
+
+
+def manifest(found: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    return {line["name"]: line for line in json.loads(found["manifest.json"])}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty home folder, and a PATH without programs of devices."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("ASCEND_PROCESS_LOG_PATH", raising=False)
+    return tmp_path
+
+
+def test_collect_without_a_device_lists_what_is_missing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "report.tar.gz"
+    assert main(["collect", "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "missing    npu-smi/info: no program npu-smi" in out
+    assert f"missing    plog: no log of CANN in {home}/home/ascend/log" in out
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = members(path)
+    assert {"settings.json", "variables.json", "software.json", "host/proc/meminfo", "host/lscpu"} <= set(found)
+    software = json.loads(found["software.json"])
+    assert software["packages"]["msgspec"]
+    assert software["device_software"] == {"driver": "", "firmware": "", "cann": ""}
+    lines = manifest(found)
+    assert lines["npu-smi/topology"] == {
+        "name": "npu-smi/topology", "status": "missing", "bytes": 0, "detail": "no program npu-smi"}
+    assert set(lines) >= set(found) - {"manifest.json"}
+
+
+def test_collect_runs_npu_smi_for_each_npu_with_time_limits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npuserve.service.cli.collect.command.COMMAND_SECONDS", 1.0)
+    program(home / "bin", "npu-smi", NPU_SMI)
+    (home / "bin" / "mapping").write_text(MAPPING)
+    began = time.monotonic()
+    assert main(["collect", "--output", str(home / "a.tar.gz")]) == 0
+    assert time.monotonic() - began < 40
+    found = members(home / "a.tar.gz")
+    lines = manifest(found)
+    assert found["npu-smi/info"] == b"report of info\n"
+    assert found["npu-smi/0/health"] == b"report of info -t health -i 0\n"
+    assert found["npu-smi/3/health"] == b"Health : Alarm\n"
+    assert (lines["npu-smi/3/health"]["status"], lines["npu-smi/3/health"]["detail"]) == (
+        "failed", "exit code 7: broken")
+    assert (lines["npu-smi/topology"]["status"], lines["npu-smi/topology"]["detail"]) == ("timeout", "killed after 1 s")
+    assert {name.split("/")[1] for name in lines if name.count("/") == 2 and name.startswith("npu-smi")} == {"0", "3"}
+
+
+def test_collect_after_its_time_skips_commands(home: Path) -> None:
+    program(home / "bin", "npu-smi", "#!/bin/sh\nexec sleep 5\n")
+    assert main(["collect", "--output", str(home / "a.tar.gz"), "--seconds", "1"]) == 0
+    lines = manifest(members(home / "a.tar.gz"))
+    assert lines["npu-smi/mapping"]["detail"] == "the time was over"
+    assert {lines[name]["status"] for name in ("npu-smi/mapping", "npu-smi/topology", "host/lscpu")} == {"skipped"}
+
+
+def test_collect_takes_the_newest_logs_of_cann(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(sources, "MAX_LOGS_BYTES", 150)
+    folder = home / "home" / "ascend" / "log" / "debug" / "plog"
+    folder.mkdir(parents=True)
+    for age, name in enumerate(("c", "b", "a")):  # a is the oldest
+        (folder / f"plog-{name}.log").write_text("x" * 200 + f"the end of {name}")
+        os.utime(folder / f"plog-{name}.log", (1e9 - age, 1e9 - age))
+    assert main(["collect", "--output", str(home / "a.tar.gz")]) == 0
+    found = members(home / "a.tar.gz")
+    lines = manifest(found)
+    assert found["plog/debug/plog/plog-c.log"].endswith(b"the end of c")
+    assert [lines[f"plog/debug/plog/plog-{name}.log"]["status"] for name in "cba"] == [
+        "truncated", "truncated", "skipped"]
+    assert [lines[f"plog/debug/plog/plog-{name}.log"]["bytes"] for name in "cba"] == [100, 50, 0]
+
+
+def test_collect_adds_an_earlier_report_and_removes_secrets(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "accept.json").write_text('{"acceptance": {"passed": true}}')
+    for name, value in {"NPUSERVE_API_KEYS": "/data/secret-keys", "HCCL_AUTH_TOKEN": "secret-token",
+                        "NPUSERVE_OTLP_ENDPOINT": "http://me:secret-word@collector:4317", "HOME_SECRET": "secret-home",
+                        "ASCEND_RT_VISIBLE_DEVICES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    path = home / "a.tar.gz"
+    assert main(["collect", "--output", str(path), "--accept-report", str(home / "accept.json"),
+                 "--max-num-seqs", "7"]) == 0
+    found = members(path)
+    assert json.loads(found["accept.json"]) == {"acceptance": {"passed": True}}
+    settings, variables = json.loads(found["settings.json"]), json.loads(found["variables.json"])
+    assert (settings["max_num_seqs"], settings["api_keys"], settings["tls_key"]) == (7, "removed", "")
+    assert settings["otlp_endpoint"] == "http://removed@collector:4317"
+    assert (variables["ASCEND_RT_VISIBLE_DEVICES"], variables["HCCL_AUTH_TOKEN"]) == ("3", "removed")
+    assert not [name for name, data in found.items() if b"secret-" in data]
+
+
+def test_collect_output_that_cannot_be_written_is_an_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["collect", "--output", str(home / "none" / "a.tar.gz")]) == 2
+    assert "output: " in capsys.readouterr().err
+
+
+def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
+    config = ServerConfig(tls_cert="/c", tls_key="/k", tls_client_ca="/a", api_keys="/f", admin_certificates="ada",
+                          state_folder="/s", served_name="shown")
+    found = redaction.settings(config)
+    assert {name for name, value in found.items() if value == redaction.REMOVED} == redaction.SECRET_SETTINGS
+    assert found["served_name"] == "shown"
+
+
+@pytest.mark.parametrize(("line", "kept"), [
+    ('{"message": "call", "prompt": "MARKER", "id": "a"}', '{"message": "call", "id": "a"}'),
+    ('{"message": "bug", "text": "in MARKER", "traceback": "File x"}', '{"message": "bug", "traceback": "File x"}'),
+    ('{"message": "engine said", "text": "a warning"}', '{"message": "engine said", "text": "a warning"}'),
+    ('{"message": "x", "exception": "Traceback\\n  File x\\nValueError: MARKER"}',
+     '{"message": "x", "exception": "Traceback\\n  File x"}'),
+    ('2026-11-20 INFO frontend-0: call id=a prompt="say \\"MARKER\\" now" tokens=3',
+     "2026-11-20 INFO frontend-0: call id=a tokens=3"),
+    ("2026-11-20 INFO frontend-0: call prompt=MARKER tokens=3", "2026-11-20 INFO frontend-0: call tokens=3"),
+    ("2026-11-20 INFO supervisor: engine said text=[WARN]", "2026-11-20 INFO supervisor: engine said text=[WARN]"),
+    ("a line of a library", "a line of a library"),
+])
+def test_log_line_loses_prompts(line: str, kept: str) -> None:
+    assert redaction.log_lines([line]) == [kept]
+
+
+def test_archive_is_bounded(tmp_path: Path) -> None:
+    with Archive(tmp_path / "a.tar.gz", 10) as archive:
+        for name in "abc":
+            archive.add(name, Part(b"12345678"))
+    found = members(tmp_path / "a.tar.gz")
+    assert {name: len(data) for name, data in found.items() if name != "manifest.json"} == {"a": 8, "b": 2}
+    assert [line["status"] for line in manifest(found).values()] == ["complete", "truncated", "truncated"]
+
+
+def test_command_with_endless_output_is_killed() -> None:
+    part = sources.run(("yes",), 20, 1000)
+    assert (part.status, len(part.data)) == ("truncated", 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_collect_of_a_server_on_the_emulated_npu_holds_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server logs prompts. Prompt, answer and chat are nowhere in the archive, compressed or not."""
+    marker = "zebrafinch"
+    state = tmp_path / "state"
+    state.mkdir()
+    (tmp_path / "plog").mkdir()
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path / "plog"))
+    flags = ["--device", "npu", "--emulate", "--max-num-seqs", "2", "--decode-buckets", "1", "--log-prompts",
+             "--log-format", "json", "--state-folder", str(state)]
+    with serving(*flags, "--kv-cache-memory", "24MiB") as server:
+        answer = server.stub.Generate(request(f"Once there was a {marker}", 8), timeout=60)
+        assert answer.text
+        wrong = request(f"{marker} {marker}", 8)
+        wrong.sampling.temperature = -1
+        with pytest.raises(Exception, match="temperature"):
+            server.stub.Generate(wrong, timeout=60)
+        assert marker in server.log
+        log = tmp_path / "server.log"
+        log.write_text(server.log)
+        path = tmp_path / "a.tar.gz"
+        assert main(["collect", "--output", str(path), "--log", str(log), *flags]) == 0
+    found = members(path)
+    lines = found["server.log"].decode().splitlines()
+    assert len(lines) >= 5
+    assert any("StreamGenerate" in line or '"Generate"' in line for line in lines)
+    assert not [name for name, data in found.items() if marker.encode() in data or answer.text.encode() in data]
